@@ -1,0 +1,176 @@
+"""Hydra glue: compose a command's YAML over its dataclass, validate it, hand the frozen dataclass over.
+
+The dataclass is the single home of names, types, defaults and checks; YAML files only choose. Nothing
+behind an entry script sees a DictConfig.
+"""
+
+import dataclasses
+import difflib
+import errno
+import functools
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from draft_models.errors import UserError
+
+Config = TypeVar("Config")
+CONF_DIR = Path(__file__).resolve().parent
+USER_ERROR_STATUS = 2
+_STORAGE_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+}
+
+
+def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
+    """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
+
+    A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
+    message on stderr and status 2. Everything else keeps its traceback.
+    """
+    register(name, schema)
+
+    def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
+        def job(composed: DictConfig) -> None:
+            # Reported here: Hydra would print its own banner around an exception that leaves the job.
+            try:
+                run(build(schema, composed))
+            except UserError as error:
+                _fail(str(error))
+            except OSError as error:
+                if error.errno not in _STORAGE_ERRORS:
+                    raise
+                _fail(f"{error.filename or 'output'}: {error.strerror}; free space or choose another out_dir")
+
+        @functools.wraps(run)
+        def main() -> None:
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
+            try:
+                hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
+            except (HydraException, OmegaConfBaseException) as error:
+                _fail(explain(error, schema))
+
+        return main
+
+    return decorate
+
+
+def register(name: str, schema: type) -> None:
+    """Store `schema` under "<name>_schema", the first item of conf/<name>.yaml's defaults list."""
+    ConfigStore.instance().store(f"{name}_schema", _thaw(schema))
+
+
+def build(schema: type[Config], composed: DictConfig) -> Config:
+    """The composed config as an instance of `schema`; raises `UserError` naming a missing or impossible key."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = getattr(error, "full_key", None) or str(error)
+        raise UserError(f"{key}: missing; give it as {key}=VALUE. {_describe(schema, key)}".rstrip()) from None
+    return typing.cast(Config, _construct(schema, values))
+
+
+def explain(error: Exception, schema: type) -> str:
+    """One readable message for a Hydra or OmegaConf error: the key, and what is allowed there."""
+    cause = error
+    while cause.__cause__ is not None and isinstance(cause.__cause__, OmegaConfBaseException):
+        cause = cause.__cause__
+    key = getattr(cause, "full_key", None)
+    first_line = str(cause).strip().splitlines()[0]
+    if not key:
+        return str(error).strip()
+    allowed = _fields_at(schema, key.rpartition(".")[0])
+    leaf = key.rpartition(".")[2]
+    if allowed and leaf not in allowed:
+        close = difflib.get_close_matches(leaf, allowed, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return f"{key}: no such option; {hint}Allowed here: {', '.join(allowed)}"
+    return f"{key}: {first_line}. {_describe(schema, key)}"
+
+
+def _fail(message: str) -> typing.NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(USER_ERROR_STATUS)
+
+
+def _thaw(kind: Any) -> Any:
+    """`kind` with every frozen dataclass in it replaced by a mutable twin: OmegaConf makes frozen ones read-only."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        fields = []
+        for f in dataclasses.fields(kind):
+            twin = _thaw(hints[f.name])
+            if dataclasses.is_dataclass(twin):
+                default: Any = dataclasses.field(default_factory=typing.cast(Any, twin))
+            elif f.default_factory is not dataclasses.MISSING:
+                default = dataclasses.field(default_factory=f.default_factory)
+            elif f.default is not dataclasses.MISSING:
+                default = dataclasses.field(default=f.default)
+            else:
+                default = dataclasses.field(default="???")  # mandatory
+            fields.append((f.name, twin, default))
+        return dataclasses.make_dataclass(typing.cast(type, kind).__name__, fields)
+    arguments = typing.get_args(kind)
+    if not arguments:
+        return kind
+    arguments = tuple(_thaw(a) for a in arguments)
+    if isinstance(kind, types.UnionType):
+        return typing.Union[arguments]  # noqa: UP007 (built at run time)
+    return typing.get_origin(kind)[arguments]
+
+
+def _construct(kind: Any, value: Any, path: str = "") -> Any:
+    """Plain containers → nested frozen dataclasses, running each `__post_init__` with its key path in errors."""
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        inner = {k: _construct(hints[k], v, f"{path}{k}.") for k, v in value.items()}
+        try:
+            return typing.cast(Any, kind)(**inner)
+        except UserError as error:
+            raise UserError(f"{path}{error}") from None
+    if typing.get_origin(kind) is dict and isinstance(value, dict):
+        inner_kind = typing.get_args(kind)[1]
+        return {k: _construct(inner_kind, v, f"{path}{k}.") for k, v in value.items()}
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+def _field_type(schema: type, key: str) -> Any:
+    kind: Any = schema
+    for part in key.split(".") if key else []:
+        if dataclasses.is_dataclass(kind):
+            kind = typing.get_type_hints(kind).get(part)
+        elif typing.get_origin(kind) is dict:
+            kind = typing.get_args(kind)[1]
+        else:
+            return None
+    return kind
+
+
+def _fields_at(schema: type, key: str) -> list[str]:
+    kind = _field_type(schema, key)
+    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+def _describe(schema: type, key: str) -> str:
+    kind = _field_type(schema, key)
+    if kind is None:
+        return ""
+    return f"Expected {kind.__name__ if isinstance(kind, type) else str(kind).replace('typing.', '')}"

@@ -1,0 +1,1 @@
+"""Text and conversations in, token rows and prompts out."""

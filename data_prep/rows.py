@@ -1,0 +1,376 @@
+"""Records → packed token rows on disk, built once and memory-mapped ever after."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.conversations import Document, encode
+from data_prep.corpus import Split, content_digest, read_records
+from data_prep.settings import DataConfig
+from draft_models.errors import UserError, require
+from draft_models.losses import IGNORE
+
+FORMAT = 1  # part of every cache key: raise it when the same input would give other rows
+COUNTS = (
+    "records",
+    "rows",
+    "tokens",
+    "supervised",
+    "clipped",
+    "empty",
+    "unsupervised",
+    "malformed",
+    "unreadable",
+    "dropped_rows",
+)
+_ARRAYS = ("tokens", "documents", "supervised")  # one .npy each, [rows, seq_len]
+_RECORDS_A_BATCH = 256
+_ROWS_A_WRITE = 1024
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Packed rows of seq_len tokens, memory-mapped; every row has at least one label.
+
+    An item is {"input_ids", "labels", "positions", "documents"}, int64 [seq_len] each. labels[t] is the id of
+    token t+1 where that is in the same document and supervised, else `IGNORE`; positions restart at 0 in each
+    document; documents count 0, 1, 2, … within the row and are −1 on padding (input id 0).
+    `counts` holds what `COUNTS` names, `key` identifies the content of all the rows.
+    """
+
+    def __init__(self, folder: Path, max_rows: int | None = None) -> None:
+        self._source = (folder, max_rows)
+        meta = json.loads((folder / "meta.json").read_text())
+        self.key: str = meta["key"]
+        self.counts: dict[str, int] = meta["counts"]
+        self._tokens, self._documents, self._supervised = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
+        )
+        total = len(self._tokens)
+        kept = total if max_rows is None else min(max_rows, total)
+        self._kept = np.arange(kept) * total // max(kept, 1)  # evenly spread: neighbours share a document
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self._kept[index]
+        tokens = self._tokens[row].astype(np.int64)
+        documents = self._documents[row].astype(np.int64)
+        labels = _labels(tokens, documents, self._supervised[row])
+        arrays = {
+            "input_ids": tokens,
+            "labels": labels,
+            "positions": _positions(documents),
+            "documents": documents,
+        }
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rows, self._source  # data-loader workers map the files again instead of receiving a copy
+
+
+def load_rows(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    split: Split,
+    *,
+    max_rows: int | None = None,
+) -> Rows:
+    """The rows of one split, from the cache or built now; `max_rows` keeps that many, evenly spread.
+
+    The cache key is a hash of all that determines the content, so a hit is always right. Processes that call
+    this at once build one copy: the others wait. Prints the counts on one line (on rank 0).
+
+    Raises `UserError` for bad input, a split without records, data without a supervised token, and a
+    cache_dir that cannot be written.
+    """
+    require(seq_len >= 2, "seq_len", seq_len, "at least 2")
+    require(max_rows is None or max_rows >= 1, "max_rows", max_rows, "at least 1, or null")
+    key = _cache_key(config, tokenizer, seq_len, split)
+    folder = config.cache / "rows" / key[:32]
+    if not _is_complete(folder):
+        with _storage_errors(config.cache):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(folder.with_suffix(".lock")):
+                if not _is_complete(folder):
+                    _build(folder, key, config, tokenizer, seq_len, split)
+    rows = Rows(folder, max_rows)
+    if int(os.environ.get("RANK", "0")) == 0:
+        counts = " ".join(f"{name}={rows.counts[name]}" for name in COUNTS)
+        print(f"data source={config.source} split={split} {counts}", flush=True)
+    return rows
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 over all that decides how text becomes ids: vocabulary, rules, special tokens, chat template."""
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend.pop("truncation", None)  # left behind by the last call, not a property of the tokenizer
+        backend.pop("padding", None)
+    else:
+        backend = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    parts = [backend, tokenizer.special_tokens_map, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------- packing
+
+
+class Segment(NamedTuple):
+    """A document, or the part of one, inside a row: ids int64 [n], supervised bool [n]."""
+
+    ids: np.ndarray
+    supervised: np.ndarray
+
+
+@dataclass
+class _OpenRow:
+    free: int
+    segments: list[Segment] = field(default_factory=list)
+
+    def add(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self.free -= len(segment.ids)
+
+
+def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Iterator[list[Segment]]:
+    """Put documents into rows of at most `seq_len` tokens; a pure function of their order.
+
+    Documents that may be cut follow each other without a gap and go on in the next row. Whole ones (at most
+    seq_len long) go into the fullest of up to `window` open rows that still holds them.
+    """
+    stream, waiting = _OpenRow(seq_len), list[_OpenRow]()
+    for document in documents:
+        if document.whole:
+            needed = len(document.ids)
+            fitting = [row for row in waiting if row.free >= needed]
+            if not fitting:
+                if len(waiting) == window:
+                    fullest = min(range(window), key=lambda i: waiting[i].free)
+                    yield waiting.pop(fullest).segments
+                waiting.append(_OpenRow(seq_len))
+                fitting = waiting[-1:]
+            min(fitting, key=lambda row: row.free).add(Segment(document.ids, document.supervised))
+            continue
+        start = 0
+        while start < len(document.ids):
+            part = slice(start, start + stream.free)
+            stream.add(Segment(document.ids[part], document.supervised[part]))
+            start = part.stop
+            if stream.free == 0:
+                yield stream.segments
+                stream = _OpenRow(seq_len)
+    for row in [*waiting, stream]:
+        if row.segments:
+            yield row.segments
+
+
+def _lay_out(segments: list[Segment], seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One row: tokens, documents and supervised, [seq_len] each, padded."""
+    tokens, supervised = np.zeros(seq_len, np.int64), np.zeros(seq_len, bool)
+    documents = np.full(seq_len, -1)
+    start = 0
+    for number, segment in enumerate(segments):
+        part = slice(start, start + len(segment.ids))
+        tokens[part], supervised[part], documents[part] = segment.ids, segment.supervised, number
+        start = part.stop
+    return tokens, documents, supervised
+
+
+def _labels(tokens: np.ndarray, documents: np.ndarray, supervised: np.ndarray) -> np.ndarray:
+    labels = np.full(len(tokens), IGNORE, np.int64)
+    known = (documents[1:] == documents[:-1]) & supervised[1:]
+    labels[:-1][known] = tokens[1:][known]
+    return labels
+
+
+def _positions(documents: np.ndarray) -> np.ndarray:
+    index = np.arange(len(documents))
+    begins = np.r_[True, documents[1:] != documents[:-1]]
+    return index - np.maximum.accumulate(np.where(begins, index, 0))
+
+
+# ------------------------------------------------------------------------------------------------ building
+
+
+def _documents(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    split: Split,
+    counts: Counter[str],
+) -> Iterator[Document]:
+    """Tokenised records; conversations clipped to seq_len, those without a label left out, both counted."""
+    # disable=None: no bar where stderr is not a terminal
+    records = tqdm(read_records(config, split, counts), desc=f"tokenising {split}", unit=" records", disable=None)
+    remaining = iter(records)
+    while batch := list(islice(remaining, _RECORDS_A_BATCH)):
+        for ids, supervised, whole in encode(batch, tokenizer, config.template):
+            if whole:
+                counts["clipped"] += len(ids) > seq_len
+                ids, supervised = ids[:seq_len], supervised[:seq_len]
+                if not supervised[1:].any():
+                    counts["unsupervised"] += 1
+                    continue
+            yield Document(ids, supervised, whole)
+
+
+def _build(
+    folder: Path,
+    key: str,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    split: Split,
+) -> None:
+    print(f"data source={config.source} split={split}: tokenising into {folder}", flush=True)
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir()
+    counts = Counter(dict.fromkeys(COUNTS, 0))
+    largest_id = max(tokenizer.get_vocab().values(), default=0)
+    dtypes = (np.min_scalar_type(largest_id), np.min_scalar_type(-seq_len), np.dtype(bool))
+    try:
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(_ArrayFile(partial / f"{name}.npy", dtype, seq_len))
+                for name, dtype in zip(_ARRAYS, dtypes, strict=True)
+            ]
+            packed = pack(_documents(config, tokenizer, seq_len, split, counts), seq_len)
+            laid_out = (_lay_out(segments, seq_len) for segments in packed)
+            kept = (row for row in laid_out if _count_row(row, counts))
+            while chunk := list(islice(kept, _ROWS_A_WRITE)):
+                for file, arrays in zip(files, zip(*chunk, strict=True), strict=True):
+                    file.append(np.stack(arrays))
+        _require_content(config, split, counts)
+        sizes = {f"{name}.npy": (partial / f"{name}.npy").stat().st_size for name in _ARRAYS}
+        meta = {"key": key, "seq_len": seq_len, "counts": dict(counts), "sizes": sizes}
+        (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
+        partial.replace(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _count_row(row: tuple[np.ndarray, np.ndarray, np.ndarray], counts: Counter[str]) -> bool:
+    """Add a row to the counts; False if it has no label and is to be dropped."""
+    tokens, documents, supervised = row
+    labels = int((_labels(tokens, documents, supervised) != IGNORE).sum())
+    counts["rows" if labels else "dropped_rows"] += 1
+    if labels:
+        counts["tokens"] += int((documents >= 0).sum())
+        counts["supervised"] += labels
+    return labels > 0
+
+
+def _require_content(config: DataConfig, split: Split, counts: Counter[str]) -> None:
+    found = ", ".join(f"{name}={counts[name]}" for name in COUNTS if counts[name]) or "nothing"
+    where = f"data source={config.source} path={', '.join(config.path)}" if config.path else "data"
+    if not counts["records"]:
+        remedy = "give more data or raise heldout_fraction" if split == "heldout" else "give more data"
+        raise UserError(f"{where}: empty dataset: no usable {split} record (found {found}); {remedy}")
+    if not counts["rows"]:
+        raise UserError(
+            f"{where}: no token of the {split} split is supervised (found {found}): no assistant's answer "
+            "is within seq_len; check layout, column and template, or raise seq_len"
+        )
+
+
+class _ArrayFile:
+    """A .npy file that grows by whole rows; the shape in its header is filled in at the end."""
+
+    def __init__(self, path: Path, dtype: np.dtype, width: int) -> None:
+        self._file = path.open("wb")
+        self._dtype, self._width, self._rows = dtype, width, 0
+
+    def __enter__(self) -> "_ArrayFile":
+        self._write_header()
+        return self
+
+    def append(self, rows: np.ndarray) -> None:
+        self._file.write(rows.astype(self._dtype).tobytes())
+        self._rows += len(rows)
+
+    def _write_header(self) -> None:
+        # numpy leaves room in the header for the first axis to grow, so its length does not change
+        shape = (self._rows, self._width)
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+
+# --------------------------------------------------------------------------------------------------- cache
+
+
+def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> str:
+    parts = {
+        "format": FORMAT,
+        "content": content_digest(config),
+        "source": config.source,
+        "layout": config.layout,
+        "column": config.column,
+        "template": config.template,
+        "max_records": config.max_records,
+        "heldout_fraction": config.heldout_fraction,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "seq_len": seq_len,
+        "split": split,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the entry is there and each file has the size it was written with."""
+    try:
+        sizes = json.loads((folder / "meta.json").read_text())["sizes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print("data: another process is building these rows; waiting for it", flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _storage_errors(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # reading reports its own as UserError, so this is about writing
+        raise UserError(
+            f"cache_dir={cache}: cannot be written ({error.strerror or error}); free space there or choose "
+            "another with data.cache_dir=DIRECTORY"
+        ) from error

@@ -1,0 +1,1 @@
+"""The trainable parts of a drafter and their checkpoint format. Nothing here decodes."""

@@ -1,0 +1,62 @@
+"""Attention for every pass of this toolkit: grouped heads are never repeated, masks are explicit."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention, called by transformers' attention modules.
+
+    query [B, H, Q, D]; key, value [B, H/G, K, D]; attention_mask [B or 1, 1, Q, K] (bool with True = attend,
+    or additive) or None. Returns ([B, Q, H, D], None). The G query heads that share a key head are laid side
+    by side along the query axis, so keys and values are read once and never copied. Without a mask a single
+    query sees every key, and Q = K queries are causal; a mask is required for 1 < Q < K, where "no mask"
+    has no safe meaning.
+    """
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1], key.shape[2]
+    group = heads // key_heads
+    causal = attention_mask is None and queries > 1
+    if causal and queries != keys:
+        raise ValueError(f"attention over a filled cache needs a mask: {queries} queries, {keys} keys")
+    if causal:
+        out = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
+        )
+        return out.transpose(1, 2), None
+    if group > 1:
+        query = query.reshape(batch, key_heads, group * queries, width)
+        if attention_mask is not None and queries > 1:
+            rows = attention_mask.shape[0]
+            attention_mask = attention_mask.expand(rows, group, queries, keys).reshape(rows, 1, -1, keys)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+    return out.reshape(batch, heads, queries, width).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, grouped_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own forward works with it too
+
+
+def packed_mask(documents: Tensor) -> Tensor:
+    """Which positions of a packed row see which: causal, and only inside one document.
+
+    documents [B, T] numbers the document of each position, −1 is padding. Returns bool [B, 1, T, T], True =
+    attend. Padding sees padding, so that no softmax row is empty.
+    """
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]

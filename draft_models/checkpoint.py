@@ -1,0 +1,196 @@
+"""The drafter checkpoint: weights, what they are, and the fingerprint of the target they belong to.
+
+A directory with `drafter.safetensors` and `drafter.json`. The JSON is written last and names the weights'
+digest, so a directory that loads is whole.
+"""
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from draft_models.early_exit import EarlyExit
+from draft_models.errors import UserError
+from draft_models.files import require_writable, write_atomically
+from draft_models.target import TensorFiles
+
+WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a drafter belongs to. All fields but `target` and `revision` must match to load it.
+
+    weights: digest of rows of the tensors a drafter is trained on; tokenizer, chat_template: digests.
+    """
+
+    target: str
+    revision: str | None
+    architecture: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    weights: str
+    tokenizer: str
+    chat_template: str | None
+
+    def require_match(self, other: "Fingerprint", path: Path | str) -> None:
+        """Raise `UserError` naming every field in which the given target differs from the drafter's."""
+        free = {"target", "revision"}
+        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        wrong = [
+            f"{k}: drafter {mine[k]!r}, target {theirs[k]!r}" for k in mine if k not in free and mine[k] != theirs[k]
+        ]
+        if wrong:
+            raise UserError(
+                f"{path} was trained for another target ({self.target}) than {other.target}: "
+                + "; ".join(wrong)
+                + ". Give the target it was trained for, or train a drafter for this one."
+            )
+
+
+@dataclass(frozen=True)
+class DrafterMeta:
+    """drafter.json: the kind of drafter, its shape, its target and how it was made."""
+
+    kind: str
+    exit_layer: int
+    own_head: bool
+    dtype: str
+    fingerprint: Fingerprint
+    training: dict[str, Any] = field(default_factory=dict)
+    made_with: dict[str, str] = field(default_factory=dict)
+    weights_sha256: str = ""
+    format: int = FORMAT
+
+
+def fingerprint_target(files: TensorFiles, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
+    """The fingerprint of a target, from a few rows of the tensors that training reads, so it needs no whole model."""
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    wanted = ("model.layers.0.", last, "model.embed_tokens.", "model.norm.", "lm_head.")
+    names = [name for name in files.file_of if name.startswith(wanted)]
+    template = tokenizer.chat_template
+    return Fingerprint(
+        target=files.source,
+        revision=files.revision,
+        architecture=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        weights=files.digest(names),
+        tokenizer=_digest(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()),
+        chat_template=None if template is None else _digest(json.dumps(template, sort_keys=True).encode()),
+    )
+
+
+def save_early_exit(
+    path: Path, drafter: EarlyExit, fingerprint: Fingerprint, training: Mapping[str, Any], dtype: torch.dtype
+) -> None:
+    """Write `drafter` in `dtype` to directory `path`. A crash or a full disk leaves what was there before."""
+    weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()}
+    blob = save(weights, metadata={"format": "pt"})
+    meta = DrafterMeta(
+        kind="early_exit",
+        exit_layer=drafter.exit_layer,
+        own_head=drafter.head is not None,
+        dtype=str(dtype).removeprefix("torch."),
+        fingerprint=fingerprint,
+        training=dict(training),
+        made_with=provenance(),
+        weights_sha256=hashlib.sha256(blob).hexdigest(),
+    )
+    require_writable(path)
+    write_atomically(path / WEIGHTS_FILE, blob)
+    write_atomically(path / META_FILE, json.dumps(dataclasses.asdict(meta), indent=2).encode() + b"\n")
+
+
+def read_meta(path: Path | str) -> DrafterMeta:
+    """drafter.json of a checkpoint directory; raises `UserError` if missing, unreadable or of another format."""
+    file = Path(path) / META_FILE
+    try:
+        values = json.loads(file.read_text())
+        if values["format"] != FORMAT:
+            raise UserError(f"{file}: format {values['format']}, this version reads {FORMAT}; train the drafter again")
+        return DrafterMeta(**{**values, "fingerprint": Fingerprint(**values["fingerprint"])})
+    except FileNotFoundError:
+        raise UserError(
+            f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (see train/eesd.py)"
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: not a drafter description ({error}); the checkpoint is damaged") from None
+
+
+def load_early_exit(
+    path: Path | str,
+    config: PreTrainedConfig,
+    fingerprint: Fingerprint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> EarlyExit:
+    """The early-exit drafter in directory `path`, for the target of `config` and `fingerprint`.
+
+    Raises `UserError` when it was trained for another target or its files are truncated or altered.
+    """
+    meta = read_meta(path)
+    if meta.kind != "early_exit":
+        raise UserError(f"checkpoint={path}: a {meta.kind!r} drafter, expected 'early_exit'")
+    meta.fingerprint.require_match(fingerprint, path)
+    weights = _read_weights(Path(path) / WEIGHTS_FILE, meta.weights_sha256)
+    drafter = EarlyExit.empty(config, meta.exit_layer, own_head=meta.own_head)
+    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if expected != found:
+        differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+        raise UserError(
+            f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
+            f"stored {found.get(differing[0])}, expected {expected.get(differing[0])}"
+        )
+    drafter.assign({name: tensor.to(device, dtype) for name, tensor in weights.items()})
+    return drafter.requires_grad_(False).eval()
+
+
+def provenance() -> dict[str, str]:
+    """Versions of what made a file: this project (with its git revision in a checkout), torch, transformers."""
+    made = {"torch": torch.__version__, "transformers": version("transformers")}
+    try:
+        made["outrider"] = version("outrider")
+    except PackageNotFoundError:
+        made["outrider"] = "source tree"
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if git.returncode == 0:
+        made["git"] = git.stdout.strip()
+    return made
+
+
+def _read_weights(file: Path, sha256: str) -> dict[str, Tensor]:
+    try:
+        blob_digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        if blob_digest != sha256:
+            raise UserError(
+                f"{file}: truncated or altered (sha256 {blob_digest[:12]}…, expected {sha256[:12]}…); restore it"
+            )
+        return load_file(file)
+    except FileNotFoundError:
+        raise UserError(f"{file}: missing; the checkpoint is incomplete") from None
+    except SafetensorError as error:
+        raise UserError(f"{file}: not readable ({error}); restore it") from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

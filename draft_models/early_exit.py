@@ -1,0 +1,129 @@
+"""EESD's early-exit drafter: one transformer layer, norm and head on the target's first N layers."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from draft_models.attention import packed_mask
+from draft_models.errors import UserError
+from draft_models.losses import IGNORE, linear_cross_entropy
+from draft_models.target import LayerStack, empty_model, layer_windows, select_layers
+
+
+def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
+    """The target layers that training needs: the first `exit_layer` and, to initialise the exit layer, the last."""
+    if not 1 <= exit_layer < config.num_hidden_layers:
+        raise UserError(
+            f"exit_layer={exit_layer}: expected 1 ≤ exit_layer < {config.num_hidden_layers} (the target's layers); "
+            "the paper uses 5–10 % of them"
+        )
+    return [*range(exit_layer), config.num_hidden_layers - 1]
+
+
+class EarlyExit(nn.Module):
+    """p(y_t) = softmax(W · RMSNorm(Layer_e(H_t^N))), EESD eq. 1, for H^N after the target's first N layers.
+
+    `head` is None when the drafter shares the target's head; then `use_head` must be called before `logits`.
+    The layer's `layer_idx` is N: its keys and values belong to a cache of their own that starts at layer N.
+    """
+
+    def __init__(self, layer: nn.Module, norm: nn.Module, head: nn.Linear | None, exit_layer: int, window: int | None):
+        super().__init__()
+        self.layer = layer
+        self.norm = norm
+        self.head = head
+        self.exit_layer = exit_layer
+        self.window = window
+        self._shared_head: list[nn.Linear] = []  # in a list: the target's head is not a part of this module
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, *, own_head: bool) -> "EarlyExit":
+        """The last layer, norm and head of a model of `exit_layers`; `own_head` copies the head, else it is shared."""
+        exit_layer = model.config.num_hidden_layers - 1
+        head = None
+        if own_head:
+            source = model.lm_head
+            head = nn.Linear(source.in_features, source.out_features, bias=source.bias is not None, device="meta")
+            head.load_state_dict({k: v.detach().clone() for k, v in source.state_dict().items()}, assign=True)
+        window = layer_windows(model.config)[-1]
+        drafter = cls(model.model.layers[exit_layer], model.model.norm, head, exit_layer, window)
+        if not own_head:
+            drafter.use_head(model.lm_head)
+        return drafter
+
+    @classmethod
+    def empty(cls, config: PreTrainedConfig, exit_layer: int, *, own_head: bool) -> "EarlyExit":
+        """An exit layer for a target of `config`, without weights (meta device)."""
+        layers = exit_layers(config, exit_layer)
+        return cls.from_model(empty_model(select_layers(config, layers)), own_head=own_head)
+
+    def use_head(self, head: nn.Linear) -> None:
+        """Share the target's `head` (only where the drafter has none of its own)."""
+        self._shared_head = [head]
+
+    @property
+    def output_head(self) -> nn.Linear:
+        """The head that turns hidden states into logits: the drafter's own, else the target's."""
+        return self.head if self.head is not None else self._shared_head[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] from the exit layer's output [..., d]."""
+        return self.output_head(self.norm(hidden))
+
+    def assign(self, weights: Mapping[str, Tensor]) -> "EarlyExit":
+        """Take `weights` as parameters, whole and nothing else; returns self."""
+        self.load_state_dict(dict(weights), strict=True, assign=True)
+        return self
+
+
+class EarlyExitStudent(nn.Module):
+    """What EESD trains: the target's frozen first N layers and, on them, the exit layer.
+
+    `model` holds the layers of `exit_layers` (see `load_layers`). The frozen part keeps its dtype and runs
+    without gradient; the exit layer, its norm and, if `train_head`, its head become float32 masters.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, train_head: bool):
+        super().__init__()
+        self.drafter = EarlyExit.from_model(model, own_head=train_head).float()
+        self.stack = LayerStack(model, rotary_dtype=torch.float32)
+        self.stack.layers = self.stack.layers[: self.drafter.exit_layer]
+        del self.stack.norm
+        if train_head:
+            del self.stack.head
+        self.stack.requires_grad_(False)
+        self.drafter.requires_grad_(True)
+
+    def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        """Exit-layer output after the norm, [B, T, d], for packed rows (see `data_prep.rows`)."""
+        base = packed_mask(documents)
+        offsets = positions[:, None, :, None] - positions[:, None, None, :]
+        masks = {w: base if w is None else base & (offsets < w) for w in {*self.stack.windows, self.drafter.window}}
+        self.stack.reserve(positions.shape[1])
+        rotary = self.stack.rotary(positions)
+        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
+            frozen = (rotary[0].to(self.stack.dtype), rotary[1].to(self.stack.dtype))
+            trunk = self.stack.run(self.stack.embed(input_ids), 0, self.drafter.exit_layer, frozen, masks)
+        hidden = self.drafter.layer(
+            trunk.float(), attention_mask=masks[self.drafter.window], position_embeddings=rotary
+        )
+        return self.drafter.norm(hidden)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
+        """{"loss_sum"}: token cross-entropy summed over supervised positions. All arguments are [B, T];
+        labels are shifted already and `IGNORE` where unsupervised."""
+        hidden = self.hidden(input_ids, positions, documents)
+        return {"loss_sum": linear_cross_entropy(hidden, self.drafter.output_head.weight, labels)}
+
+    @torch.no_grad()
+    def agreement(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        """[right, supervised]: on how many supervised positions the drafter's argmax is the label."""
+        keep = labels != IGNORE
+        hidden = self.hidden(input_ids, positions, documents)[keep]
+        right = sum(
+            (self.drafter.output_head(part.to(self.drafter.output_head.weight.dtype)).argmax(-1) == want).sum()
+            for part, want in zip(hidden.split(1024), labels[keep].split(1024), strict=True)
+        )
+        return torch.stack([torch.as_tensor(right, device=labels.device), keep.sum()])

@@ -1,0 +1,20 @@
+"""The one error type that reaches a user without a traceback."""
+
+
+class UserError(Exception):
+    """Bad input. The message says what was given, what was expected and what to do.
+
+    Entry scripts print it as one line on stderr and exit with status 2; anything else is a bug and keeps
+    its traceback.
+    """
+
+
+def require(condition: bool, key: str, given: object, expected: str) -> None:
+    """Raise `UserError` naming the config `key` unless `condition` holds; for `__post_init__` validation."""
+    if not condition:
+        raise UserError(f"{key}={given!r}: expected {expected}")
+
+
+def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
+    """Raise `UserError` unless `given` is one of `choices`."""
+    require(given in choices, key, given, "one of " + ", ".join(choices))

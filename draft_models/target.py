@@ -1,0 +1,287 @@
+"""A frozen target: which tensors it has, loading all or only named layers, running a range of its layers."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import cached_file
+
+from draft_models.attention import ATTENTION
+from draft_models.errors import UserError
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+# These rescale every position by the longest one seen, so a cached key depends on later text.
+UNSUPPORTED_ROPE = ("dynamic", "longrope")
+
+
+@dataclass
+class TensorFiles:
+    """The safetensors of a checkpoint by tensor name. Files are located, and on the Hub fetched, only on `read`."""
+
+    source: str
+    revision: str | None
+    file_of: dict[str, str]  # tensor name → file name
+    bytes_read: int = field(default=0)
+    tensors_read: int = field(default=0)
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Exactly the tensors in `names`, as stored; `bytes_read` grows by their size. Raises `UserError`."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            if name not in self.file_of:
+                raise UserError(f"{self.source}: no tensor {name!r} in its safetensors; is this a supported causal LM?")
+            by_file.setdefault(self.file_of[name], []).append(name)
+        tensors = {}
+        for file, wanted in by_file.items():
+            with self._open(file) as handle:
+                for name in wanted:
+                    tensors[name] = handle.get_tensor(name)
+                    self.bytes_read += tensors[name].nbytes
+                    self.tensors_read += 1
+        return tensors
+
+    def digest(self, names: Iterable[str]) -> str:
+        """A short hash of three rows of each named tensor: tells two fine-tunes apart without reading them whole."""
+        digest = hashlib.sha256()
+        for name in sorted(names):
+            with self._open(self.file_of[name]) as handle:
+                rows = handle.get_slice(name)
+                count = rows.get_shape()[0]
+                for row in sorted({0, count // 2, count - 1}):
+                    piece = rows[row : row + 1].contiguous().flatten().view(torch.uint8)
+                    digest.update(name.encode() + piece.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def _open(self, file: str) -> safe_open:
+        path = cached_file(self.source, file, revision=self.revision, _raise_exceptions_for_missing_entries=False)
+        if path is None:
+            raise UserError(f"{self.source}: {file} is named in {INDEX_FILE} but missing; fetch the checkpoint again")
+        try:
+            return safe_open(path, framework="pt")
+        except Exception as error:  # safetensors raises its own class for a bad header, OSError for the rest
+            raise UserError(f"{path}: not a readable safetensors file ({error}); fetch it again") from None
+
+
+def open_target(source: str, revision: str | None = None) -> TensorFiles:
+    """The tensor index of a local directory or Hub repository; reads no weights. Raises `UserError`."""
+    index = _find(source, INDEX_FILE, revision)
+    if index is not None:
+        return TensorFiles(source, revision, json.loads(Path(index).read_text())["weight_map"])
+    single = _find(source, SINGLE_FILE, revision)
+    if single is None:
+        raise UserError(
+            f"{source}: no {SINGLE_FILE} or {INDEX_FILE} there; expected a safetensors checkpoint "
+            "(convert other formats with model.save_pretrained)"
+        )
+    files = TensorFiles(source, revision, {})
+    files.file_of = dict.fromkeys([""], SINGLE_FILE)
+    with files._open(SINGLE_FILE) as handle:
+        files.file_of = dict.fromkeys(handle.keys(), SINGLE_FILE)
+    return files
+
+
+def load_config(source: str, revision: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The target's config, refused with a `UserError` where the runtime could not be exact."""
+    path = Path(source)
+    if not path.exists() and (path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1):
+        raise UserError(f"target={source}: no such directory; give a Hugging Face model directory or a Hub name")
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"target={source}: no usable config.json ({str(error).splitlines()[0]})") from None
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in UNSUPPORTED_ROPE:
+        raise UserError(f"target={source}: rope_type={rope!r} rescales positions as text grows; not supported")
+    layer_windows(config)
+    return config
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of each layer in tokens, None where a layer sees everything before it."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(f"{config.model_type}: layer types {sorted(unknown)} are not supported, only full and sliding")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def select_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
+    """`config` for a model made of the given layers of the target, in that order."""
+    chosen = copy.deepcopy(config)
+    if getattr(config, "layer_types", None) is not None:
+        chosen.layer_types = [config.layer_types[i] for i in layers]
+    chosen.num_hidden_layers = len(layers)
+    return chosen
+
+
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The causal LM of `config` with parameters on the meta device and real buffers (rope tables)."""
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+
+
+def load_layers(
+    files: TensorFiles,
+    config: PreTrainedConfig,
+    layers: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """The target with only `layers`: layer i of the result holds the weights of target layer `layers[i]`.
+
+    Reads embedding, those layers, final norm and (if untied) head, and nothing else; `files.bytes_read`
+    proves it. Frozen, in eval mode, with this toolkit's attention.
+    """
+    model = empty_model(select_layers(config, layers))
+    source_of = {name: _source_name(name, layers) for name in model.state_dict()}
+    if config.tie_word_embeddings or "lm_head.weight" not in files.file_of:
+        source_of.pop("lm_head.weight", None)
+    stored = files.read(source_of.values())
+    weights = {name: stored[source].to(device, dtype) for name, source in source_of.items()}
+    model.load_state_dict(weights, strict=False, assign=True)
+    if "lm_head.weight" not in weights:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.requires_grad_(False).eval()
+    return model.to(device)  # type: ignore[arg-type]  # the rope buffers; its stub is a decorator's
+
+
+def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The target's tokenizer. Raises `UserError` where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision)
+    except (OSError, ValueError) as error:
+        raise UserError(f"target={source}: no usable tokenizer ({str(error).splitlines()[0]})") from None
+
+
+class LayerCache(Protocol):
+    """What a layer needs of a cache: take the new keys and values, give back all of them."""
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+
+
+class LayerStack(nn.Module):
+    """The layers of a causal LM, called a range at a time on hidden states.
+
+    Rotary tables are computed once (`reserve`) and indexed, which gives the same values as computing them in
+    every pass. They are kept in `rotary_dtype`, by default the model's, as the model itself would use them.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, model: PreTrainedModel, rotary_dtype: torch.dtype | None = None):
+        super().__init__()
+        self.embed = model.model.embed_tokens
+        self.layers = model.model.layers
+        self.norm = model.model.norm
+        self.head = model.lm_head
+        self.config = model.config
+        self.windows = layer_windows(model.config)
+        self._rotary_emb = model.model.rotary_emb
+        self._rotary_dtype = rotary_dtype or self.embed.weight.dtype
+        self.register_buffer("cos", torch.empty(0), persistent=False)
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are."""
+        return self.embed.weight.dtype
+
+    def reserve(self, positions: int) -> None:
+        """Make `rotary` ready for positions 0..positions−1."""
+        if positions > self.cos.shape[0]:
+            every = torch.arange(positions, device=self.device)
+            like = torch.empty(0, dtype=self._rotary_dtype, device=self.device)
+            cos, sin = self._rotary_emb(like, position_ids=every[None])
+            self.cos, self.sin = cos[0], sin[0]
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, Q, head_dim] for positions [B, Q], which must have been reserved."""
+        return self.cos[positions], self.sin[positions]
+
+    def run(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        rotary: tuple[Tensor, Tensor],
+        masks: Mapping[int | None, Tensor | None],
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `layer_windows`)."""
+        for index in range(start, stop):
+            hidden = self.layers[index](
+                hidden,
+                attention_mask=masks[self.windows[index]],
+                past_key_values=cache,
+                position_embeddings=rotary,
+            )
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., V] of the hidden states after the last layer."""
+        return self.head(self.norm(hidden))
+
+
+def _find(source: str, file: str, revision: str | None) -> str | None:
+    return cached_file(
+        source,
+        file,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+
+
+def _source_name(name: str, layers: Sequence[int]) -> str:
+    prefix = "model.layers."
+    if not name.startswith(prefix):
+        return name
+    index, _, rest = name[len(prefix) :].partition(".")
+    return f"{prefix}{layers[int(index)]}.{rest}"
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the current CUDA device if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]}); try device=auto") from None
+    return device
+
+
+def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto" is float32 on a CPU and the checkpoint's own elsewhere."""
+    if name != "auto":
+        return getattr(torch, name)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return torch.float32 if device.type == "cpu" else stored

@@ -1,0 +1,1 @@
+"""The speculative runtime and the evaluate-checkpoint command."""

@@ -1,0 +1,252 @@
+"""Measuring: several ways of decoding, run in turn on the same prompts, and whether they emit the same tokens."""
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from draft_models.attention import ATTENTION
+from draft_models.early_exit import EarlyExit
+from draft_models.target import LayerStack
+from inference.decode import Clock, Round, autoregressive, cut, speculative
+from inference.session import TargetSession
+from inference.settings import MethodConfig
+from inference.sources import EarlyExitSource
+from inference.stop_rules import BetaThompson, FixedLength, StopRule
+from inference.tree import ROOT, chain_parents
+
+AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt continued by one arm. `rounds` leaves the prefill out; seconds are wall clock."""
+
+    tokens: tuple[int, ...]
+    prefill_seconds: float
+    decode_seconds: float
+    rounds: tuple[Round, ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt continued by every arm; `excused` names the arms whose first mismatch is a rounding tie."""
+
+    prompt_id: str
+    category: str
+    prompt: tuple[int, ...]
+    generations: Mapping[str, Generation]
+    reference: str
+    excused: frozenset[str] = frozenset()
+
+    def identical(self, arm: str) -> bool:
+        """Whether `arm` emitted exactly the reference arm's tokens."""
+        return self.generations[arm].tokens == self.generations[self.reference].tokens
+
+
+Arm = Callable[[Sequence[int]], Generation]
+
+
+def make_rule(method: MethodConfig, seed: int) -> StopRule:
+    """The stop rule of `method`, fresh: what it learns belongs to one generation."""
+    if method.stop == "fixed":
+        return FixedLength(method.max_draft)
+    generator = torch.Generator().manual_seed(seed)
+    return BetaThompson(method.max_draft, method.alpha, method.beta, method.update, generator)
+
+
+def make_arms(
+    model: PreTrainedModel,
+    stack: LayerStack,
+    drafter: EarlyExit,
+    methods: Mapping[str, MethodConfig],
+    *,
+    max_new_tokens: int,
+    eos: Collection[int],
+    seed: int,
+    with_transformers: bool,
+) -> dict[str, Arm]:
+    """The arms to compare, by name: both baselines and every method."""
+
+    def plain(prompt: Sequence[int]) -> Generation:
+        return collect(autoregressive(stack, prompt, max_new_tokens=max_new_tokens, eos=eos))
+
+    def drafting(method: MethodConfig) -> Arm:
+        def run(prompt: Sequence[int]) -> Generation:
+            rule = make_rule(method, seed)
+            source = EarlyExitSource(drafter)
+            return collect(speculative(stack, source, rule, prompt, max_new_tokens=max_new_tokens, eos=eos))
+
+        return run
+
+    arms = {AUTOREGRESSIVE: plain, **{name: drafting(method) for name, method in methods.items()}}
+    if with_transformers:
+        arms[TRANSFORMERS] = lambda prompt: transformers_generate(model, prompt, max_new_tokens=max_new_tokens, eos=eos)
+    return arms
+
+
+def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
+    """Run a decoding generator to its end, timing prefill and decoding apart."""
+    started = clock()
+    first = next(rounds)
+    prefilled = clock()
+    rest = tuple(rounds)
+    ended = clock()
+    tokens = tuple(token for r in (first, *rest) for token in r.tokens)
+    return Generation(tokens, prefilled - started, ended - prefilled, rest)
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when the first new token arrives, which is when prefill is over."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.at = 0.0
+
+    def put(self, value: object) -> None:
+        self.calls += 1
+        if self.calls == 2:  # the first call hands over the prompt
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+def transformers_generate(
+    model: PreTrainedModel, prompt: Sequence[int], *, max_new_tokens: int, eos: Collection[int]
+) -> Generation:
+    """The same target through transformers' own `generate`, greedy, with its own attention and cache."""
+    ids = torch.tensor([prompt], device=model.device)
+    stops = sorted(eos)
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=stops or None,
+        pad_token_id=stops[0] if stops else 0,
+    )
+    model.generation_config = settings
+    first = _FirstToken()
+    model.set_attn_implementation("sdpa")
+    try:
+        started = time.perf_counter()
+        out = model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first
+        )
+        ended = time.perf_counter()
+    finally:
+        model.set_attn_implementation(ATTENTION)
+    tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
+    return Generation(tokens, first.at - started, ended - first.at)
+
+
+def measure(
+    arms: Mapping[str, Arm], prompt: Sequence[int], *, prompt_id: str, category: str, repeats: int, turn: int
+) -> PromptResult:
+    """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
+
+    Of an arm's repeats the one with the median decoding time counts.
+    """
+    names = list(arms)
+    runs: dict[str, list[Generation]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        shift = (turn + repeat) % len(names)
+        for name in names[shift:] + names[:shift]:
+            runs[name].append(arms[name](prompt))
+    middle = {
+        name: sorted(generations, key=lambda g: g.decode_seconds)[(repeats - 1) // 2]
+        for name, generations in runs.items()
+    }
+    reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
+    return PromptResult(prompt_id, category, tuple(prompt), middle, reference)
+
+
+def excuse_ties(stack: LayerStack, result: PromptResult) -> frozenset[str]:
+    """The arms whose first mismatch with the reference lies within the target's own rounding noise."""
+    reference = result.generations[result.reference].tokens
+    excused = set()
+    for name, generation in result.generations.items():
+        if generation.tokens == reference:
+            continue
+        same = next((i for i, (a, b) in enumerate(zip(reference, generation.tokens, strict=False)) if a != b), None)
+        if same is not None and is_tie(
+            stack, result.prompt, reference[:same], reference[same], generation.tokens[same]
+        ):
+            excused.add(name)
+    return frozenset(excused)
+
+
+@torch.inference_mode()
+def is_tie(stack: LayerStack, prompt: Sequence[int], text: Sequence[int], one: int, other: int) -> bool:
+    """Whether the target, fed one token at a time, tells `one` and `other` apart after `text` by more than noise.
+
+    Noise is measured here: the largest difference of any logit between feeding `text` a token at a time and
+    in one block, the two shapes in which decoding computes them. Both tokens must be within twice that of
+    the best one.
+    """
+    tokens = torch.tensor([*prompt, *text], device=stack.device)
+    stepped = TargetSession(stack, 0, len(tokens))
+    stepped.feed(tokens[: len(prompt)], chain_parents(0, len(prompt)))
+    logits = [stepped.finish(last_only=True)]
+    stepped.commit(range(len(prompt)))
+    for token in tokens[len(prompt) :]:
+        stepped.feed(token[None], (ROOT,))
+        logits.append(stepped.finish())
+        stepped.commit((0,))
+    single = torch.cat(logits).float()
+    block = TargetSession(stack, 0, len(tokens))
+    block.feed(tokens, chain_parents(0, len(tokens)))
+    noise = (block.finish()[len(prompt) - 1 :].float() - single).abs().max()
+    last = single[-1]
+    return bool(last.max() - torch.minimum(last[one], last[other]) <= 2 * noise)
+
+
+def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
+    """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM).
+
+    tau: tokens per target pass, bonus included, prefill excluded; acceptance_rate v_d: accepted / drafted;
+    draft_share r_d: accepted / all output tokens; harmonic_mean of the two.
+    """
+    generations = list(generations)
+    rounds = [r for g in generations for r in g.rounds]
+    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    emitted, output = sum(len(r.tokens) for r in rounds), sum(len(g.tokens) for g in generations)
+    v, r = (accepted / drafted if drafted else 0.0), (accepted / output if output else 0.0)
+    return {
+        "tau": emitted / len(rounds) if rounds else 0.0,
+        "acceptance_rate": v,
+        "draft_share": r,
+        "harmonic_mean": 2 * v * r / (v + r) if v + r else 0.0,
+        "drafted_tokens_per_round": drafted / len(rounds) if rounds else 0.0,
+    }
+
+
+def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, float]]:
+    """For draft position i = 1, 2, …: how many rounds drafted that far, and in which share it was accepted."""
+    rounds = [r for g in generations for r in g.rounds]
+    longest = max((r.drafted for r in rounds), default=0)
+    table = []
+    for position in range(1, longest + 1):
+        reached = [r for r in rounds if r.drafted >= position]
+        table.append(
+            {
+                "position": position,
+                "rounds": len(reached),
+                "accepted": sum(r.accepted >= position for r in reached) / len(reached),
+            }
+        )
+    return table
+
+
+def bootstrap_median(values: Sequence[float], seed: int, draws: int = 2000) -> tuple[float, list[float]]:
+    """The median of `values` and the 95 % bootstrap interval of it, resampling `values` with replacement."""
+    data = torch.tensor(values, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(values), (draws, len(values)), generator=generator)
+    medians = data[picks].quantile(0.5, dim=1)
+    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return statistics.median(values), [low, high]

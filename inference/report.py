@@ -1,0 +1,293 @@
+"""The report: numbers from measured generations, as JSON, Markdown and plots."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from draft_models.checkpoint import provenance
+from draft_models.files import require_writable, write_atomically
+from inference.evaluation import (
+    AUTOREGRESSIVE,
+    TRANSFORMERS,
+    Generation,
+    PromptResult,
+    acceptance_by_position,
+    bootstrap_median,
+    decode_statistics,
+)
+
+Report = dict[str, Any]
+
+
+def build_report(method: str, results: Sequence[PromptResult], facts: Mapping[str, Any], seed: int) -> Report:
+    """The report of one method over all prompts; `facts` (target, drafter, dtype, …) go in as they are."""
+    mine = [r.generations[method] for r in results]
+    seconds = _seconds(mine)
+    speedups = _speedups(results, method, AUTOREGRESSIVE)
+    report: Report = {
+        "method": method,
+        **facts,
+        "machine": describe_machine(),
+        "made_with": provenance(),
+        "prompts": len(results),
+        "tokens": sum(len(g.tokens) for g in mine),
+        "temperature": 0.0,
+        "seed": seed,
+        "lossless": {
+            "reference": results[0].reference,
+            "checked": len(results),
+            "identical": sum(r.identical(method) for r in results),
+            "excused_ties": sum(method in r.excused for r in results),
+            "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in results),
+        },
+        **decode_statistics(mine),
+        "tokens_per_second": {
+            name: _tokens_per_second(results, arm)
+            for name, arm in (
+                ("autoregressive", AUTOREGRESSIVE),
+                (TRANSFORMERS, TRANSFORMERS),
+                ("speculative", method),
+            )
+        },
+        "prefill_seconds": {
+            name: sum(r.generations[arm].prefill_seconds for r in results) / len(results)
+            for name, arm in (("autoregressive", AUTOREGRESSIVE), ("speculative", method))
+        },
+        "speedup": _speedup(speedups, seed),
+        "break_even_acceptance": _break_even(results, method),
+        "seconds": seconds,
+        "acceptance_by_position": acceptance_by_position(mine),
+        "by_category": {},
+    }
+    if TRANSFORMERS in results[0].generations:
+        report["speedup"]["vs_transformers_generate"] = _speedup(_speedups(results, method, TRANSFORMERS), seed)
+    for category in sorted({r.category for r in results}):
+        group = [r for r in results if r.category == category]
+        report["by_category"][category] = {
+            "prompts": len(group),
+            **decode_statistics(r.generations[method] for r in group),
+            "speedup": _speedup(_speedups(group, method, AUTOREGRESSIVE), seed),
+        }
+    report["speedup_per_prompt"] = {r.prompt_id: s for r, s in zip(_timed(results, method), speedups, strict=True)}
+    report["verdict"] = _verdict(report)
+    return report
+
+
+def is_lossless(report: Report) -> bool:
+    """Every prompt identical to the reference, or excused as a rounding tie."""
+    lossless = report["lossless"]
+    return lossless["identical"] + lossless["excused_ties"] == lossless["checked"]
+
+
+def markdown(reports: Sequence[Report]) -> str:
+    """The table people read: one row per method, baselines first."""
+    first = reports[0]
+    speeds = first["tokens_per_second"]
+    lines = [
+        f"# {first['drafter']} on {first['target']}",
+        "",
+        f"{first['prompts']} prompts × up to {first['max_new_tokens']} tokens, greedy, {first['dtype']} on "
+        f"{first['machine']['device']} ({first['machine']['threads']} threads), arms interleaved prompt by prompt.",
+        "",
+        "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| autoregressive | {first['lossless']['autoregressive_identical']}/{first['prompts']} | 1.00 | | | | | "
+        f"{speeds['autoregressive']:.1f} | 1.00 | |",
+    ]
+    if speeds[TRANSFORMERS] is not None:
+        lines.append(f"| transformers generate | reference | 1.00 | | | | | {speeds[TRANSFORMERS]:.1f} | | 1.00 |")
+    lines += [_row(report) for report in reports]
+    lines += ["", *(_sentence(report) for report in reports)]
+    return "\n".join(lines) + "\n"
+
+
+def write_reports(out_dir: Path, reports: Sequence[Report], results: Sequence[PromptResult], texts: Mapping) -> None:
+    """report.json, report.md, the plots and generations.jsonl in `out_dir`; each file appears whole or not at all.
+
+    report.json is the report itself for one method, {"reports": [...]} for several. `texts` maps (prompt id,
+    arm) to the decoded continuation.
+    """
+    require_writable(out_dir)
+    generations = [
+        json.dumps(
+            {"id": r.prompt_id, "category": r.category, "arm": arm, "tokens": list(g.tokens),
+             "text": texts[r.prompt_id, arm], "prefill_seconds": g.prefill_seconds, "decode_seconds": g.decode_seconds,
+             "accepted": [round_.accepted for round_ in g.rounds], "drafted": [round_.drafted for round_ in g.rounds]}
+        )
+        for r in results
+        for arm, g in r.generations.items()
+    ]  # fmt: skip
+    content = reports[0] if len(reports) == 1 else {"reports": list(reports)}
+    write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
+    _save(plot_speedups(reports), out_dir / "speedup_per_prompt.png")
+    _save(plot_acceptance(reports), out_dir / "acceptance_by_position.png")
+    write_atomically(out_dir / "report.md", markdown(reports).encode())
+    write_atomically(out_dir / "report.json", (json.dumps(content, indent=2) + "\n").encode())
+
+
+def plot_speedups(reports: Sequence[Report]) -> Figure:
+    """Speed-up of every prompt, sorted, one line per method, with the median and its interval."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for index, report in enumerate(reports):
+        values = sorted(report["speedup_per_prompt"].values())
+        speedup, colour = report["speedup"], f"C{index}"
+        label = f"{report['method']}: median {speedup['median']:.2f}×" if values else report["method"]
+        axes.plot(range(1, len(values) + 1), values, "o-", markersize=4, color=colour, label=label)
+        if values:
+            axes.axhspan(*speedup["ci95"], color=colour, alpha=0.15, linewidth=0)
+    axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
+    axes.set(xlabel="prompt, sorted by speed-up", ylabel="speed-up over autoregressive decoding", ylim=(0, None))
+    axes.legend()
+    return figure
+
+
+def plot_acceptance(reports: Sequence[Report]) -> Figure:
+    """Share of rounds that accepted the i-th drafted token, of those that drafted so far; marker area ~ rounds."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for index, report in enumerate(reports):
+        table = report["acceptance_by_position"]
+        if not table:
+            continue
+        positions, shares = [row["position"] for row in table], [row["accepted"] for row in table]
+        sizes = [120 * row["rounds"] / table[0]["rounds"] for row in table]
+        axes.plot(positions, shares, color=f"C{index}", label=report["method"])
+        axes.scatter(positions, shares, s=sizes, color=f"C{index}")
+    axes.set(xlabel="position in the draft", ylabel="accepted, of rounds that drafted so far", ylim=(0, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    return figure
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+
+
+def _timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
+    """Results in which every given arm decoded at least one token after the prefill's."""
+    return [r for r in results if all(len(r.generations[arm].tokens) > 1 for arm in arms)]
+
+
+def _speedups(results: Sequence[PromptResult], method: str, baseline: str) -> list[float]:
+    """Per prompt: the baseline's seconds per decoded token over the method's."""
+    return [
+        _seconds_per_token(r.generations[baseline]) / _seconds_per_token(r.generations[method])
+        for r in _timed(results, method)
+    ]
+
+
+def _seconds_per_token(generation: Generation) -> float:
+    return generation.decode_seconds / max(1, len(generation.tokens) - 1)
+
+
+def _speedup(values: Sequence[float], seed: int) -> dict[str, Any]:
+    if not values:
+        return {"median": None, "ci95": None}
+    median, interval = bootstrap_median(values, seed)
+    return {"median": median, "ci95": interval}
+
+
+def _tokens_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
+    if arm not in results[0].generations:
+        return None
+    generations = [r.generations[arm] for r in _timed(results, arm)]
+    seconds = sum(g.decode_seconds for g in generations)
+    return sum(len(g.tokens) - 1 for g in generations) / seconds if seconds else None
+
+
+def _seconds(generations: Sequence[Generation]) -> dict[str, float]:
+    rounds = [r for g in generations for r in g.rounds]
+    parts = {
+        "draft": sum(r.draft_seconds for r in rounds),
+        "verify": sum(r.verify_seconds for r in rounds),
+        "structure": sum(r.structure_seconds for r in rounds),
+    }
+    return {**parts, "other": sum(g.decode_seconds for g in generations) - sum(parts.values())}
+
+
+def _break_even(results: Sequence[PromptResult], method: str) -> float | None:
+    """The acceptance rate at which a round of this method costs what its tokens cost autoregressively.
+
+    A round with k drafted tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t a token.
+    They are even at v = (s/t − 1)/k.
+    """
+    timed = _timed(results, method, AUTOREGRESSIVE)
+    rounds = [r for result in timed for r in result.generations[method].rounds]
+    drafted = sum(r.drafted for r in rounds)
+    if not drafted:
+        return None
+    steps = sum(len(result.generations[AUTOREGRESSIVE].tokens) - 1 for result in timed)
+    step = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in timed) / steps
+    spent = sum(result.generations[method].decode_seconds for result in timed)
+    return (spent / step - len(rounds)) / drafted
+
+
+def _verdict(report: Report) -> str:
+    interval = report["speedup"]["ci95"]
+    if interval is None or interval[0] <= 1.0 <= interval[1]:
+        return "undecided"
+    return "faster" if interval[0] > 1.0 else "slower"
+
+
+def _row(report: Report) -> str:
+    lossless, speedup = report["lossless"], report["speedup"]
+    identical = f"{lossless['identical']}/{lossless['checked']}"
+    if lossless["excused_ties"]:
+        identical += f" (+{lossless['excused_ties']} ties)"
+    speed = report["tokens_per_second"]["speculative"]
+    return (
+        f"| {report['method']} | {identical} | {report['tau']:.2f} | {report['acceptance_rate']:.2f} | "
+        f"{report['draft_share']:.2f} | {100 * report['harmonic_mean']:.1f} | "
+        f"{report['drafted_tokens_per_round']:.2f} | {'–' if speed is None else f'{speed:.1f}'} | "
+        f"{_interval(speedup)} | {_interval(speedup.get('vs_transformers_generate'))} |"
+    )
+
+
+def _sentence(report: Report) -> str:
+    total = sum(report["seconds"].values()) or 1.0
+    parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in report["seconds"].items())
+    even = report["break_even_acceptance"]
+    return (
+        f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
+        f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}."
+    )
+
+
+def _interval(speedup: Mapping[str, Any] | None) -> str:
+    if speedup is None or speedup["median"] is None:
+        return "–"
+    low, high = speedup["ci95"]
+    return f"{speedup['median']:.2f}× [{low:.2f}, {high:.2f}]"
+
+
+def _save(figure: Figure, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, format="png", dpi=120)
+    os.replace(temporary, path)

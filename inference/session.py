@@ -1,0 +1,131 @@
+"""One sequence inside a target: its caches, split at a layer, and the rows of the current round."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draft_models.target import LayerStack
+from inference.cache import KVCache
+from inference.tree import chain_parents
+
+
+class TargetSession:
+    """Runs the target over one sequence in two halves, layers [0, split) and [split, L).
+
+    A drafter that lives on the target's first layers feeds rows through the first half while it drafts;
+    `finish` then runs only the second half over all rows, so no layer ever computes a row twice. Any other
+    drafter uses split = 0, where the first half is the embedding.
+
+    A *row* is a token of the current round: row 0 is the last committed token, the others are draft tokens
+    under it. `base` counts the committed positions before row 0; all caches hold exactly those between
+    rounds.
+    """
+
+    def __init__(self, stack: LayerStack, split: int, capacity: int):
+        self.stack = stack
+        self.split = split
+        self.capacity = capacity
+        self.first = KVCache(range(split), capacity)
+        self.rest = KVCache(range(split, len(stack.layers)), capacity)
+        self.base = 0
+        self._positions = torch.arange(capacity, device=stack.device)
+        stack.reserve(capacity)
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self._hidden: list[Tensor] = []
+        self._is_chain = True
+
+    @property
+    def rows(self) -> int:
+        """Rows of this round that have been through the first half."""
+        return len(self.parents)
+
+    @property
+    def hidden(self) -> Tensor:
+        """The rows' hidden states between the halves [1, rows, d]."""
+        if len(self._hidden) > 1:
+            self._hidden = [torch.cat(self._hidden, dim=1)]
+        return self._hidden[0]
+
+    def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        """Add rows: tokens [n] whose parents are row numbers (−1: no parent in this round), through the first half.
+
+        Returns their hidden states [1, n, d].
+        """
+        start = self.rows
+        self._is_chain = self._is_chain and tuple(parents) == chain_parents(start, len(parents))
+        for parent in parents:
+            self.parents.append(parent)
+            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+        hidden = self.stack.embed(tokens[None])
+        if self.split:
+            masks = self.masks(start, self.rows)
+            hidden = self.stack.run(hidden, 0, self.split, self.rotary(start, self.rows), masks, self.first)
+        self.first.advance(len(parents))
+        self._hidden.append(hidden)
+        return hidden
+
+    def finish(self, *, last_only: bool = False) -> Tensor:
+        """Run the second half over all rows; returns next-token logits of every row [rows, V] or the last [1, V]."""
+        masks, rotary = self.masks(0, self.rows), self.rotary(0, self.rows)
+        hidden = self.stack.run(self.hidden, self.split, len(self.stack.layers), rotary, masks, self.rest)
+        self.rest.advance(self.rows)
+        return self.stack.logits(hidden[:, -1:] if last_only else hidden)[0]
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """End the round: the tokens of `rows`, an ascending path from row 0, are part of the text; drop the others."""
+        self.first.keep(self.base, rows)
+        self.rest.keep(self.base, rows)
+        self.base += len(rows)
+        self.parents, self.depths, self._hidden, self._is_chain = [], [], [], True
+
+    def rotary(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Rotary cos and sin of rows start..stop−1; a negative start reaches into the committed positions."""
+        if self._is_chain or stop <= 1:
+            return self.stack.rotary(self._positions[None, self.base + start : self.base + stop])
+        depths = torch.tensor(self.depths[start:stop], device=self._positions.device)
+        return self.stack.rotary((self.base + depths)[None])
+
+    def masks(self, start: int, stop: int) -> dict[int | None, Tensor | None]:
+        """Additive masks [1, 1, queries, base + stop] for rows start..stop−1, by window size of the layers.
+
+        A row sees every committed position and its own ancestors. None where attention needs no mask: one
+        query, or causal attention over an empty cache. A negative start reaches into the committed positions.
+        """
+        past, keys = self.base + start, self.base + stop
+        trivial = self._is_chain and (stop - start == 1 or past == 0)
+        built: dict[int | None, Tensor | None] = {}
+        for window in set(self.stack.windows):
+            binding = window if window is not None and window < keys else None
+            if binding not in built:
+                built[binding] = None if trivial and binding is None else self._mask(past, keys, binding)
+            built[window] = built[binding]
+        return built
+
+    def _mask(self, past: int, keys: int, window: int | None) -> Tensor:
+        device, dtype = self.stack.device, self.stack.dtype
+        if self._is_chain:
+            columns = self._positions[:keys]
+            places = self._positions[past:keys, None]
+            visible = columns <= places
+        else:
+            depths = torch.tensor(self.depths, device=device)
+            columns = torch.cat([self._positions[: self.base], self.base + depths])[:keys]
+            places = columns[past:keys, None]
+            visible = torch.ones(keys - past, keys, dtype=torch.bool, device=device)
+            closure = ancestors(self.parents, device)
+            visible[:, self.base :] = closure[past - self.base : keys - self.base, : keys - self.base]
+        if window is not None:
+            visible = visible & (columns > places - window)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
+
+
+def ancestors(parents: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """bool [n, n]: entry (i, j) says that j is i or an ancestor of i: the transitive closure of `parents`."""
+    closure = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            closure[node] |= closure[parent]
+    return closure.to(device)

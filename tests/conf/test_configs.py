@@ -1,0 +1,112 @@
+"""Every command's config composes with every choice, and says clearly what is wrong with a bad one."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from conf import CONF_DIR, build, register
+from draft_models.errors import UserError
+from inference.settings import EvaluateConfig
+from train.settings import EesdConfig, ToyTargetConfig
+
+ROOT = Path(__file__).parent.parent.parent
+COMMANDS: dict[str, tuple[type, str, list[str]]] = {
+    "evaluate_checkpoint": (EvaluateConfig, "inference/evaluate_checkpoint.py", ["checkpoint=c"]),
+    "eesd": (EesdConfig, "train/eesd.py", ["target=t"]),
+    "toy_target": (ToyTargetConfig, "train/toy_target.py", []),
+}
+GROUPS = {
+    p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in CONF_DIR.iterdir() if p.is_dir() and p.name[0] != "_"
+}
+REQUIRED = {"data=local": ["data.path=x.jsonl"]}
+
+
+def compose_and_build(command: str, overrides: list[str]) -> Any:
+    schema = COMMANDS[command][0]
+    register(command, schema)
+    with initialize_config_dir(str(CONF_DIR), version_base=None):
+        return build(schema, compose(command, overrides=overrides))
+
+
+def test_every_primary_config_belongs_to_a_command() -> None:
+    assert {p.stem for p in CONF_DIR.glob("*.yaml")} - {"hydra_quiet"} == set(COMMANDS)
+
+
+def choices() -> list[tuple[str, str]]:
+    used = {"evaluate_checkpoint": ("method",), "eesd": ("data",), "toy_target": ("data",)}
+    listed = [(c, f"{g}={o}") for c, groups in used.items() for g in groups for o in GROUPS[g]]
+    experiments = [(name.partition("_")[0], f"experiment={name}") for name in GROUPS.get("experiment", [])]
+    return listed + [(c, o) for c, o in experiments if c in COMMANDS]
+
+
+@pytest.mark.parametrize(("command", "choice"), choices())
+def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
+    config = compose_and_build(command, [*COMMANDS[command][2], choice, *REQUIRED.get(choice, [])])
+    assert isinstance(config, COMMANDS[command][0])
+    hash(type(config))
+    with pytest.raises(AttributeError):
+        config.out_dir = "elsewhere"  # frozen
+
+
+def test_several_methods_at_once() -> None:
+    names = GROUPS["method"]
+    config = compose_and_build("evaluate_checkpoint", ["checkpoint=c", f"method=[{','.join(names)}]"])
+    assert sorted(config.methods) == names
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "message"),
+    [
+        ("eesd", "exit_layer=0", "exit_layer=0: expected null or at least 1"),
+        ("eesd", "data.heldout_fraction=1.5", r"data\.heldout_fraction=1\.5: expected"),
+        ("eesd", "fit.wandb.mode=maybe", r"fit\.wandb\.mode='maybe': expected one of"),
+        ("toy_target", "fit.lr=-1", r"fit\.lr=-1\.0: expected a positive"),
+        (
+            "evaluate_checkpoint",
+            "methods.eesd_beta.stop=never",
+            r"methods\.eesd_beta\.stop='never': expected one of beta, fixed",
+        ),
+    ],
+)
+def test_impossible_values_name_the_key_and_what_is_allowed(command: str, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose_and_build(command, [*COMMANDS[command][2], override])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
+        ("{number}=many", "could not be converted to Integer. Expected int"),
+        ("out_dir=", "out_dir"),
+        ("data=nowhere", "data"),
+    ],
+)
+def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: str, override: str, message: str) -> None:
+    number = {"evaluate_checkpoint": "max_new_tokens", "eesd": "seq_len", "toy_target": "seq_len"}[command]
+    _, script, mandatory = COMMANDS[command]
+    if override == "out_dir=":
+        if not mandatory:
+            pytest.skip("nothing is mandatory in this command")
+        mandatory, override, message = (
+            [],
+            f"out_dir={tmp_path}",
+            f"{COMMANDS[command][2][0].partition('=')[0]}: missing; give it as",
+        )
+    started = time.perf_counter()
+    run = subprocess.run(
+        [sys.executable, ROOT / script, *mandatory, override.format(number=number)],
+        capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert time.perf_counter() - started < 5
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: ")
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not list(tmp_path.iterdir())

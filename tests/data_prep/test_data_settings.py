@@ -1,0 +1,63 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from data_prep.settings import DataConfig, default_cache_dir
+from draft_models.errors import UserError
+
+GROUP = Path(__file__).parents[2] / "conf" / "data"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"source": "s3"}, r"^source='s3': expected one of python_stdlib, hub, local"),
+        ({"source": "local"}, r"^path=None: expected a file, directory, glob"),
+        ({"source": "hub"}, r"^path=\(\): expected one dataset name"),
+        ({"source": "hub", "path": ["a", "b"]}, r"^path=.*one dataset name"),
+        ({"path": "x"}, r"^path=\('x',\): expected nothing with source=python_stdlib"),
+        ({"source": "local", "path": 3}, r"^path=3: expected a string or a list"),
+        ({"source": "local", "path": [""]}, r"^path=\[''\]: expected a string or a list"),
+        ({"layout": "chatml"}, r"^layout='chatml': expected one of auto, text"),
+        ({"template": "llama"}, r"^template='llama': expected one of tokenizer, vicuna"),
+        ({"max_records": 0}, r"^max_records=0: expected at least 1"),
+        ({"heldout_fraction": 1.0}, r"^heldout_fraction=1.0: expected at least 0 and less than 1"),
+        ({"split": ""}, r"^split=''"),
+    ],
+)
+def test_an_impossible_value_is_named(values, message):
+    with pytest.raises(UserError, match=message):
+        DataConfig(**values)
+
+
+def test_path_is_a_tuple():
+    assert DataConfig(source="local", path="a.txt").path == ("a.txt",)
+    assert DataConfig(source="local", path=["a.txt", "b"]).path == ("a.txt", "b")
+    assert DataConfig().path == ()
+
+
+@pytest.mark.parametrize("file", sorted(GROUP.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_choice_of_the_data_group_is_valid(file):
+    values = OmegaConf.to_container(OmegaConf.load(file))
+    if file.stem == "local":
+        assert values.pop("path") == "???"
+        values["path"] = "mine.jsonl"
+    DataConfig(**values)
+
+
+def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert DataConfig().cache == default_cache_dir() == tmp_path / "outrider"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache" / "outrider"
+    assert DataConfig(cache_dir="~/c").cache == Path.home() / "c"
+
+
+def test_settings_import_nothing_heavy():
+    code = "import sys, data_prep.settings; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    root = Path(__file__).parents[2]
+    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"

@@ -1,0 +1,207 @@
+"""The exit layer: what it computes, what it trains, and its checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from draft_models.checkpoint import (
+    META_FILE,
+    WEIGHTS_FILE,
+    Fingerprint,
+    fingerprint_target,
+    load_early_exit,
+    save_early_exit,
+)
+from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.errors import UserError
+from draft_models.losses import IGNORE
+from draft_models.target import load_config, load_layers, load_tokenizer, open_target
+from tests.tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    VOCABULARY,
+    byte_tokenizer,
+    make_drafter,
+    random_prompt,
+    save_target,
+)
+
+
+def load_student(
+    path: Path, exit_layer: int, *, train_head: bool = True, dtype: torch.dtype = torch.float32
+) -> EarlyExitStudent:
+    config = load_config(str(path))
+    model = load_layers(open_target(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
+    return EarlyExitStudent(model, train_head=train_head)
+
+
+def rows(count: int = 2, length: int = 24) -> dict[str, torch.Tensor]:
+    """Two documents a row, the second padded; every third position unsupervised."""
+    ids = torch.tensor(random_prompt(count * length)).view(count, length)
+    documents = torch.tensor([0] * 10 + [1] * (length - 13) + [-1] * 3).expand(count, length)
+    positions = torch.tensor([*range(10), *range(length - 13), 0, 0, 0]).expand(count, length)
+    labels = ids.roll(-1, 1).masked_fill(torch.arange(length) % 3 == 0, IGNORE)
+    labels[:, 9] = labels[:, -4:] = IGNORE
+    return {"input_ids": ids, "labels": labels, "positions": positions, "documents": documents}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("exit_layer", [1, LAYERS - 1])
+def test_loss_equals_the_model_run_on_each_document_alone(tmp_path: Path, architecture: str, exit_layer: int) -> None:
+    """A model of the first layers and the last one, by transformers' own forward, document by document."""
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    config = load_config(str(path))
+    plain = load_layers(open_target(str(path)), config, exit_layers(config, exit_layer), dtype=torch.float32)
+    plain.set_attn_implementation("eager")
+    expected = torch.zeros(())
+    batch = rows()
+    for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+        for part in (slice(0, 10), slice(10, 21)):
+            logits = plain(ids[None, part]).logits[0]
+            expected = expected + F.cross_entropy(logits, labels[part], reduction="sum")
+    student = load_student(path, exit_layer)
+    torch.testing.assert_close(student(**batch)["loss_sum"], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("train_head", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_the_drafter_is_trained(tmp_path: Path, train_head: bool, tied: bool) -> None:
+    path = save_target(tmp_path, tied=tied)
+    student = load_student(path, 2, train_head=train_head, dtype=torch.bfloat16)
+    student(**rows())["loss_sum"].backward()
+    trained = {name for name, p in student.named_parameters() if p.requires_grad}
+    assert all(name.startswith("drafter.") for name in trained)
+    assert ("drafter.head.weight" in trained) == train_head
+    for name, parameter in student.named_parameters():
+        if name in trained:
+            assert parameter.dtype == torch.float32
+            assert parameter.grad is not None
+            assert parameter.grad.abs().max() > 0, name
+        else:
+            assert parameter.dtype == torch.bfloat16
+            assert parameter.grad is None
+    assert len(student.stack.layers) == 2
+
+
+def test_frozen_layers_run_in_their_own_dtype(tmp_path: Path) -> None:
+    """bf16 frozen layers give nearly the float32 loss; the difference is rounding, not another computation."""
+    path = save_target(tmp_path)
+    whole, half = load_student(path, 2), load_student(path, 2, dtype=torch.bfloat16)
+    a, b = whole(**rows())["loss_sum"], half(**rows())["loss_sum"]
+    assert a != b
+    torch.testing.assert_close(a, b, rtol=0.05, atol=0)
+
+
+def test_agreement_counts_supervised_hits(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    student, batch = load_student(path, 2), rows()
+    with torch.no_grad():
+        best = student.drafter.output_head(
+            student.hidden(batch["input_ids"], batch["positions"], batch["documents"])
+        ).argmax(-1)
+    right = ((best == batch["labels"]) & (batch["labels"] != IGNORE)).sum().item()
+    supervised = (batch["labels"] != IGNORE).sum().item()
+    assert student.agreement(**batch).tolist() == [right, supervised]
+    batch["labels"] = best.masked_fill(batch["labels"] == IGNORE, IGNORE)
+    assert student.agreement(**batch).tolist() == [supervised, supervised]
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    return fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+
+
+@pytest.mark.parametrize("own_head", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool) -> None:
+    path = save_target(tmp_path / "target", architecture, kv_heads=2)
+    drafter = make_drafter(path, 2, noise=0.1, own_head=own_head)
+    save_early_exit(tmp_path / "drafter", drafter, fingerprint(path), {"lr": 1.0}, torch.float32)
+    loaded = load_early_exit(tmp_path / "drafter", load_config(str(path)), fingerprint(path), dtype=torch.float32)
+    assert loaded.exit_layer == 2
+    assert loaded.window == drafter.window
+    assert (loaded.head is not None) == own_head
+    expected, found = drafter.state_dict(), loaded.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    meta = json.loads((tmp_path / "drafter" / META_FILE).read_text())
+    assert meta["training"] == {"lr": 1.0}
+    assert meta["fingerprint"]["layers"] == LAYERS
+
+
+def test_another_target_is_refused_with_the_differences(tmp_path: Path) -> None:
+    path = save_target(tmp_path / "target")
+    drafter = make_drafter(path, 2)
+    save_early_exit(tmp_path / "drafter", drafter, fingerprint(path), {}, torch.float32)
+    others = {
+        "weights: drafter": save_target(tmp_path / "seed", seed=1),
+        r"layers: drafter 4, target 6": save_target(tmp_path / "deep", num_hidden_layers=6),
+        r"hidden_size: drafter 64, target 32": save_target(tmp_path / "thin", hidden_size=32),
+        "architecture: drafter 'llama', target 'qwen2'": save_target(tmp_path / "arch", "qwen2"),
+    }
+    template = save_target(tmp_path / "template")
+    byte_tokenizer(chat_template="{{ messages }}").save_pretrained(template)
+    others["chat_template: drafter None, target '"] = template
+    wider = save_target(tmp_path / "wider", vocab_size=VOCABULARY + 1)
+    others[f"vocab_size: drafter {VOCABULARY}, target {VOCABULARY + 1}"] = wider
+    renamed = save_target(tmp_path / "tokenizer")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["new"])
+    tokenizer.save_pretrained(renamed)
+    others["tokenizer: drafter '"] = renamed
+    for difference, other in others.items():
+        with pytest.raises(UserError, match=difference):
+            load_early_exit(tmp_path / "drafter", load_config(str(other)), fingerprint(other), dtype=torch.float32)
+    moved = path.rename(tmp_path / "moved")  # the same target under another name is the same target
+    load_early_exit(tmp_path / "drafter", load_config(str(moved)), fingerprint(moved), dtype=torch.float32)
+
+
+def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
+    path = save_target(tmp_path / "target")
+    folder = tmp_path / "drafter"
+
+    def load() -> EarlyExit:
+        return load_early_exit(folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
+
+    with pytest.raises(UserError, match=r"no drafter\.json there"):
+        load()
+    save_early_exit(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
+    weights, meta = (folder / WEIGHTS_FILE).read_bytes(), (folder / META_FILE).read_text()
+    flipped = bytearray(weights)
+    flipped[-1] ^= 1
+    for bad in (weights[:-10], bytes(flipped), b""):
+        (folder / WEIGHTS_FILE).write_bytes(bad)
+        with pytest.raises(UserError, match="truncated or altered"):
+            load()
+    (folder / WEIGHTS_FILE).unlink()
+    with pytest.raises(UserError, match="missing"):
+        load()
+    (folder / WEIGHTS_FILE).write_bytes(weights)
+    load()
+    for bad, message in (
+        (meta[:-20], "not a drafter description"),
+        (meta.replace('"format": 1', '"format": 99'), "format 99"),
+        (meta.replace('"kind": "early_exit"', '"kind": "small_lm"'), "a 'small_lm' drafter"),
+        (meta.replace('"exit_layer"', '"exit_layr"'), "not a drafter description"),
+        (meta.replace('"own_head": true', '"own_head": false'), "tensors do not fit"),
+    ):
+        (folder / META_FILE).write_text(bad)
+        with pytest.raises(UserError, match=message):
+            load()
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_target(tmp_path / "target")
+    folder = tmp_path / "drafter"
+    save_early_exit(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        save_early_exit(folder, make_drafter(path, 2, noise=1.0), fingerprint(path), {}, torch.float32)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

@@ -1,0 +1,123 @@
+"""Loading only named layers: what is read, what comes out, what is refused."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_models.attention import packed_mask
+from draft_models.early_exit import exit_layers
+from draft_models.errors import UserError
+from draft_models.target import LayerStack, TensorFiles, layer_windows, load_config, load_layers, open_target
+from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
+
+VARIANTS = list(itertools.product(ARCHITECTURES, (False, True), (4, 2)))
+
+
+def window_masks(stack: LayerStack, length: int) -> dict:
+    positions = torch.arange(length)
+    causal = packed_mask(torch.zeros(1, length, dtype=torch.long))
+    distance = positions[:, None] - positions
+    return {w: causal if w is None else causal & (distance < w) for w in {*stack.windows, None}}
+
+
+@pytest.mark.parametrize(("architecture", "tied", "kv_heads"), VARIANTS)
+def test_layer_split_equals_the_full_forward(tmp_path: Path, architecture: str, tied: bool, kv_heads: int) -> None:
+    model, stack = open_stack(save_target(tmp_path, architecture, tied=tied, kv_heads=kv_heads))
+    ids = torch.tensor([random_prompt(30)])
+    positions = torch.arange(30)[None]
+    masks = window_masks(stack, 30)
+    stack.reserve(30)
+    with torch.inference_mode():
+        model.set_attn_implementation("sdpa")
+        expected = model(ids).logits
+        model.set_attn_implementation("outrider")
+        for split in range(LAYERS + 1):
+            hidden = stack.run(stack.embed(ids), 0, split, stack.rotary(positions), masks)
+            hidden = stack.run(hidden, split, LAYERS, stack.rotary(positions), masks)
+            torch.testing.assert_close(stack.logits(hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("architecture", "tied", "kv_heads"), VARIANTS)
+@pytest.mark.parametrize("shard", ["5GB", "40KB"])
+def test_bytes_read_are_those_of_the_named_tensors(
+    tmp_path: Path, architecture: str, tied: bool, kv_heads: int, shard: str
+) -> None:
+    path = save_target(tmp_path, architecture, tied=tied, kv_heads=kv_heads, shard=shard)
+    stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    config, files = load_config(str(path)), open_target(str(path))
+    for exit_layer in range(1, LAYERS):
+        files.bytes_read = 0
+        layers = exit_layers(config, exit_layer)
+        model = load_layers(files, config, layers, dtype=torch.float32)
+        prefixes = tuple(f"model.layers.{i}." for i in layers)
+        needed = {n for n in stored if n.startswith(prefixes) or not n.startswith("model.layers.")}
+        assert files.bytes_read == sum(stored[name].nbytes for name in needed)
+        assert files.bytes_read < sum(t.nbytes for t in stored.values()) or exit_layer == LAYERS - 1
+        for i, layer in enumerate(layers):
+            weight = model.model.layers[i].mlp.up_proj.weight
+            assert torch.equal(weight, stored[f"model.layers.{layer}.mlp.up_proj.weight"])
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        assert not any(p.requires_grad or p.is_meta for p in model.parameters())
+
+
+def test_unneeded_shards_may_be_missing(tmp_path: Path) -> None:
+    path = save_target(tmp_path, shard="40KB")
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    config = load_config(str(path))
+    needed = {file for name, file in index.items() if not name.startswith(("model.layers.1.", "model.layers.2."))}
+    unneeded = set(index.values()) - needed
+    assert unneeded
+    for file in unneeded:
+        (path / file).unlink()
+    load_layers(open_target(str(path)), config, exit_layers(config, 1), dtype=torch.float32)
+    with pytest.raises(UserError, match=r"is named in model\.safetensors\.index\.json but missing"):
+        load_layers(open_target(str(path)), config, range(LAYERS), dtype=torch.float32)
+
+
+def test_digest_tells_fine_tunes_apart(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    names = ["model.layers.3.self_attn.q_proj.weight", "model.norm.weight"]
+    before = open_target(str(path)).digest(names)
+    assert before == open_target(str(path)).digest(names)
+    tensors = load_file(path / "model.safetensors")
+    tensors[names[0]][0, 0] += 1e-3
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert before != open_target(str(path)).digest(names)
+
+
+def test_layer_windows() -> None:
+    kind, extra = ARCHITECTURES["qwen2"]
+    assert layer_windows(kind(**extra, num_hidden_layers=4)) == [None, None, 12, 12]
+    kind, extra = ARCHITECTURES["mistral"]
+    assert layer_windows(kind(**extra, num_hidden_layers=2)) == [12, 12]
+    assert layer_windows(ARCHITECTURES["llama"][0](num_hidden_layers=2)) == [None, None]
+
+
+def test_unusable_targets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        load_config(str(tmp_path / "nowhere"))
+    path = save_target(tmp_path / "rope", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(UserError, match="rope_type='dynamic'"):
+        load_config(str(path))
+    path = save_target(tmp_path / "empty")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="expected a safetensors checkpoint"):
+        open_target(str(path))
+    path = save_target(tmp_path / "cut")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        open_target(str(path))
+    with pytest.raises(UserError, match=r"no tensor 'model\.embed_tokens\.weight'"):
+        TensorFiles("x", None, {}).read(["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("exit_layer", [0, LAYERS, LAYERS + 3])
+def test_exit_layer_out_of_range(tmp_path: Path, exit_layer: int) -> None:
+    config = load_config(str(save_target(tmp_path)))
+    with pytest.raises(UserError, match=f"exit_layer={exit_layer}: expected 1 ≤ exit_layer < 4"):
+        exit_layers(config, exit_layer)

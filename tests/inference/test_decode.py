@@ -1,0 +1,200 @@
+"""Losslessness: every way of decoding emits exactly what the target alone would."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_models.early_exit import EarlyExit
+from draft_models.errors import UserError
+from draft_models.target import LayerStack
+from inference.decode import Round, autoregressive, cut, speculative
+from inference.sources import EarlyExitSource
+from inference.stop_rules import BetaThompson, FixedLength, StopRule
+from tests.tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    make_drafter,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
+
+RULES = {
+    "fixed-1": lambda: FixedLength(1),
+    "fixed-4": lambda: FixedLength(4),
+    "fixed-8": lambda: FixedLength(8),
+    "beta": lambda: BetaThompson(8, 2.0, 1.0, "natural", torch.Generator().manual_seed(0)),
+    "beta-printed": lambda: BetaThompson(8, 2.0, 1.0, "printed", torch.Generator().manual_seed(0)),
+}
+
+
+def decode(
+    stack: LayerStack, drafter: EarlyExit, rule: StopRule, prompt: Sequence[int], **options: object
+) -> list[Round]:
+    return list(speculative(stack, EarlyExitSource(drafter), rule, prompt, **options))
+
+
+def tokens_of(rounds: Sequence[Round]) -> list[int]:
+    return [token for r in rounds for token in r.tokens]
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """(architecture, tied, kv_heads) → saved target, with the reference continuation of two prompts."""
+    made = {}
+    for architecture, tied, kv_heads in itertools.product(ARCHITECTURES, (False, True), (4, 2)):
+        path = save_target(tmp_path_factory.mktemp("t"), architecture, tied=tied, kv_heads=kv_heads)
+        model, stack = open_stack(path)
+        prompts = [random_prompt(20), random_prompt(1, seed=1)]
+        made[architecture, tied, kv_heads] = (
+            path,
+            stack,
+            [(p, reference_generate(model, p, 48)) for p in prompts],
+        )
+    return made
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2, LAYERS - 1])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_generate(targets: dict, architecture: str, tied: bool, kv_heads: int, exit_layer: int) -> None:
+    path, stack, references = targets[architecture, tied, kv_heads]
+    drafter = make_drafter(path, exit_layer, noise=0.1)
+    for prompt, expected in references:
+        assert tokens_of(list(autoregressive(stack, prompt, max_new_tokens=48))) == expected
+        for name, rule in RULES.items():
+            rounds = decode(stack, drafter, rule(), prompt, max_new_tokens=48)
+            assert tokens_of(rounds) == expected, name
+
+
+def test_the_matrix_above_accepts_and_rejects(targets: dict) -> None:
+    """The equality is worth something only if drafts are accepted, partly accepted and rejected in it."""
+    rounds = []
+    for (path, stack, references), exit_layer in itertools.product(targets.values(), (1, LAYERS - 1)):
+        drafter = make_drafter(path, exit_layer, noise=0.1)
+        rounds += decode(stack, drafter, FixedLength(4), references[0][0], max_new_tokens=48)[1:]
+    accepted = [r.accepted for r in rounds if r.drafted == 4]
+    assert all(accepted.count(n) >= 5 for n in range(5))
+
+
+def test_the_references_are_not_one_token_repeated(targets: dict) -> None:
+    variety = [len(set(references[0][1])) for _, _, references in targets.values()]
+    assert min(variety) > 2
+    assert sum(variety) / len(variety) > 8
+
+
+@pytest.mark.parametrize("own_head", [True, False])
+def test_the_target_as_its_own_drafter_is_always_right(tmp_path: Path, own_head: bool) -> None:
+    path = save_target(tmp_path)
+    _, stack = open_stack(path)
+    drafter = make_drafter(path, LAYERS - 1, own_head=own_head)
+    rounds = decode(stack, drafter, FixedLength(4), random_prompt(9), max_new_tokens=41)[1:]
+    assert [r.accepted for r in rounds] == [4] * 8
+    assert [len(r.tokens) for r in rounds] == [5] * 8
+
+
+def test_eos_at_every_position(tmp_path: Path) -> None:
+    """Text ends with the first EOS wherever in a round it falls: first token, inside a draft, the bonus."""
+    path = save_target(tmp_path)
+    model, stack = open_stack(path)
+    drafter = make_drafter(path, LAYERS - 1, noise=0.05)
+    prompt = random_prompt(12, seed=3)
+    full = reference_generate(model, prompt, 40)
+    firsts = {token: full.index(token) for token in full}
+    places = set()
+    for eos, place in firsts.items():
+        expected = full[: place + 1]
+        assert reference_generate(model, prompt, 40, eos=[eos]) == expected
+        assert tokens_of(list(autoregressive(stack, prompt, max_new_tokens=40, eos=[eos]))) == expected
+        rounds = decode(stack, drafter, FixedLength(4), prompt, max_new_tokens=40, eos=[eos])
+        assert tokens_of(rounds) == expected
+        assert sum(r.accepted for r in rounds) <= len(expected)
+        places.add((len(rounds[-1].tokens), rounds[-1].accepted))
+    assert len(places) >= 5  # EOS fell on several positions of a draft
+    eos_list = [full[5], full[9]]
+    expected = full[: min(firsts[t] for t in eos_list) + 1]
+    assert tokens_of(decode(stack, drafter, FixedLength(8), prompt, max_new_tokens=40, eos=eos_list)) == expected
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_max_new_tokens_at_every_offset(tmp_path: Path, rule: str) -> None:
+    path = save_target(tmp_path)
+    model, stack = open_stack(path)
+    drafter = make_drafter(path, LAYERS - 1, noise=0.05)
+    prompt = random_prompt(7)
+    full = reference_generate(model, prompt, 24)
+    for count in range(1, 25):
+        rounds = decode(stack, drafter, RULES[rule](), prompt, max_new_tokens=count)
+        assert tokens_of(rounds) == full[:count]
+        assert all(r.drafted <= count for r in rounds)
+        assert tokens_of(list(autoregressive(stack, prompt, max_new_tokens=count))) == full[:count]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_float64(tmp_path: Path, architecture: str) -> None:
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    model, stack = open_stack(path, torch.float64)
+    drafter = make_drafter(path, 2, noise=0.1, dtype=torch.float64)
+    prompt = random_prompt(30)
+    expected = reference_generate(model, prompt, 40)
+    assert tokens_of(decode(stack, drafter, FixedLength(4), prompt, max_new_tokens=40)) == expected
+
+
+def test_accounting(tmp_path: Path) -> None:
+    """A round's tokens are its accepted ones and the bonus; parts of its time add up to less than the whole."""
+    path = save_target(tmp_path)
+    _, stack = open_stack(path)
+    drafter = make_drafter(path, LAYERS - 1, noise=0.1)
+    prefill, *rounds = decode(stack, drafter, FixedLength(4), random_prompt(5), max_new_tokens=50)
+    assert (len(prefill.tokens), prefill.drafted) == (1, 0)
+    assert 1 + sum(len(r.tokens) for r in rounds) == 50
+    budget = 49
+    for r in rounds:
+        assert r.accepted <= r.drafted == min(4, budget - 1)
+        assert len(r.tokens) == r.accepted + 1
+        budget -= len(r.tokens)
+        assert 0 < r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds
+
+
+def test_a_generation_can_be_abandoned_and_another_started(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    model, stack = open_stack(path)
+    source = EarlyExitSource(make_drafter(path, LAYERS - 1, noise=0.1))
+    prompt = random_prompt(11)
+    half = speculative(stack, source, FixedLength(4), random_prompt(30, seed=2), max_new_tokens=30)
+    next(half), next(half)
+    half.close()
+    rounds = list(speculative(stack, source, FixedLength(4), prompt, max_new_tokens=30))
+    assert tokens_of(rounds) == reference_generate(model, prompt, 30)
+
+
+def test_impossible_lengths_are_refused(tmp_path: Path) -> None:
+    _, stack = open_stack(save_target(tmp_path))
+    for prompt, count, message in (
+        ([], 5, "empty prompt"),
+        ([1], 0, "max_new_tokens=0"),
+        ([1] * 250, 7, "context of 256"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list(autoregressive(stack, prompt, max_new_tokens=count))
+    assert len(tokens_of(list(autoregressive(stack, [1] * 250, max_new_tokens=6)))) == 6
+
+
+def test_up_to_the_last_position_of_the_context(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    model, stack = open_stack(path)
+    prompt = random_prompt(216)
+    rounds = decode(stack, make_drafter(path, LAYERS - 1), FixedLength(8), prompt, max_new_tokens=40)
+    assert tokens_of(rounds) == reference_generate(model, prompt, 40)
+
+
+def test_cut() -> None:
+    assert cut([1, 2, 3], {2}, 9) == (1, 2)
+    assert cut([1, 2, 3], {3}, 2) == (1, 2)
+    assert cut([1, 2, 3], (), 5) == (1, 2, 3)
+    assert cut([2], {2}, 1) == (2,)

@@ -1,0 +1,57 @@
+"""The shape of the project: imports point one way, every config composes, names do not shadow dependencies."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("conf", "data_prep", "draft_models", "inference", "train")
+ENTRIES = {"inference/evaluate_checkpoint.py", "train/eesd.py", "train/toy_target.py"}
+MAY_IMPORT = {
+    "draft_models": {"draft_models"},
+    "inference": {"inference", "draft_models"},
+    "data_prep": {"data_prep", "draft_models", "inference"},
+    "train": {"train", "data_prep", "draft_models", "inference"},
+    "conf": {"draft_models"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(p.relative_to(ROOT) for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=str)
+def test_imports_point_one_way(path: Path) -> None:
+    package = path.parts[0]
+    allowed = set(MAY_IMPORT[package])
+    if str(path) in ENTRIES:
+        allowed |= {"conf", "data_prep"}  # entries are leaves: they compose, nothing imports them
+    ours = {name.partition(".")[0] for name in imports_of(path)} & {*PACKAGES, "tests", "benchmarks"}
+    assert ours <= allowed
+
+
+def test_entries_are_leaves() -> None:
+    entry_modules = {entry.removesuffix(".py").replace("/", ".") for entry in ENTRIES}
+    for path in modules():
+        assert not imports_of(path) & entry_modules, path
+
+
+@pytest.mark.parametrize("package", ["train", "inference", "data_prep"])
+def test_no_module_shadows_another_when_its_folder_is_the_script_path(package: str) -> None:
+    """`python train/eesd.py` puts train/ first on sys.path, so no file there may be called like a dependency."""
+    for path in (ROOT / package).glob("*.py"):
+        assert path.stem not in sys.stdlib_module_names
+        assert path.stem in ("__init__",) or importlib.util.find_spec(path.stem) is None, path

@@ -1,0 +1,102 @@
+"""Tiny targets and drafters of every supported architecture, made on the spot."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from draft_models.early_exit import EarlyExit, exit_layers
+from draft_models.target import LayerStack, load_config, load_layers, open_target
+
+LAYERS = 4
+VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
+ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": 12}),
+    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+}
+
+
+def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, kv_heads: int = 4, seed: int = 0,
+                shard: str = "5GB", **changes: object) -> Path:  # fmt: skip
+    """Write a random target with peaked, input-dependent next tokens, and a byte tokenizer, to `path`."""
+    kind, extra = ARCHITECTURES[architecture]
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
+        "tie_word_embeddings": tied, "bos_token_id": 256, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(kind(**{**settings, **extra, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5.0)
+    model.save_pretrained(path, max_shard_size=shard)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per byte, no merges, plus <s>, </s> and <pad>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = chat_template
+    return fast
+
+
+def open_stack(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, LayerStack]:
+    """The target in `path`, as the model and as its layers."""
+    config = load_config(str(path))
+    model = load_layers(open_target(str(path)), config, range(config.num_hidden_layers), dtype=dtype)
+    return model, LayerStack(model)
+
+
+def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: bool = True,
+                 dtype: torch.dtype = torch.float32) -> EarlyExit:  # fmt: skip
+    """The untrained exit layer (the target's last) after `exit_layer` layers, its matrices shaken by `noise`.
+
+    At exit_layer = LAYERS − 1 without noise it is the target itself, so every draft is accepted; some noise
+    makes some drafts wrong.
+    """
+    config = load_config(str(path))
+    model = load_layers(open_target(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
+    drafter = EarlyExit.from_model(model, own_head=own_head).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in drafter.layer.parameters():
+        parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+    return drafter
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """`length` byte tokens."""
+    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def reference_generate(model: PreTrainedModel, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:
+    """What transformers' own greedy `generate` emits."""
+    ids = torch.tensor([prompt])
+    model.generation_config.eos_token_id = list(eos) or None
+    model.generation_config.pad_token_id = 0
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
+    return out[0, len(prompt) :].tolist()
+
+
+cached_target = functools.lru_cache(maxsize=None)(save_target)

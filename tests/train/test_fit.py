@@ -1,0 +1,412 @@
+"""The training loop: exact normalisation, exact resume, checkpoints that are complete or absent."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import default_collate
+
+from draft_models.errors import UserError
+from draft_models.losses import IGNORE
+from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
+from train import run_dir
+from train.fit import (
+    LOG_FILE,
+    WEIGHTS_FILE,
+    MuonAdamW,
+    RowOrder,
+    build_optimizer,
+    epoch_order,
+    fit,
+    layer_matrices,
+    trained_parameters,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
+
+
+def _fit(out_dir, model=None, *, resume=False, evaluate=None, identity=None, **changes):
+    model = model or TinyModel()
+    result = fit(
+        model,
+        tiny_rows(),
+        tiny_config(**changes),
+        out_dir,
+        resume=resume,
+        evaluate=evaluate,
+        identity=identity,
+    )
+    return model, result
+
+
+def _job(out_dir, *launcher, resume=False, delay=0.0, **changes):
+    """The tiny run in a process of its own."""
+    script = [str(REPOSITORY / "tests/train/fit_job.py"), str(out_dir), json.dumps(changes), str(delay)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *launcher, *script, "resume" if resume else "start"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _finish(job):
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output
+    return output
+
+
+def _weights(model):
+    return {name: p.detach().clone() for name, p in trained_parameters(model).items()}
+
+
+def _log(out_dir):
+    return [json.loads(line) for line in (out_dir / LOG_FILE).read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------------ the same update
+
+
+def _plain_loop(steps=8, batch=8, lr=0.01):
+    """The loop written down: AdamW on the mean loss per supervised token of each batch."""
+    model, rows, config = TinyModel(), tiny_rows(), tiny_config()
+    order = [i for epoch in range(3) for i in epoch_order(len(rows), config.seed, epoch)]
+    trained = list(trained_parameters(model).values())
+    decayed = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay}]
+    vectors = [{"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decayed + vectors, betas=config.betas)
+    for step in range(steps):
+        inputs = default_collate([rows[i] for i in order[step * batch : (step + 1) * batch]])
+        loss = model(**inputs)["loss_sum"] / (inputs["labels"] != IGNORE).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * config.lr_scale(step, steps)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(model)
+
+
+@pytest.mark.parametrize("micro", [1, 4, 8])
+def test_any_accumulation_is_the_plain_loop(tmp_path, micro):
+    model, _ = _fit(tmp_path, optimizer="adamw", micro_batch_rows=micro)
+    torch.testing.assert_close(_weights(model), _plain_loop(), rtol=1e-9, atol=1e-12)
+
+
+def test_two_processes_are_one(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    output = _finish(_job(tmp_path / "two", *launcher, micro_batch_rows=2, optimizer="adamw"))
+    _fit(tmp_path / "one", optimizer="adamw")
+    two, one = (load_file(tmp_path / name / "checkpoint-8" / WEIGHTS_FILE) for name in ("two", "one"))
+    torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-12)
+    assert output.count("step=8/8 ") == 1  # rank 0 only
+    for entry, reference in zip(_log(tmp_path / "two"), _log(tmp_path / "one"), strict=True):
+        assert entry["loss"] == pytest.approx(reference["loss"], rel=1e-9)
+        assert entry["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-9)
+
+
+def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
+    _, _ = _fit(tmp_path, steps=2, batch_rows=4, micro_batch_rows=1, lr=1e-12, muon_lr=1e-12)
+    model, rows = TinyModel(), tiny_rows()
+    batch = default_collate([rows[i] for i in epoch_order(ROWS, 0, 0)[:8]])
+    expected = float(model(**batch)["loss_sum"] / (batch["labels"] != IGNORE).sum())
+    assert _log(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step="))
+    assert line.startswith(f"step=2/2 loss={expected:.4f} lr=")
+    assert {part.split("=")[0] for part in line.split()} == {
+        "step",
+        "loss",
+        "lr",
+        "tokens_per_s",
+        "grad_norm",
+        "eta",
+    }
+
+
+def test_row_order_is_a_function_of_seed_and_epoch():
+    assert epoch_order(50, 1, 0) == epoch_order(50, 1, 0)
+    assert len({tuple(epoch_order(50, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
+    order = list(RowOrder(10, 25, seed=3))
+    assert len(order) == len(RowOrder(10, 25, seed=3)) == 25
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+
+
+# --------------------------------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_sigkill_then_resume_gives_the_same_bits(tmp_path, optimizer):
+    changes = {"steps": 40, "optimizer": optimizer, "precision": "bf16", "save_every": 5, "epochs": None}
+    killed = _job(tmp_path / "killed", delay=0.05, **changes)
+    deadline = time.monotonic() + 60
+    while not run_dir.checkpoints(tmp_path / "killed") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.12)  # into the steps after the checkpoint
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    (newest,) = run_dir.checkpoints(tmp_path / "killed")[-1:]
+    assert run_dir.step_of(newest) < 40
+
+    model, result = _fit(tmp_path / "killed", TinyModel(torch.float32), resume=True, **changes)
+    assert result.resumed_from == run_dir.step_of(newest)
+    straight, _ = _fit(tmp_path / "straight", TinyModel(torch.float32), **changes)
+    final = [tmp_path / name / "checkpoint-40" / WEIGHTS_FILE for name in ("killed", "straight")]
+    assert final[0].read_bytes() == final[1].read_bytes()
+    for name, value in _weights(straight).items():
+        assert torch.equal(_weights(model)[name], value)
+
+
+def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    real = os.replace
+
+    def killed(source, target):
+        if Path(target).name == "checkpoint-6":
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _fit(tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / run_dir.STAGING / "checkpoint-6" / WEIGHTS_FILE).exists()
+    assert run_dir.checkpoints(tmp_path)[-1].name == "checkpoint-4"
+    model, result = _fit(tmp_path, resume=True)
+    assert result.resumed_from == 4
+    torch.testing.assert_close(_weights(model), _weights(_fit(tmp_path / "straight")[0]), rtol=0, atol=0)
+    assert not (tmp_path / run_dir.STAGING).exists()
+
+
+def test_a_finished_run_returns_at_once_with_its_weights(tmp_path, monkeypatch):
+    model, first = _fit(tmp_path, evaluate=lambda _: {"agreement": 0.5})
+    monkeypatch.setattr("train.fit._FitTrainer", None)  # nothing is to be trained
+    again, second = _fit(tmp_path, resume=True)
+    assert second.resumed_from == second.steps == 8
+    assert second.metrics == first.metrics == {"agreement": 0.5}
+    torch.testing.assert_close(_weights(again), _weights(model), rtol=0, atol=0)
+
+
+def test_resume_from_nothing_starts_from_the_beginning(tmp_path):
+    _, result = _fit(tmp_path, resume=True)
+    assert result.resumed_from == 0
+
+
+def test_an_earlier_run_is_not_overwritten(tmp_path):
+    _fit(tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match=r"holds an earlier run \(checkpoint-8\); resume=true"):
+        _fit(tmp_path, lr=0.5)
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"lr": 0.5}, r"fit\.lr=0\.5 \(was 0\.01\)"),
+        ({"seed": 3}, r"fit\.seed=3 \(was 0\)"),
+        ({"identity": {"data": {"source": "b"}}}, r'data\.source="b" \(was "a"\)'),
+    ],
+)
+def test_resume_with_other_settings_is_refused(tmp_path, changes, difference):
+    identity = {"data": {"source": "a"}}
+    _fit(tmp_path, identity=identity)
+    with pytest.raises(UserError, match=difference):
+        _fit(tmp_path, resume=True, **{"identity": identity, **changes})
+
+
+def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
+    _fit(tmp_path, steps=4, epochs=None)
+    os.rename(tmp_path / "checkpoint-4", tmp_path / "gone")
+    _fit(tmp_path, steps=4, resume=True, log_every=1, save_every=1, micro_batch_rows=2)
+    assert [entry["step"] for entry in _log(tmp_path)] == [2, 4, 3, 4]
+    assert (tmp_path / "checkpoint-3").exists()
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_only_what_is_trained_is_saved(tmp_path):
+    model = TinyModel()
+    frozen = model.embedding.weight.clone()
+    _fit(tmp_path, model)
+    assert load_file(tmp_path / "checkpoint-8" / WEIGHTS_FILE).keys() == TRAINED
+    assert torch.equal(model.embedding.weight, frozen)
+    moments = torch.load(tmp_path / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
+    assert len(moments) == len(TRAINED)
+
+
+def test_old_checkpoints_are_dropped(tmp_path):
+    _fit(tmp_path, keep_checkpoints=3)
+    assert [p.name for p in run_dir.checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(_model):
+        if run_dir.checkpoints(tmp_path):  # from now on no file may grow beyond this many bytes
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        return {}
+
+    try:
+        with pytest.raises(UserError, match=r"step 6 could not be written .*checkpoint-4 is intact"):
+            _fit(
+                tmp_path,
+                evaluate=lambda m: fill(m) if (tmp_path / "checkpoint-4").exists() else {},
+                eval_every=2,
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in run_dir.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
+    _, result = _fit(tmp_path, resume=True)
+    assert result.resumed_from == 4
+
+
+def test_unwritable_out_dir_fails_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = TinyModel()
+    with pytest.raises(UserError, match="out_dir=.*cannot be written"):
+        _fit(tmp_path / "file" / "run", model)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    _fit(tmp_path)
+    model = TinyModel()
+    model.head = nn.Linear(8, 24).double()
+    with pytest.raises(UserError, match=r"does not fit the model to train; they differ in head\.bias, head\.weight"):
+        _fit(tmp_path, model, resume=True)
+
+
+# ------------------------------------------------------------------------------------------------ bad losses
+
+
+class _Exploding(TinyModel):
+    """The loss of the fifth forward is not a number."""
+
+    calls = 0
+
+    def forward(self, **inputs):
+        self.calls += 1
+        outputs = super().forward(**inputs)
+        return {"loss_sum": outputs["loss_sum"] * (float("nan") if self.calls == 5 else 1.0)}
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
+    model = _Exploding()
+    with pytest.raises(UserError, match=r"step 5: loss=nan.*checkpoint-4 is intact"):
+        _fit(tmp_path, model)
+    saved = load_file(tmp_path / "checkpoint-4" / WEIGHTS_FILE)
+    torch.testing.assert_close(_weights(model), saved, rtol=0, atol=0)
+
+
+def test_a_batch_without_supervised_token_is_an_error(tmp_path):
+    rows = tiny_rows()
+    for row in rows:
+        row["labels"] = torch.full_like(row["labels"], IGNORE)
+    with pytest.raises(UserError, match="step 1: no supervised token in the batch"):
+        fit(TinyModel(), rows, tiny_config(), tmp_path)
+
+
+def test_no_rows_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="no rows"):
+        fit(TinyModel(), [], tiny_config(), tmp_path)
+
+
+def test_nothing_to_train_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="nothing to train"):
+        _fit(tmp_path, TinyModel().requires_grad_(False), optimizer="adamw")
+
+
+def test_unsupported_gradient_checkpointing_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="gradient_checkpointing=true"):
+        _fit(tmp_path, gradient_checkpointing=True)
+
+
+# ------------------------------------------------------------------------------------- evaluation and report
+
+
+def test_evaluation_runs_when_due_and_at_the_end(tmp_path):
+    seen = []
+
+    def evaluate(model):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        seen.append(model.head.weight.detach().clone())
+        return {"count": len(seen)}
+
+    model, result = _fit(tmp_path, evaluate=evaluate, eval_every=3)
+    assert [e["step"] for e in _log(tmp_path) if "eval_count" in e] == [3, 6, 8]
+    assert result.metrics == {"count": 3}
+    assert model.training
+    assert torch.equal(seen[-1], model.head.weight)
+
+
+def test_wandb_offline_stays_in_out_dir(tmp_path, monkeypatch):
+    from train.settings import WandbConfig
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    _fit(tmp_path, steps=2, wandb=WandbConfig(mode="offline", name="tiny"))
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+# ------------------------------------------------------------------------------------------------- optimizer
+
+
+def test_muon_takes_the_layers_matrices_and_nothing_else():
+    model = TinyModel()
+    assert {id(p) for p in layer_matrices(model)} == {id(model.layer.mix.weight), id(model.layer.out.weight)}
+    with pytest.raises(UserError, match="optimizer=muon"):
+        build_optimizer(model.head, tiny_config())
+
+
+def _train_a_little(model, optimizer, seed, steps=3):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in trained_parameters(model).values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        optimizer.step()
+
+
+def test_muon_adamw_is_muon_and_adamw():
+    ours, theirs = TinyModel(), TinyModel()
+    config = tiny_config()
+    optimizer = build_optimizer(ours, config)
+    assert isinstance(optimizer, MuonAdamW)
+    matrices = layer_matrices(theirs)
+    taken = {id(p) for p in matrices}
+    rest = [p for p in trained_parameters(theirs).values() if id(p) not in taken]
+    separate = [
+        torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=0.1, adjust_lr_fn="original"),
+        torch.optim.AdamW([p for p in rest if p.ndim > 1], lr=config.lr, betas=config.betas, weight_decay=0.1),
+        torch.optim.AdamW([p for p in rest if p.ndim < 2], lr=config.lr, betas=config.betas, weight_decay=0.0),
+    ]
+    _train_a_little(ours, optimizer, seed=1)
+    _train_a_little(theirs, type("All", (), {"step": lambda self: [part.step() for part in separate]})(), seed=1)
+    torch.testing.assert_close(_weights(ours), _weights(theirs), rtol=1e-12, atol=1e-14)
+
+
+def test_muon_adamw_state_survives_a_file_bit_for_bit(tmp_path):
+    first, second = TinyModel(torch.float32), TinyModel(torch.float32)
+    optimizer = build_optimizer(first, tiny_config())
+    _train_a_little(first, optimizer, seed=1)
+    torch.save(optimizer.state_dict(), tmp_path / "state")
+    second.load_state_dict(first.state_dict())
+    restored = build_optimizer(second, tiny_config())
+    restored.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    for model, either in ((first, optimizer), (second, restored)):
+        for group in either.param_groups:
+            group["lr"] *= 0.5  # a schedule must reach both parts after a restore
+        _train_a_little(model, either, seed=2)
+    for name, value in _weights(first).items():
+        assert torch.equal(value, _weights(second)[name])

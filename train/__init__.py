@@ -1,0 +1,1 @@
+"""One entry script per thing trained, over one shared fit."""

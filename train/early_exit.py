@@ -1,0 +1,187 @@
+"""EESD training: read the few layers it needs, fit the exit layer, save the drafter."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from torch.utils.data import default_collate
+from transformers import PreTrainedConfig
+
+from data_prep.rows import Rows, load_rows
+from draft_models.checkpoint import Fingerprint, fingerprint_target, save_early_exit
+from draft_models.early_exit import EarlyExitStudent, exit_layers
+from draft_models.errors import UserError
+from draft_models.files import require_writable
+from draft_models.losses import IGNORE
+from draft_models.target import (
+    LayerStack,
+    TensorFiles,
+    load_config,
+    load_layers,
+    load_tokenizer,
+    open_target,
+    pick_dtype,
+)
+from inference.decode import speculative
+from inference.evaluation import collect, decode_statistics
+from inference.sources import EarlyExitSource
+from inference.stop_rules import FixedLength
+from train.fit import fit
+from train.settings import EesdConfig
+
+WATCHED_DRAFT = (
+    4  # draft length of the τ watched while training: fixed, so that τ depends on the weights alone
+)
+
+
+def train_early_exit(config: EesdConfig) -> None:
+    """Train an exit layer as `config` says; the drafter is `config.out_dir` itself (see `draft_models.checkpoint`).
+
+    Raises `UserError` for an unusable target, data set or directory, before any weight is read.
+    """
+    state = PartialState(cpu=not torch.cuda.is_available())
+    out_dir = require_writable(config.out_dir)
+    target = load_config(config.target, config.revision)
+    exit_layer = config.exit_layer or default_exit_layer(target)
+    layers = exit_layers(target, exit_layer)
+    if config.seq_len > target.max_position_embeddings:
+        raise UserError(
+            f"seq_len={config.seq_len}: the target's context is {target.max_position_embeddings} tokens"
+        )
+    files = open_target(config.target, config.revision)
+    tokenizer = load_tokenizer(config.target, config.revision)
+    fingerprint = fingerprint_target(files, target, tokenizer)
+    rows = load_rows(config.data, tokenizer, config.seq_len, "train")
+    heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
+
+    student = load_student(files, target, layers, config, state.device)
+    if state.is_main_process:
+        print(describe(student, files, exit_layer), flush=True)
+    recipe = {
+        "exit_layer": exit_layer,
+        "train_head": config.train_head,
+        "frozen_dtype": config.frozen_dtype,
+        "seq_len": config.seq_len,
+        "data": _recipe(asdict(config.data)),
+    }
+    result = fit(
+        student,
+        rows,
+        config.fit,
+        out_dir,
+        resume=config.resume,
+        identity={**recipe, "target": asdict(fingerprint)},
+        evaluate=make_evaluation(config, target, files, heldout, state.is_main_process),
+    )
+    if state.is_main_process:
+        training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "metrics": result.metrics}
+        save_drafter(out_dir, student, fingerprint, training, target)
+        print(f"saved drafter={out_dir} exit_layer={exit_layer} of {target.num_hidden_layers}", flush=True)
+    state.wait_for_everyone()
+
+
+def default_exit_layer(target: PreTrainedConfig) -> int:
+    """N where none is given: 8 % of the layers, the middle of the paper's 5–10 %, and at least one."""
+    return max(1, round(0.08 * target.num_hidden_layers))
+
+
+def load_student(
+    files: TensorFiles, target: PreTrainedConfig, layers: list[int], config: EesdConfig, device: torch.device
+) -> EarlyExitStudent:
+    """The student on `device`, reading only the tensors of `layers`, embedding, norm and head."""
+    dtype = getattr(torch, config.frozen_dtype)
+    return EarlyExitStudent(
+        load_layers(files, target, layers, dtype=dtype, device=device), train_head=config.train_head
+    )
+
+
+def describe(student: EarlyExitStudent, files: TensorFiles, exit_layer: int) -> str:
+    """One greppable line: what was read and what is trained."""
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in student.parameters() if not p.requires_grad)
+    return (
+        f"eesd exit_layer={exit_layer} read_bytes={files.bytes_read} read_tensors={files.tensors_read}/"
+        f"{len(files.file_of)} trained_parameters={trained} frozen_parameters={frozen}"
+    )
+
+
+def save_drafter(
+    path: Path,
+    student: EarlyExitStudent,
+    fingerprint: Fingerprint,
+    training: dict[str, Any],
+    target: PreTrainedConfig,
+) -> None:
+    """Save the student's drafter in the target's own dtype."""
+    dtype = target.dtype if isinstance(target.dtype, torch.dtype) else torch.float32
+    save_early_exit(path, student.drafter, fingerprint, training, dtype)
+
+
+def make_evaluation(
+    config: EesdConfig, target: PreTrainedConfig, files: TensorFiles, heldout: Rows, is_main: bool
+) -> Callable[[torch.nn.Module], dict[str, float]]:
+    """What is watched while training, on the main process: `top1`, the share of held-out supervised tokens that
+    the drafter's argmax hits, and, with `decode_prompts`, `tau` of real decoding with the whole target.
+    """
+    prompts = [heldout_prompt(heldout[i]) for i in range(min(config.decode_prompts, len(heldout)))]
+    whole: list[LayerStack] = []
+
+    def evaluate(student: torch.nn.Module) -> dict[str, float]:
+        assert isinstance(student, EarlyExitStudent)
+        if not is_main:
+            return {}
+        device = student.stack.device
+        counts = torch.zeros(2, device=device)
+        for start in range(0, len(heldout), config.eval_batch_rows):
+            indices = range(start, min(start + config.eval_batch_rows, len(heldout)))
+            batch = default_collate([heldout[i] for i in indices])
+            counts += student.agreement(**{key: value.to(device) for key, value in batch.items()})
+        metrics = {"top1": (counts[0] / counts[1]).item()}
+        if prompts:
+            if not whole:
+                dtype = pick_dtype("auto", target, device)
+                every = range(target.num_hidden_layers)
+                whole.append(LayerStack(load_layers(files, target, every, dtype=dtype, device=device)))
+            metrics["tau"] = decode_tau(student, whole[0], prompts, config.decode_tokens)
+        return metrics
+
+    return evaluate
+
+
+def decode_tau(
+    student: EarlyExitStudent, stack: LayerStack, prompts: list[list[int]], max_new_tokens: int
+) -> float:
+    """τ of the student's drafter at a fixed draft length, over continuations of `prompts` by the whole target."""
+    drafter = copy.deepcopy(student.drafter).to(stack.dtype).requires_grad_(False)
+    if drafter.head is None:
+        drafter.use_head(stack.head)
+    generations = [
+        collect(
+            speculative(
+                stack,
+                EarlyExitSource(drafter),
+                FixedLength(WATCHED_DRAFT),
+                prompt,
+                max_new_tokens=max_new_tokens,
+            )
+        )
+        for prompt in prompts
+    ]
+    return decode_statistics(generations)["tau"]
+
+
+def heldout_prompt(row: dict[str, Tensor], length: int = 128) -> list[int]:
+    """The start of a held-out row as a prompt: up to its first answer, or `length` tokens of plain text."""
+    first = int((row["labels"] != IGNORE).nonzero()[0]) + 1
+    document = int((row["documents"] == row["documents"][0]).sum())
+    return row["input_ids"][: max(first, min(length, document // 2))].tolist()
+
+
+def _recipe(data: dict[str, Any]) -> dict[str, Any]:
+    """The data options that decide the rows; where they are cached does not."""
+    return {key: value for key, value in data.items() if key != "cache_dir"}

@@ -1,0 +1,19 @@
+"""Train EESD's early-exit drafter for a target.
+
+accelerate launch train/eesd.py target=MODEL data=ultrachat out_dir=runs/eesd
+"""
+
+from conf import entry
+from train.settings import EesdConfig
+
+
+@entry("eesd", EesdConfig)
+def main(config: EesdConfig) -> None:
+    # Imported once the config is known to be good: torch and transformers take seconds.
+    from train.early_exit import train_early_exit
+
+    train_early_exit(config)
+
+
+if __name__ == "__main__":
+    main()

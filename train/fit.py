@@ -1,0 +1,503 @@
+"""The one training loop: `transformers.Trainer`, thinly subclassed.
+
+Trainer brings accumulation, mixed precision over float32 masters, processes and launchers. Added here: a
+loss normalised by the supervised tokens of the whole global batch, checkpoints that are complete or absent
+and hold only what is trained, a data order that is a pure function of (seed, epoch), and one line per
+logging step.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, default_collate
+from tqdm import tqdm
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from draft_models.errors import UserError
+from draft_models.losses import IGNORE
+from train import run_dir
+from train.settings import FitConfig, WandbConfig
+
+Evaluate = Callable[[nn.Module], dict[str, float]]
+WEIGHTS_FILE = "model.safetensors"
+LOG_FILE = "log.jsonl"
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a run came to. `metrics` is the last evaluation, by name, empty without one."""
+
+    steps: int
+    resumed_from: int  # 0: from the beginning
+    metrics: dict[str, float]
+
+
+class Rows(Protocol):
+    """What `fit` needs of a data set: `data_prep.rows.Rows`, or anything that maps like it."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
+
+
+def fit(
+    model: nn.Module,
+    rows: Rows,
+    config: FitConfig,
+    out_dir: Path,
+    *,
+    resume: bool = False,
+    identity: Mapping[str, Any] | None = None,
+    evaluate: Evaluate | None = None,
+) -> FitResult:
+    """Train `model` in place on `rows`; call it on every process.
+
+    model: `forward(**row batch)` returns {"loss_sum": scalar}, the loss SUMMED over the supervised
+    positions (labels != IGNORE); the loop divides by their number in the global batch. Only parameters that
+    require a gradient are trained, saved and restored.
+    identity: JSON-able, what besides `config` decides the result (data, model, their seeds); a resumed run
+    must agree on it.
+    evaluate: called with the model in eval mode, without gradients, on every process, every `eval_every`
+    steps and at the end; its numbers are logged as eval_<name>.
+
+    Leaves in `out_dir`: checkpoint-<step> directories and log.jsonl. A killed run continued with
+    `resume=True` ends with the bits of an uninterrupted one (same machine, same number of processes). Raises
+    `UserError` when the loss stops being finite, when a batch has no supervised token, and when a checkpoint
+    cannot be written.
+    """
+    if not len(rows):
+        raise UserError("data: no rows to train on; check the data set, its split and the length limits")
+    total = config.total_steps(len(rows))
+    run = {"steps": total, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
+    arguments = _arguments(config, total, out_dir)
+    start = run_dir.open_run(out_dir, run, resume)
+    arguments.distributed_state.wait_for_everyone()  # nobody writes before everybody has looked
+
+    if start is not None and run_dir.step_of(start) == total:
+        _load_trained(model, start)
+        return FitResult(total, total, _last_metrics(start))
+
+    if config.gradient_checkpointing:
+        _enable_gradient_checkpointing(model)
+    trainer = _FitTrainer(model, rows, config, arguments, run, evaluate)
+    trainer.train(resume_from_checkpoint=None if start is None else str(start))
+    # accelerate left its autocast wrapper on model.forward
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    return FitResult(total, 0 if start is None else run_dir.step_of(start), trainer.metrics)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    """The order of `count` rows in one epoch: a pure function of its arguments."""
+    # hashed, because a CPU generator looks at 32 bits of its seed only
+    mixed = int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:4], "big")
+    generator = torch.Generator().manual_seed(mixed)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+class RowOrder(Sampler[int]):
+    """Row indices of a whole run, epoch after epoch: step s takes rows [s · batch, (s + 1) · batch) of it."""
+
+    def __init__(self, count: int, length: int, seed: int) -> None:
+        self.count, self.length, self.seed = count, length, seed
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, self.length, self.count):
+            yield from epoch_order(self.count, self.seed, start // self.count)[: self.length - start]
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for the layers' matrices and AdamW for everything else, as one optimizer with one state.
+
+    The two parts work on views of this optimizer's groups and state, so a scheduler, a state dict and a
+    launcher see an ordinary optimizer.
+    """
+
+    def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon) -> None:
+        self._parts = (adamw, muon)
+        self._sizes = (len(adamw.param_groups), len(muon.param_groups))
+        super().__init__([*adamw.param_groups, *muon.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        begin = 0
+        for part, size in zip(self._parts, self._sizes, strict=True):
+            part.param_groups = self.param_groups[begin : begin + size]
+            part.state = self.state
+            begin += size
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self._parts:
+            part.step()
+
+
+def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
+    """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors are never decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = layer_matrices(model) if config.optimizer == "muon" else []
+    taken = {id(p) for p in matrices}
+    rest = [p for p in trained if id(p) not in taken]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True) if groups else None
+    if config.optimizer == "adamw":
+        if adamw is None:
+            raise UserError("model: no parameter requires a gradient; there is nothing to train")
+        return adamw
+    if not matrices:
+        raise UserError(
+            "optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw"
+        )
+    # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)), so
+    # muon_lr keeps its meaning across widths; "match_rms_adamw" would tie it to AdamW's scale instead.
+    muon = torch.optim.Muon(
+        matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
+    )
+    return muon if adamw is None else MuonAdamW(adamw, muon)
+
+
+def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained 2-D parameters inside transformer layers: neither embedding nor head, nor norms."""
+    inside = (
+        parameter
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+        for parameter in module.parameters()
+    )
+    return list(dict.fromkeys(p for p in inside if p.requires_grad and p.ndim == 2))
+
+
+class _FitTrainer(Trainer):
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Rows,
+        config: FitConfig,
+        arguments: TrainingArguments,
+        run: dict[str, Any],
+        evaluate: Evaluate | None,
+    ) -> None:
+        self.config, self.run, self.evaluate_model = config, run, evaluate
+        self.metrics: dict[str, float] = {}
+        super().__init__(
+            model=model, args=arguments, train_dataset=rows, callbacks=[_Schedule(config, evaluate)]
+        )
+        self.remove_callback(PrinterCallback)
+        self.model_accepts_loss_kwargs = True  # so that Trainer counts the global batch's supervised tokens
+        self.loss_is_scaled_for_ga = True
+        self._items: Tensor | int | None = None  # supervised tokens of the current global batch
+        self._interval: list[Tensor] = []  # [summed loss, supervised tokens, tokens] since the last log line
+        self._interval_start = self._train_start = time.perf_counter()
+        self.add_callback(_Report(Path(arguments.output_dir), config.wandb, run))
+
+    def get_train_dataloader(self) -> DataLoader:
+        length = self.args.max_steps * self.config.batch_rows
+        order = RowOrder(len(self.train_dataset), length, self.config.seed)
+        loader: DataLoader = DataLoader(
+            self.train_dataset,
+            batch_size=self.args.train_batch_size,
+            sampler=order,
+            collate_fn=default_collate,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return self.accelerator.prepare(loader)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        self.optimizer = build_optimizer(model or self.model, self.config)
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LambdaLR:
+        def scale(step: int) -> float:
+            return self.config.lr_scale(step, num_training_steps)
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, scale)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        outputs = model(**inputs)
+        summed = outputs["loss_sum"]
+        supervised = (inputs["labels"] != IGNORE).sum()
+        tokens = torch.full_like(supervised, inputs["labels"].numel())
+        self._interval.append(torch.stack([summed.detach().double(), supervised.double(), tokens.double()]))
+        # Processes' gradients are averaged; the factor makes that the sum.
+        loss = summed * self.args.world_size / num_items_in_batch
+        self._items = num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        # Norm and token count are those of the global batch, the same on every process: all of them stop
+        # together, and before the update, so neither the weights nor a checkpoint are touched.
+        norm = float(super()._get_grad_norm(model, grad_norm))
+        if self._items == 0 or not math.isfinite(norm):
+            self._stop(norm)
+        return norm
+
+    def _stop(self, norm: float) -> NoReturn:
+        step = self.state.global_step + 1
+        summed, supervised, _ = self._drain()
+        if self._items == 0:
+            raise UserError(
+                f"step {step}: no supervised token in the batch (every label is {IGNORE}); check the layout, "
+                "the chat template and the length limits of the data"
+            )
+        kept = run_dir.checkpoints(Path(self.args.output_dir))
+        raise UserError(
+            f"step {step}: loss={summed / supervised:.4g}, grad_norm={norm:.4g} is not finite; stopped before "
+            f"the update, {f'{kept[-1]} is intact' if kept else 'nothing was written'}. Lower lr, raise warmup, or use "
+            "precision=fp32"
+        )
+
+    def _drain(self) -> tuple[float, float, float]:
+        """Sums of [loss, supervised tokens, tokens] over all processes since the last call."""
+        local = torch.stack(self._interval).sum(0)
+        self._interval.clear()
+        return tuple(self.accelerator.reduce(local, "sum").tolist())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs = self._interval_logs(logs)
+        elif not any(key.startswith("eval_") for key in logs):
+            return  # Trainer's closing summary: nothing the lines above have not said
+        super().log(logs, start_time)
+
+    def _interval_logs(self, logs: dict[str, float]) -> dict[str, float]:
+        summed, supervised, tokens = self._drain()
+        now = time.perf_counter()
+        done = self.state.global_step - self._initial_global_step
+        left = self.state.max_steps - self.state.global_step
+        interval, self._interval_start = now - self._interval_start, now
+        return {
+            "loss": summed / supervised,
+            "lr": logs["learning_rate"],
+            "tokens_per_s": tokens / interval,
+            "grad_norm": logs["grad_norm"],
+            "eta": (now - self._train_start) / done * left,
+        }
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        began = time.perf_counter()
+        assert self.evaluate_model is not None
+        self.model.eval()
+        with torch.no_grad():
+            self.metrics = self.evaluate_model(self.model)
+        self.model.train()
+        named = {f"eval_{key}": value for key, value in self.metrics.items()}
+        self.log(dict(named))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        self._interval_start += time.perf_counter() - began
+        return named
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(Path(self.args.output_dir) / run_dir.STAGING)  # the only thing Trainer asks it for: saving
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        began = time.perf_counter()
+        final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        staged = Path(self._get_output_dir(trial)) / final.name
+        if self.args.should_save:
+            shutil.rmtree(staged.parent, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                run_dir.write_json(staged / run_dir.RUN_FILE, self.run)
+                run_dir.publish(staged, final, self.config.keep_checkpoints)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            shutil.rmtree(staged.parent, ignore_errors=True)
+            kept = run_dir.checkpoints(final.parent)
+            raise UserError(
+                f"out_dir={final.parent}: the checkpoint of step {self.state.global_step} could not be written "
+                f"({error}); {f'{kept[-1].name} is intact' if kept else 'there is no earlier one'}. Free space and "
+                "continue with resume=true"
+            ) from error
+        self.accelerator.wait_for_everyone()
+        self._interval_start += time.perf_counter() - began
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if not self.args.should_save:
+            return
+        assert output_dir is not None
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        trained = trained_parameters(self.model)
+        gathered = state_dict or trained
+        save_file({name: gathered[name].detach().contiguous() for name in trained}, folder / WEIGHTS_FILE)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        _load_trained(model or self.model, Path(resume_from_checkpoint))
+
+
+class _Schedule(TrainerCallback):
+    """When to evaluate; and a resumed run logs and saves as it is told now, not as the checkpoint was."""
+
+    def __init__(self, config: FitConfig, evaluate: Evaluate | None) -> None:
+        self.every, self.active = config.eval_every, evaluate is not None
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        last = state.global_step == state.max_steps
+        due = self.every is not None and state.global_step % self.every == 0
+        control.should_evaluate = self.active and (due or last)
+        control.should_log = control.should_log or last
+
+
+class _Report(TrainerCallback):
+    """One line per logging step on stdout and in log.jsonl, a progress bar on a terminal, and W&B if asked for."""
+
+    def __init__(self, out_dir: Path, wandb: WandbConfig, run: Mapping[str, Any]) -> None:
+        self.out_dir, self.config, self.run = out_dir, wandb, run
+        self.bar: tqdm | None = None
+        self.wandb: Any = None
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.wandb = _start_wandb(self.config, self.out_dir, self.run)
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", leave=False)
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        if self.bar is not None:
+            self.bar.update()
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        values = {key: float(value) for key, value in logs.items() if key != "epoch"}
+        line = f"step={state.global_step}/{state.max_steps} " + " ".join(
+            f"{key}={_FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items()
+        )
+        tqdm.write(line) if self.bar is not None else print(line, flush=True)
+        with (self.out_dir / LOG_FILE).open("a") as log:
+            log.write(json.dumps({"step": state.global_step, **values}) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(values, step=state.global_step)
+
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+_FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta": "{:.0f}s"}
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require a gradient, by name; a tied one once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _load_trained(model: nn.Module, checkpoint: Path) -> None:
+    saved, trained = load_file(checkpoint / WEIGHTS_FILE), trained_parameters(model)
+    wrong = sorted(saved.keys() ^ trained.keys()) or sorted(
+        name for name, p in trained.items() if p.shape != saved[name].shape
+    )
+    if wrong:
+        raise UserError(
+            f"{checkpoint}: does not fit the model to train; they differ in {', '.join(wrong[:5])}"
+        )
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(saved[name])
+
+
+def _last_metrics(checkpoint: Path) -> dict[str, float]:
+    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    evaluations = [entry for entry in history if any(key.startswith("eval_") for key in entry)]
+    last = evaluations[-1] if evaluations else {}
+    return {key.removeprefix("eval_"): value for key, value in last.items() if key.startswith("eval_")}
+
+
+def _enable_gradient_checkpointing(model: nn.Module) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise UserError("gradient_checkpointing=true: this model does not support it")
+    enable()
+
+
+def _start_wandb(config: WandbConfig, out_dir: Path, run: Mapping[str, Any]) -> Any:
+    mode = config.resolved_mode()
+    if mode == "disabled":
+        return None
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled") from None
+    id_file = out_dir / "wandb_run_id"
+    known = id_file.read_text().strip() if id_file.exists() else None  # a resumed run continues its curves
+    started = wandb.init(
+        project=config.project,
+        name=config.name,
+        mode=mode,
+        dir=str(out_dir),
+        config=dict(run),
+        id=known,
+        resume="allow" if known else None,
+    )
+    id_file.write_text(started.id)
+    return started
+
+
+def _arguments(config: FitConfig, total: int, out_dir: Path) -> TrainingArguments:
+    cuda = torch.cuda.is_available()
+    arguments = TrainingArguments(
+        output_dir=str(out_dir),
+        max_steps=total,
+        learning_rate=config.lr,
+        max_grad_norm=config.max_grad_norm,
+        bf16=config.precision == "bf16",
+        use_cpu=not cuda,
+        logging_steps=config.log_every,
+        save_strategy="steps",
+        save_steps=config.save_every or total,
+        seed=config.seed,
+        average_tokens_across_devices=True,
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=cuda,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        logging_nan_inf_filter=False,  # it hides a bad loss; `_get_grad_norm` stops instead
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )
+    micro = config.micro_rows(arguments.world_size)
+    arguments.per_device_train_batch_size = micro
+    arguments.gradient_accumulation_steps = config.batch_rows // (micro * arguments.world_size)
+    return arguments

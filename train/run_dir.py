@@ -1,0 +1,120 @@
+"""The protocol of a training run's out_dir: what a complete checkpoint is, and when a run may use it.
+
+A checkpoint is a directory `checkpoint-<step>` that got its name by a rename after its last byte was
+written, so whatever carries such a name is complete. Light: an entry asks here before heavy imports.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draft_models.errors import UserError
+
+RUN_FILE = "run.json"  # in every checkpoint: what the run was started with
+STAGING = ".staging"  # whatever is being written; never read
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoints(out_dir: Path) -> list[Path]:
+    """The complete checkpoints in `out_dir`, oldest first."""
+    found = out_dir.iterdir() if out_dir.is_dir() else ()
+    return sorted((p for p in found if _CHECKPOINT.fullmatch(p.name) and p.is_dir()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps behind `checkpoint`."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
+
+
+def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool) -> Path | None:
+    """Make `out_dir` ready and say where the run starts: its newest checkpoint, or None for the beginning.
+
+    `identity`: JSON-able, everything that decides the result (configs, data, seeds). Raises `UserError` when
+    the directory cannot be written, when it holds another run's checkpoints and `resume` is off, or when the
+    run to resume was started with something else, naming each difference.
+    """
+    _check_writable(out_dir)
+    found = checkpoints(out_dir)
+    if not found:
+        return None
+    if not resume:
+        raise UserError(
+            f"out_dir={out_dir}: holds an earlier run ({found[-1].name}); resume=true continues it, "
+            "another out_dir keeps both"
+        )
+    before = json.loads((found[-1] / RUN_FILE).read_text())
+    check_identity(before, identity, found[-1])
+    return found[-1]
+
+
+def check_identity(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+    """Raise `UserError` naming every entry in which `now` differs from `before`, read from `where`."""
+    old, new = _flatten(before), _flatten(json.loads(json.dumps(now)))
+    differences = [
+        f"{key}={_show(new, key)} (was {_show(old, key)})"
+        for key in sorted(old.keys() | new.keys())
+        if _show(old, key) != _show(new, key)
+    ]
+    if differences:
+        raise UserError(
+            f"resume=true: {where} was made with other settings: {', '.join(differences)}; "
+            "give the same ones, or another out_dir"
+        )
+
+
+def publish(staged: Path, final: Path, keep: int) -> None:
+    """Give the finished directory `staged` its checkpoint name; drop all but the newest `keep` ones."""
+    if final.exists():
+        _discard(final)
+    os.replace(staged, final)
+    for old in checkpoints(final.parent)[:-keep]:
+        _discard(old)
+    shutil.rmtree(final.parent / STAGING, ignore_errors=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as JSON so that `path` is at any moment the old or the new file."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(draft, path)
+
+
+def _discard(checkpoint: Path) -> None:
+    """Delete a checkpoint; renamed first, because a half-deleted one must not look complete."""
+    grave = checkpoint.parent / STAGING / f"old-{checkpoint.name}"
+    grave.parent.mkdir(exist_ok=True)
+    shutil.rmtree(grave, ignore_errors=True)
+    os.replace(checkpoint, grave)
+    shutil.rmtree(grave, ignore_errors=True)
+
+
+def _check_writable(out_dir: Path) -> None:
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out_dir, prefix=".probe-") as probe:
+            probe.write(b"x" * 4096)
+            probe.flush()
+    except OSError as error:
+        raise UserError(
+            f"out_dir={out_dir}: cannot be written ({error.strerror}); free space or choose another"
+        ) from None
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def _show(flat: Mapping[str, Any], key: str) -> str:
+    return json.dumps(flat[key]) if key in flat else "absent"
