@@ -34,14 +34,14 @@ format: $(STAMP)
 demo: $(DEMO)/eesd/report.json
 	@cat $(DEMO)/eesd/report.md
 
-$(DEMO)/target/config.json: $(STAMP)
+$(DEMO)/target/config.json: | $(STAMP)
 	$(RUN)python train/toy_target.py out_dir=$(DEMO)/target resume=true
 
-$(DEMO)/eesd/drafter.json: $(DEMO)/target/config.json
+$(DEMO)/eesd/drafter.json: $(DEMO)/target/config.json | $(STAMP)
 	$(RUN)accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu \
 		train/eesd.py experiment=eesd_demo target=$(DEMO)/target out_dir=$(DEMO)/eesd resume=true
 
-$(DEMO)/eesd/report.json: $(DEMO)/eesd/drafter.json
+$(DEMO)/eesd/report.json: $(DEMO)/eesd/drafter.json | $(STAMP)
 	$(RUN)evaluate-checkpoint checkpoint=$(DEMO)/eesd prompts=python_stdlib method=eesd_beta out_dir=$(DEMO)/eesd
 
 clean:

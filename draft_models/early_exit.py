@@ -1,14 +1,14 @@
 """EESD's early-exit drafter: one transformer layer, norm and head on the target's first N layers."""
 
+import copy
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.attention import packed_mask
 from draft_models.errors import UserError
-from draft_models.losses import IGNORE, linear_cross_entropy
+from draft_models.losses import IGNORE, linear_cross_entropy, linear_kl
 from draft_models.target import LayerStack, empty_model, layer_windows, select_layers
 
 
@@ -39,16 +39,12 @@ class EarlyExit(nn.Module):
         self._shared_head: list[nn.Linear] = []  # in a list: the target's head is not a part of this module
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, *, own_head: bool) -> "EarlyExit":
-        """The last layer, norm and head of a model of `exit_layers`; `own_head` copies the head, else it is shared."""
-        exit_layer = model.config.num_hidden_layers - 1
-        head = None
-        if own_head:
-            source = model.lm_head
-            head = nn.Linear(source.in_features, source.out_features, bias=source.bias is not None, device="meta")
-            head.load_state_dict({k: v.detach().clone() for k, v in source.state_dict().items()}, assign=True)
-        window = layer_windows(model.config)[-1]
-        drafter = cls(model.model.layers[exit_layer], model.model.norm, head, exit_layer, window)
+    def from_model(cls, model: PreTrainedModel, exit_layer: int, *, own_head: bool) -> "EarlyExit":
+        """Copies of the last layer, the norm and, if `own_head`, the head of `model`, to sit on `exit_layer` layers."""
+        layer = copy.deepcopy(model.model.layers[-1])
+        layer.self_attn.layer_idx = exit_layer
+        head = copy.deepcopy(model.lm_head) if own_head else None
+        drafter = cls(layer, copy.deepcopy(model.model.norm), head, exit_layer, layer_windows(model.config)[-1])
         if not own_head:
             drafter.use_head(model.lm_head)
         return drafter
@@ -57,7 +53,7 @@ class EarlyExit(nn.Module):
     def empty(cls, config: PreTrainedConfig, exit_layer: int, *, own_head: bool) -> "EarlyExit":
         """An exit layer for a target of `config`, without weights (meta device)."""
         layers = exit_layers(config, exit_layer)
-        return cls.from_model(empty_model(select_layers(config, layers)), own_head=own_head)
+        return cls.from_model(empty_model(select_layers(config, layers)), exit_layer, own_head=own_head)
 
     def use_head(self, head: nn.Linear) -> None:
         """Share the target's `head` (only where the drafter has none of its own)."""
@@ -81,47 +77,58 @@ class EarlyExit(nn.Module):
 class EarlyExitStudent(nn.Module):
     """What EESD trains: the target's frozen first N layers and, on them, the exit layer.
 
-    `model` holds the layers of `exit_layers` (see `load_layers`). The frozen part keeps its dtype and runs
-    without gradient; the exit layer, its norm and, if `train_head`, its head become float32 masters.
+    `model` holds the layers of `exit_layers` (see `load_layers`) or, to `distill`, the whole target. The
+    exit layer, its norm and, if `train_head`, its head become float32 masters; the rest is frozen, keeps its
+    dtype and runs without gradient. The loss is token cross-entropy, as in the paper, or with `distill` the
+    KL divergence from the target's own distribution at every supervised position, for which layers N..L−1
+    run as well, on the hidden states that are there already.
     """
 
-    def __init__(self, model: PreTrainedModel, *, train_head: bool):
+    def __init__(self, model: PreTrainedModel, exit_layer: int, *, train_head: bool, distill: bool = False):
         super().__init__()
-        self.drafter = EarlyExit.from_model(model, own_head=train_head).float()
+        self.distill = distill
+        self.drafter = EarlyExit.from_model(model, exit_layer, own_head=train_head).float()
         self.stack = LayerStack(model, rotary_dtype=torch.float32)
-        self.stack.layers = self.stack.layers[: self.drafter.exit_layer]
-        del self.stack.norm
-        if train_head:
-            del self.stack.head
+        if not distill:
+            self.stack.layers = self.stack.layers[:exit_layer]
+            del self.stack.norm
+            if train_head:
+                del self.stack.head
         self.stack.requires_grad_(False)
         self.drafter.requires_grad_(True)
 
-    def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-        """Exit-layer output after the norm, [B, T, d], for packed rows (see `data_prep.rows`)."""
-        base = packed_mask(documents)
-        offsets = positions[:, None, :, None] - positions[:, None, None, :]
-        masks = {w: base if w is None else base & (offsets < w) for w in {*self.stack.windows, self.drafter.window}}
+    def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
+        """After the norms, [B, T, d] each: the exit layer's output and, when distilling, the target's own."""
+        masks = self.stack.packed_masks(positions, documents)
         self.stack.reserve(positions.shape[1])
         rotary = self.stack.rotary(positions)
+        exit_layer = self.drafter.exit_layer
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             frozen = (rotary[0].to(self.stack.dtype), rotary[1].to(self.stack.dtype))
-            trunk = self.stack.run(self.stack.embed(input_ids), 0, self.drafter.exit_layer, frozen, masks)
+            trunk = self.stack.run(self.stack.embed(input_ids), 0, exit_layer, frozen, masks)
+            target = None
+            if self.distill:
+                target = self.stack.run(trunk, exit_layer, len(self.stack.layers), frozen, masks)
+                target = self.stack.norm(target)
         hidden = self.drafter.layer(
             trunk.float(), attention_mask=masks[self.drafter.window], position_embeddings=rotary
         )
-        return self.drafter.norm(hidden)
+        return self.drafter.norm(hidden), target
 
     def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
-        """{"loss_sum"}: token cross-entropy summed over supervised positions. All arguments are [B, T];
-        labels are shifted already and `IGNORE` where unsupervised."""
-        hidden = self.hidden(input_ids, positions, documents)
-        return {"loss_sum": linear_cross_entropy(hidden, self.drafter.output_head.weight, labels)}
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.rows`); labels are
+        shifted already and `IGNORE` where unsupervised."""
+        hidden, target = self.hidden(input_ids, positions, documents)
+        weight = self.drafter.output_head.weight
+        if target is None:
+            return {"loss_sum": linear_cross_entropy(hidden, weight, labels)}
+        return {"loss_sum": linear_kl(hidden, weight, target, self.stack.head.weight, labels)}
 
     @torch.no_grad()
     def agreement(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
         """[right, supervised]: on how many supervised positions the drafter's argmax is the label."""
         keep = labels != IGNORE
-        hidden = self.hidden(input_ids, positions, documents)[keep]
+        hidden = self.hidden(input_ids, positions, documents)[0][keep]
         right = sum(
             (self.drafter.output_head(part.to(self.drafter.output_head.weight.dtype)).argmax(-1) == want).sum()
             for part, want in zip(hidden.split(1024), labels[keep].split(1024), strict=True)

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from draft_models.attention import ATTENTION
+from draft_models.attention import ATTENTION, packed_mask
 from draft_models.errors import UserError
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -242,6 +242,12 @@ class LayerStack(nn.Module):
                 position_embeddings=rotary,
             )
         return hidden
+
+    def packed_masks(self, positions: Tensor, documents: Tensor) -> dict[int | None, Tensor | None]:
+        """Masks of packed rows for `run`, by window size; positions, documents [B, T] as in `data_prep.rows`."""
+        base = packed_mask(documents)
+        distance = positions[:, None, :, None] - positions[:, None, None, :]
+        return {w: base if w is None else base & (distance < w) for w in set(self.windows)}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of the hidden states after the last layer."""

@@ -20,7 +20,7 @@ from draft_models.target import (
     pick_device,
     pick_dtype,
 )
-from inference.evaluation import AUTOREGRESSIVE, Arm, PromptResult, excuse_ties, make_arms, measure
+from inference.evaluation import AUTOREGRESSIVE, Arm, PromptResult, excuse_ties, make_arms, measure, prepare
 from inference.report import build_report, is_lossless, markdown, write_reports
 from inference.settings import EvaluateConfig
 
@@ -63,16 +63,17 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     rendered = [render(tokenizer, [{"role": "user", "content": p.turns[0]}], p.chat) for p in prompts]
     require_fits(prompts, rendered, target_config.max_position_embeddings - config.max_new_tokens)
 
-    model = load_layers(files, target_config, range(target_config.num_hidden_layers), dtype=dtype, device=device)
-    stack = LayerStack(model)
-    if drafter.head is None:
-        drafter.use_head(stack.head)
+    every = range(target_config.num_hidden_layers)
+    stack = LayerStack(load_layers(files, target_config, every, dtype=dtype, device=device))
+    plain = None
+    if config.compare_transformers:  # another copy where ours is packed: transformers runs the checkpoint as it is
+        plain = load_layers(files, target_config, every, dtype=dtype, device=device)
+    prepare(stack, drafter)
     eos = frozenset() if config.ignore_eos else end_tokens(source, revision, target_config, tokenizer)
 
     def arms_for(max_new_tokens: int) -> dict[str, Arm]:
         return make_arms(
-            model, stack, drafter, config.methods, max_new_tokens=max_new_tokens, eos=eos, seed=config.seed,
-            with_transformers=config.compare_transformers,
+            stack, drafter, config.methods, plain, max_new_tokens=max_new_tokens, eos=eos, seed=config.seed,
         )  # fmt: skip
 
     for warm_up in arms_for(WARM_UP_TOKENS).values():

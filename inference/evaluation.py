@@ -9,10 +9,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from draft_models.attention import ATTENTION
 from draft_models.early_exit import EarlyExit
 from draft_models.target import LayerStack
 from inference.decode import Clock, Round, autoregressive, cut, speculative
+from inference.packing import can_pack, pack_linears
 from inference.session import TargetSession
 from inference.settings import MethodConfig
 from inference.sources import EarlyExitSource
@@ -60,19 +60,18 @@ def make_rule(method: MethodConfig, seed: int) -> StopRule:
 
 
 def make_arms(
-    model: PreTrainedModel,
     stack: LayerStack,
     drafter: EarlyExit,
     methods: Mapping[str, MethodConfig],
+    plain: PreTrainedModel | None,
     *,
     max_new_tokens: int,
     eos: Collection[int],
     seed: int,
-    with_transformers: bool,
 ) -> dict[str, Arm]:
-    """The arms to compare, by name: both baselines and every method."""
+    """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`."""
 
-    def plain(prompt: Sequence[int]) -> Generation:
+    def autoregress(prompt: Sequence[int]) -> Generation:
         return collect(autoregressive(stack, prompt, max_new_tokens=max_new_tokens, eos=eos))
 
     def drafting(method: MethodConfig) -> Arm:
@@ -83,10 +82,20 @@ def make_arms(
 
         return run
 
-    arms = {AUTOREGRESSIVE: plain, **{name: drafting(method) for name, method in methods.items()}}
-    if with_transformers:
-        arms[TRANSFORMERS] = lambda prompt: transformers_generate(model, prompt, max_new_tokens=max_new_tokens, eos=eos)
+    arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(method) for name, method in methods.items()}}
+    if plain is not None:
+        plain.set_attn_implementation("sdpa")
+        arms[TRANSFORMERS] = lambda prompt: transformers_generate(plain, prompt, max_new_tokens=max_new_tokens, eos=eos)
     return arms
+
+
+def prepare(stack: LayerStack, drafter: EarlyExit) -> None:
+    """Make a target and its drafter ready to decode: a shared head joined, weights laid out for the device."""
+    if can_pack(stack.device, stack.dtype):
+        pack_linears(stack)
+        pack_linears(drafter)
+    if drafter.head is None:
+        drafter.use_head(stack.head)
 
 
 def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
@@ -120,7 +129,7 @@ class _FirstToken(BaseStreamer):
 def transformers_generate(
     model: PreTrainedModel, prompt: Sequence[int], *, max_new_tokens: int, eos: Collection[int]
 ) -> Generation:
-    """The same target through transformers' own `generate`, greedy, with its own attention and cache."""
+    """The target through transformers' own `generate`, greedy, with its cache and `model`'s attention."""
     ids = torch.tensor([prompt], device=model.device)
     stops = sorted(eos)
     settings = GenerationConfig(
@@ -131,15 +140,11 @@ def transformers_generate(
     )
     model.generation_config = settings
     first = _FirstToken()
-    model.set_attn_implementation("sdpa")
-    try:
-        started = time.perf_counter()
-        out = model.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first
-        )
-        ended = time.perf_counter()
-    finally:
-        model.set_attn_implementation(ATTENTION)
+    started = time.perf_counter()
+    out = model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first
+    )
+    ended = time.perf_counter()
     tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
     return Generation(tokens, first.at - started, ended - first.at)
 

@@ -77,7 +77,7 @@ def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: b
     """
     config = load_config(str(path))
     model = load_layers(open_target(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
-    drafter = EarlyExit.from_model(model, own_head=own_head).requires_grad_(False)
+    drafter = EarlyExit.from_model(model, exit_layer, own_head=own_head).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in drafter.layer.parameters():
         parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=dtype)

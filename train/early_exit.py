@@ -1,7 +1,6 @@
 """EESD training: read the few layers it needs, fit the exit layer, save the drafter."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,13 @@ from draft_models.target import (
     pick_dtype,
 )
 from inference.decode import speculative
-from inference.evaluation import collect, decode_statistics
+from inference.evaluation import collect, decode_statistics, prepare
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
 from train.fit import fit
 from train.settings import EesdConfig
 
-WATCHED_DRAFT = (
-    4  # draft length of the τ watched while training: fixed, so that τ depends on the weights alone
-)
+WATCHED_DRAFT = 4  # draft length of the τ watched while training: fixed, so that τ depends on the weights alone
 
 
 def train_early_exit(config: EesdConfig) -> None:
@@ -49,22 +46,28 @@ def train_early_exit(config: EesdConfig) -> None:
     target = load_config(config.target, config.revision)
     exit_layer = config.exit_layer or default_exit_layer(target)
     layers = exit_layers(target, exit_layer)
+    if config.objective == "kl":
+        layers = list(range(target.num_hidden_layers))
     if config.seq_len > target.max_position_embeddings:
-        raise UserError(
-            f"seq_len={config.seq_len}: the target's context is {target.max_position_embeddings} tokens"
-        )
+        raise UserError(f"seq_len={config.seq_len}: the target's context is {target.max_position_embeddings} tokens")
     files = open_target(config.target, config.revision)
     tokenizer = load_tokenizer(config.target, config.revision)
     fingerprint = fingerprint_target(files, target, tokenizer)
     rows = load_rows(config.data, tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
 
-    student = load_student(files, target, layers, config, state.device)
+    student = EarlyExitStudent(
+        load_layers(files, target, layers, dtype=getattr(torch, config.frozen_dtype), device=state.device),
+        exit_layer,
+        train_head=config.train_head,
+        distill=config.objective == "kl",
+    )
     if state.is_main_process:
         print(describe(student, files, exit_layer), flush=True)
     recipe = {
         "exit_layer": exit_layer,
         "train_head": config.train_head,
+        "objective": config.objective,
         "frozen_dtype": config.frozen_dtype,
         "seq_len": config.seq_len,
         "data": _recipe(asdict(config.data)),
@@ -76,7 +79,7 @@ def train_early_exit(config: EesdConfig) -> None:
         out_dir,
         resume=config.resume,
         identity={**recipe, "target": asdict(fingerprint)},
-        evaluate=make_evaluation(config, target, files, heldout, state.is_main_process),
+        evaluate=Watch(config, target, files, heldout, state.is_main_process),
     )
     if state.is_main_process:
         training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "metrics": result.metrics}
@@ -88,16 +91,6 @@ def train_early_exit(config: EesdConfig) -> None:
 def default_exit_layer(target: PreTrainedConfig) -> int:
     """N where none is given: 8 % of the layers, the middle of the paper's 5–10 %, and at least one."""
     return max(1, round(0.08 * target.num_hidden_layers))
-
-
-def load_student(
-    files: TensorFiles, target: PreTrainedConfig, layers: list[int], config: EesdConfig, device: torch.device
-) -> EarlyExitStudent:
-    """The student on `device`, reading only the tensors of `layers`, embedding, norm and head."""
-    dtype = getattr(torch, config.frozen_dtype)
-    return EarlyExitStudent(
-        load_layers(files, target, layers, dtype=dtype, device=device), train_head=config.train_head
-    )
 
 
 def describe(student: EarlyExitStudent, files: TensorFiles, exit_layer: int) -> str:
@@ -122,44 +115,71 @@ def save_drafter(
     save_early_exit(path, student.drafter, fingerprint, training, dtype)
 
 
-def make_evaluation(
-    config: EesdConfig, target: PreTrainedConfig, files: TensorFiles, heldout: Rows, is_main: bool
-) -> Callable[[torch.nn.Module], dict[str, float]]:
-    """What is watched while training, on the main process: `top1`, the share of held-out supervised tokens that
-    the drafter's argmax hits, and, with `decode_prompts`, `tau` of real decoding with the whole target.
-    """
-    prompts = [heldout_prompt(heldout[i]) for i in range(min(config.decode_prompts, len(heldout)))]
-    whole: list[LayerStack] = []
+class Watch:
+    """What is watched while training, on the main process: the number that training is for.
 
-    def evaluate(student: torch.nn.Module) -> dict[str, float]:
-        assert isinstance(student, EarlyExitStudent)
-        if not is_main:
+    top1: share of held-out supervised positions at which the drafter's argmax is the text's next token. With
+    `decode_prompts` the whole target is loaded, at the first evaluation, for two more: top1_target, the same
+    share against the target's own argmax, and tau, tokens per target pass of real decoding.
+    """
+
+    def __init__(self, config: EesdConfig, target: PreTrainedConfig, files: TensorFiles, heldout: Rows, active: bool):
+        self.config, self.target, self.files, self.active = config, target, files, active
+        size = config.eval_batch_rows
+        starts = range(0, len(heldout), size) if active else ()
+        self.batches = [
+            default_collate([heldout[i] for i in range(start, min(start + size, len(heldout)))]) for start in starts
+        ]
+        self.prompts = [heldout_prompt(heldout[i]) for i in range(min(config.decode_prompts, len(heldout)))]
+        self.whole: LayerStack | None = None
+        self.choices: list[Tensor] = []  # the target's argmax at the supervised positions of each batch
+
+    def __call__(self, student: torch.nn.Module) -> dict[str, float]:
+        if not self.active:
             return {}
-        device = student.stack.device
-        counts = torch.zeros(2, device=device)
-        for start in range(0, len(heldout), config.eval_batch_rows):
-            indices = range(start, min(start + config.eval_batch_rows, len(heldout)))
-            batch = default_collate([heldout[i] for i in indices])
-            counts += student.agreement(**{key: value.to(device) for key, value in batch.items()})
-        metrics = {"top1": (counts[0] / counts[1]).item()}
-        if prompts:
-            if not whole:
-                dtype = pick_dtype("auto", target, device)
-                every = range(target.num_hidden_layers)
-                whole.append(LayerStack(load_layers(files, target, every, dtype=dtype, device=device)))
-            metrics["tau"] = decode_tau(student, whole[0], prompts, config.decode_tokens)
+        assert isinstance(student, EarlyExitStudent)
+        metrics = {"top1": self._agreement(student, [batch["labels"] for batch in self.batches])}
+        if self.prompts:
+            if self.whole is None:
+                self.whole = self._load_whole(student.stack.device)
+                self.choices = [target_choices(self.whole, batch) for batch in self.batches]
+            metrics["top1_target"] = self._agreement(student, self.choices)
+            metrics["tau"] = decode_tau(student, self.whole, self.prompts, self.config.decode_tokens)
         return metrics
 
-    return evaluate
+    def _agreement(self, student: EarlyExitStudent, wanted: list[Tensor]) -> float:
+        device = student.stack.device
+        counts = torch.zeros(2, device=device)
+        for batch, labels in zip(self.batches, wanted, strict=True):
+            moved = {key: value.to(device) for key, value in {**batch, "labels": labels}.items()}
+            counts += student.agreement(**moved)
+        return (counts[0] / counts[1]).item()
+
+    def _load_whole(self, device: torch.device) -> LayerStack:
+        every = range(self.target.num_hidden_layers)
+        dtype = pick_dtype("auto", self.target, device)
+        return LayerStack(load_layers(self.files, self.target, every, dtype=dtype, device=device))
 
 
-def decode_tau(
-    student: EarlyExitStudent, stack: LayerStack, prompts: list[list[int]], max_new_tokens: int
-) -> float:
+@torch.inference_mode()
+def target_choices(stack: LayerStack, batch: dict[str, Tensor]) -> Tensor:
+    """The target's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere."""
+    moved = {key: value.to(stack.device) for key, value in batch.items()}
+    positions = moved["positions"]
+    stack.reserve(positions.shape[1])
+    masks = stack.packed_masks(positions, moved["documents"])
+    hidden = stack.embed(moved["input_ids"])
+    hidden = stack.run(hidden, 0, len(stack.layers), stack.rotary(positions), masks)
+    keep = moved["labels"] != IGNORE
+    choices = moved["labels"].clone()
+    choices[keep] = torch.cat([stack.logits(part).argmax(-1) for part in hidden[keep].split(1024)])
+    return choices
+
+
+def decode_tau(student: EarlyExitStudent, stack: LayerStack, prompts: list[list[int]], max_new_tokens: int) -> float:
     """τ of the student's drafter at a fixed draft length, over continuations of `prompts` by the whole target."""
     drafter = copy.deepcopy(student.drafter).to(stack.dtype).requires_grad_(False)
-    if drafter.head is None:
-        drafter.use_head(stack.head)
+    prepare(stack, drafter)
     generations = [
         collect(
             speculative(

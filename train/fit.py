@@ -168,9 +168,7 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
             raise UserError("model: no parameter requires a gradient; there is nothing to train")
         return adamw
     if not matrices:
-        raise UserError(
-            "optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw"
-        )
+        raise UserError("optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw")
     # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)), so
     # muon_lr keeps its meaning across widths; "match_rms_adamw" would tie it to AdamW's scale instead.
     muon = torch.optim.Muon(
@@ -200,24 +198,23 @@ class _FitTrainer(Trainer):
         run: dict[str, Any],
         evaluate: Evaluate | None,
     ) -> None:
-        self.config, self.run, self.evaluate_model = config, run, evaluate
+        self.fitted, self.rows, self.config = model, rows, config
+        self.out_dir, self.run, self.evaluate_model = Path(arguments.output_dir or "."), run, evaluate
         self.metrics: dict[str, float] = {}
-        super().__init__(
-            model=model, args=arguments, train_dataset=rows, callbacks=[_Schedule(config, evaluate)]
-        )
+        super().__init__(model=model, args=arguments, train_dataset=rows, callbacks=[_Schedule(config, evaluate)])
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = True  # so that Trainer counts the global batch's supervised tokens
         self.loss_is_scaled_for_ga = True
         self._items: Tensor | int | None = None  # supervised tokens of the current global batch
         self._interval: list[Tensor] = []  # [summed loss, supervised tokens, tokens] since the last log line
         self._interval_start = self._train_start = time.perf_counter()
-        self.add_callback(_Report(Path(arguments.output_dir), config.wandb, run))
+        self.add_callback(_Report(self.out_dir, config.wandb, run))
 
     def get_train_dataloader(self) -> DataLoader:
         length = self.args.max_steps * self.config.batch_rows
-        order = RowOrder(len(self.train_dataset), length, self.config.seed)
+        order = RowOrder(len(self.rows), length, self.config.seed)
         loader: DataLoader = DataLoader(
-            self.train_dataset,
+            self.rows,  # type: ignore[arg-type]
             batch_size=self.args.train_batch_size,
             sampler=order,
             collate_fn=default_collate,
@@ -226,7 +223,7 @@ class _FitTrainer(Trainer):
         return self.accelerator.prepare(loader)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        self.optimizer = build_optimizer(model or self.model, self.config)
+        self.optimizer = build_optimizer(model or self.fitted, self.config)
         return self.optimizer
 
     def create_scheduler(
@@ -235,7 +232,9 @@ class _FitTrainer(Trainer):
         def scale(step: int) -> float:
             return self.config.lr_scale(step, num_training_steps)
 
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, scale)
+        scheduled = optimizer or self.optimizer
+        assert scheduled is not None
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(scheduled, scale)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -259,12 +258,12 @@ class _FitTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         # Norm and token count are those of the global batch, the same on every process: all of them stop
         # together, and before the update, so neither the weights nor a checkpoint are touched.
-        norm = float(super()._get_grad_norm(model, grad_norm))
-        if self._items == 0 or not math.isfinite(norm):
+        norm = super()._get_grad_norm(model, grad_norm)  # None where the engine knows it only after the step
+        if self._items == 0 or not math.isfinite(norm or 0.0):
             self._stop(norm)
         return norm
 
-    def _stop(self, norm: float) -> NoReturn:
+    def _stop(self, norm: Any) -> NoReturn:
         step = self.state.global_step + 1
         summed, supervised, _ = self._drain()
         if self._items == 0:
@@ -272,12 +271,14 @@ class _FitTrainer(Trainer):
                 f"step {step}: no supervised token in the batch (every label is {IGNORE}); check the layout, "
                 "the chat template and the length limits of the data"
             )
-        kept = run_dir.checkpoints(Path(self.args.output_dir))
         raise UserError(
-            f"step {step}: loss={summed / supervised:.4g}, grad_norm={norm:.4g} is not finite; stopped before "
-            f"the update, {f'{kept[-1]} is intact' if kept else 'nothing was written'}. Lower lr, raise warmup, or use "
-            "precision=fp32"
+            f"step {step}: loss={summed / supervised:.4g}, grad_norm={float(norm):.4g} is not finite; stopped "
+            f"before the update; {self._kept()}. Lower lr, raise warmup, or use precision=fp32"
         )
+
+    def _kept(self) -> str:
+        kept = run_dir.checkpoints(self.out_dir)
+        return f"{kept[-1].name} is intact" if kept else "there is no checkpoint yet"
 
     def _drain(self) -> tuple[float, float, float]:
         """Sums of [loss, supervised tokens, tokens] over all processes since the last call."""
@@ -298,21 +299,22 @@ class _FitTrainer(Trainer):
         done = self.state.global_step - self._initial_global_step
         left = self.state.max_steps - self.state.global_step
         interval, self._interval_start = now - self._interval_start, now
+        norm = {"grad_norm": logs["grad_norm"]} if "grad_norm" in logs else {}
         return {
             "loss": summed / supervised,
             "lr": logs["learning_rate"],
             "tokens_per_s": tokens / interval,
-            "grad_norm": logs["grad_norm"],
+            **norm,
             "eta": (now - self._train_start) / done * left,
         }
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         began = time.perf_counter()
         assert self.evaluate_model is not None
-        self.model.eval()
+        self.fitted.eval()
         with torch.no_grad():
-            self.metrics = self.evaluate_model(self.model)
-        self.model.train()
+            self.metrics = self.evaluate_model(self.fitted)
+        self.fitted.train()
         named = {f"eval_{key}": value for key, value in self.metrics.items()}
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
@@ -320,11 +322,11 @@ class _FitTrainer(Trainer):
         return named
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(Path(self.args.output_dir) / run_dir.STAGING)  # the only thing Trainer asks it for: saving
+        return str(self.out_dir / run_dir.STAGING)  # the only thing Trainer asks it for: saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         began = time.perf_counter()
-        final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        final = self.out_dir / f"checkpoint-{self.state.global_step}"
         staged = Path(self._get_output_dir(trial)) / final.name
         if self.args.should_save:
             shutil.rmtree(staged.parent, ignore_errors=True)
@@ -337,11 +339,9 @@ class _FitTrainer(Trainer):
                 run_dir.publish(staged, final, self.config.keep_checkpoints)
         except (OSError, SafetensorError, RuntimeError) as error:
             shutil.rmtree(staged.parent, ignore_errors=True)
-            kept = run_dir.checkpoints(final.parent)
             raise UserError(
-                f"out_dir={final.parent}: the checkpoint of step {self.state.global_step} could not be written "
-                f"({error}); {f'{kept[-1].name} is intact' if kept else 'there is no earlier one'}. Free space and "
-                "continue with resume=true"
+                f"out_dir={self.out_dir}: the checkpoint of step {self.state.global_step} could not be written "
+                f"({error}); {self._kept()}. Free space and continue with resume=true"
             ) from error
         self.accelerator.wait_for_everyone()
         self._interval_start += time.perf_counter() - began
@@ -352,12 +352,12 @@ class _FitTrainer(Trainer):
         assert output_dir is not None
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        trained = trained_parameters(self.model)
+        trained = trained_parameters(self.fitted)
         gathered = state_dict or trained
         save_file({name: gathered[name].detach().contiguous() for name in trained}, folder / WEIGHTS_FILE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        _load_trained(model or self.model, Path(resume_from_checkpoint))
+        _load_trained(model or self.fitted, Path(resume_from_checkpoint))
 
 
 class _Schedule(TrainerCallback):
@@ -429,9 +429,7 @@ def _load_trained(model: nn.Module, checkpoint: Path) -> None:
         name for name, p in trained.items() if p.shape != saved[name].shape
     )
     if wrong:
-        raise UserError(
-            f"{checkpoint}: does not fit the model to train; they differ in {', '.join(wrong[:5])}"
-        )
+        raise UserError(f"{checkpoint}: does not fit the model to train; they differ in {', '.join(wrong[:5])}")
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(saved[name])
@@ -464,7 +462,7 @@ def _start_wandb(config: WandbConfig, out_dir: Path, run: Mapping[str, Any]) -> 
     started = wandb.init(
         project=config.project,
         name=config.name,
-        mode=mode,
+        mode=mode,  # type: ignore[arg-type]
         dir=str(out_dir),
         config=dict(run),
         id=known,

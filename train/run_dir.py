@@ -40,7 +40,7 @@ def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool) -> Path |
     the directory cannot be written, when it holds another run's checkpoints and `resume` is off, or when the
     run to resume was started with something else, naming each difference.
     """
-    _check_writable(out_dir)
+    check_writable(out_dir)
     found = checkpoints(out_dir)
     if not found:
         return None
@@ -52,6 +52,24 @@ def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool) -> Path |
     before = json.loads((found[-1] / RUN_FILE).read_text())
     check_identity(before, identity, found[-1])
     return found[-1]
+
+
+def finished(out_dir: Path, report: str, identity: Mapping[str, Any], resume: bool) -> bool:
+    """Whether a run of the same `identity` has already left its report in `out_dir`: nothing is to be done then.
+
+    `report`: name of a JSON file, written last, whose "settings" are the identity. Raises `UserError` for an
+    `out_dir` that cannot be written or holds a finished run that is not to be resumed.
+    """
+    check_writable(out_dir)
+    path = out_dir / report
+    if not path.exists():
+        return False
+    if not resume:
+        raise UserError(
+            f"out_dir={out_dir}: holds a finished run ({report}); resume=true keeps it, another out_dir makes a new one"
+        )
+    check_identity(json.loads(path.read_text())["settings"], identity, path)
+    return True
 
 
 def check_identity(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
@@ -95,7 +113,8 @@ def _discard(checkpoint: Path) -> None:
     shutil.rmtree(grave, ignore_errors=True)
 
 
-def _check_writable(out_dir: Path) -> None:
+def check_writable(out_dir: Path) -> None:
+    """Create `out_dir` and raise `UserError` unless a file can be written in it."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=out_dir, prefix=".probe-") as probe:

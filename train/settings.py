@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError, require, require_choice
 
+TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -61,7 +62,12 @@ class FitConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self) -> None:
-        require((self.steps is None) != (self.epochs is None), "steps", self.steps, "either steps or epochs")
+        require(
+            (self.steps is None) != (self.epochs is None),
+            "steps",
+            self.steps,
+            f"exactly one of steps and epochs (which is {self.epochs}), the other null",
+        )
         require(self.steps is None or self.steps > 0, "steps", self.steps, "a positive number of steps")
         require(
             self.epochs is None or (math.isfinite(self.epochs) and self.epochs > 0),
@@ -166,15 +172,13 @@ class ToyTargetConfig:
     heads: int = 4
     kv_heads: int = 4
     tied: bool = False
-    seq_len: int = 512
+    seq_len: int = 256
     max_positions: int = 2048
     eval_rows: int = 200  # held-out rows of seq_len tokens behind the final bits per byte; 0: all
     sample_tokens: int = 160  # greedy text printed at the end; 0: none
 
     def __post_init__(self) -> None:
-        require(
-            self.vocabulary >= 300, "vocabulary", self.vocabulary, "at least 300: bytes, special tokens, merges"
-        )
+        require(self.vocabulary >= 300, "vocabulary", self.vocabulary, "at least 300: bytes, special tokens, merges")
         for key in ("layers", "hidden", "intermediate", "heads", "kv_heads"):
             require(getattr(self, key) > 0, key, getattr(self, key), "a positive number")
         require(
@@ -183,9 +187,7 @@ class ToyTargetConfig:
             self.hidden,
             f"an even multiple of heads ({self.heads})",
         )
-        require(
-            self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads ({self.heads})"
-        )
+        require(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads ({self.heads})")
         require(self.seq_len > 1, "seq_len", self.seq_len, "at least 2 tokens")
         require(
             self.max_positions >= self.seq_len,
@@ -197,11 +199,11 @@ class ToyTargetConfig:
         require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "zero or more")
 
     def deciding(self) -> dict[str, Any]:
-        """What decides the result, besides `fit`; a resumed run must agree on these."""
-        free = {"fit", "out_dir", "resume", "eval_rows", "sample_tokens"}
+        """The options that decide the resulting weights; a resumed run must agree on these."""
+        free = {"out_dir", "resume", "eval_rows", "sample_tokens"}
         values = {key: value for key, value in asdict(self).items() if key not in free}
         del values["data"]["cache_dir"]
-        return values
+        return values | {"fit": self.fit.deciding()}
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class EesdConfig:
     revision: str | None = None
     exit_layer: int | None = None  # N, the target layers under the exit layer; null: 8 % of them
     train_head: bool = True  # false: share the target's head, the thing to do with a large vocabulary
+    objective: str = "cross_entropy"  # the paper's, on the text's tokens; kl: from the whole target, run as well
     frozen_dtype: str = "bfloat16"
     seq_len: int = 2048
     eval_rows: int = 64  # held-out rows behind eval_top1
@@ -231,6 +234,7 @@ class EesdConfig:
             self.exit_layer,
             "null or at least 1",
         )
+        require_choice("objective", self.objective, ("cross_entropy", "kl"))
         require_choice("frozen_dtype", self.frozen_dtype, ("bfloat16", "float16", "float32", "float64"))
         require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 tokens")
         for key in ("eval_rows", "eval_batch_rows", "decode_tokens"):

@@ -25,10 +25,9 @@ from draft_models.errors import UserError
 from draft_models.losses import IGNORE, linear_cross_entropy
 from train import run_dir
 from train.fit import fit, layer_matrices
-from train.settings import ToyTargetConfig
+from train.settings import TOY_REPORT, ToyTargetConfig
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-REPORT_FILE = "toy_target.json"  # written last: a directory that has it is finished
 
 
 class ToyTarget(nn.Module):
@@ -38,9 +37,7 @@ class ToyTarget(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor
-    ) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
         """All [B, T]; labels pre-shifted, attention within a document only. Returns the summed loss."""
         hidden = self.lm.model(
             input_ids=input_ids,
@@ -80,11 +77,11 @@ def train_toy_target(config: ToyTargetConfig) -> None:
         "steps": result.steps,
         "seconds": time.perf_counter() - began,
         "sample": greedy_sample(model.lm, tokenizer, heldout, config.sample_tokens),
-        "settings": config.deciding() | {"fit": config.fit.deciding()},
+        "settings": config.deciding(),
     }
     if process.is_main_process:
         export(model.lm, tokenizer, out_dir)
-        run_dir.write_json(out_dir / REPORT_FILE, report)
+        run_dir.write_json(out_dir / TOY_REPORT, report)
         print(describe(report, out_dir))
 
 

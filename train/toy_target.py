@@ -1,14 +1,19 @@
 """Train a small Llama on the Python standard library: `python train/toy_target.py`."""
 
+from pathlib import Path
+
 from conf import entry
-from train.settings import ToyTargetConfig
+from train import run_dir
+from train.settings import TOY_REPORT, ToyTargetConfig
 
 
 @entry("toy_target", ToyTargetConfig)
 def main(config: ToyTargetConfig) -> None:
-    from train.toy_model import train_toy_target  # heavy, so only once the config has been validated
+    if run_dir.finished(Path(config.out_dir), TOY_REPORT, config.deciding(), config.resume):
+        return print(f"{config.out_dir}: finished already")
+    from train.toy_model import train_toy_target  # heavy, so only when there is something to do
 
-    train_toy_target(config)
+    return train_toy_target(config)
 
 
 if __name__ == "__main__":

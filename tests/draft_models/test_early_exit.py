@@ -18,7 +18,7 @@ from draft_models.checkpoint import (
 from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.target import load_config, load_layers, load_tokenizer, open_target
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -35,7 +35,7 @@ def load_student(
 ) -> EarlyExitStudent:
     config = load_config(str(path))
     model = load_layers(open_target(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
-    return EarlyExitStudent(model, train_head=train_head)
+    return EarlyExitStudent(model, exit_layer, train_head=train_head)
 
 
 def rows(count: int = 2, length: int = 24) -> dict[str, torch.Tensor]:
@@ -64,6 +64,47 @@ def test_loss_equals_the_model_run_on_each_document_alone(tmp_path: Path, archit
             expected = expected + F.cross_entropy(logits, labels[part], reduction="sum")
     student = load_student(path, exit_layer)
     torch.testing.assert_close(student(**batch)["loss_sum"], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -> None:
+    """Value and gradients, against logits of the whole target and of the student written out."""
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    config, batch = load_config(str(path)), rows()
+    model = load_layers(open_target(str(path)), config, range(LAYERS), dtype=torch.float32)
+    student = EarlyExitStudent(model, 2, train_head=True, distill=True)
+    loss = student(**batch)["loss_sum"]
+    loss.backward()
+    parameters = {n: p for n, p in student.named_parameters() if p.requires_grad}
+    got = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+    assert all(name.startswith("drafter.") for name in got)
+
+    whole = LayerStack(load_layers(open_target(str(path)), config, range(LAYERS), dtype=torch.float32))
+    whole.reserve(24)
+    masks = whole.packed_masks(batch["positions"], batch["documents"])
+    keep = batch["labels"] != IGNORE
+    target = whole.run(whole.embed(batch["input_ids"]), 0, LAYERS, whole.rotary(batch["positions"]), masks)
+    p = whole.logits(target)[keep].log_softmax(-1)
+    student.zero_grad()
+    hidden, _ = student.hidden(batch["input_ids"], batch["positions"], batch["documents"])
+    q = student.drafter.output_head(hidden)[keep].log_softmax(-1)
+    expected = F.kl_div(q, p, log_target=True, reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_the_target_distilled_into_itself_has_no_loss(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    before = model.model.layers[-1].mlp.up_proj.weight.clone()
+    student = EarlyExitStudent(model, LAYERS - 1, train_head=True, distill=True)
+    assert student(**rows())["loss_sum"].abs() < 1e-3
+    with torch.no_grad():
+        for parameter in student.drafter.parameters():
+            parameter.zero_()
+    assert torch.equal(model.model.layers[-1].mlp.up_proj.weight, before)  # the exit layer is a copy
 
 
 @pytest.mark.parametrize("train_head", [True, False])
@@ -100,7 +141,7 @@ def test_agreement_counts_supervised_hits(tmp_path: Path) -> None:
     student, batch = load_student(path, 2), rows()
     with torch.no_grad():
         best = student.drafter.output_head(
-            student.hidden(batch["input_ids"], batch["positions"], batch["documents"])
+            student.hidden(batch["input_ids"], batch["positions"], batch["documents"])[0]
         ).argmax(-1)
     right = ((best == batch["labels"]) & (batch["labels"] != IGNORE)).sum().item()
     supervised = (batch["labels"] != IGNORE).sum().item()

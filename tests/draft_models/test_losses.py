@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draft_models.losses import IGNORE, linear_cross_entropy
+from draft_models.losses import IGNORE, linear_cross_entropy, linear_kl
 
 WIDTH, VOCABULARY = 8, 13
 
@@ -114,3 +114,23 @@ def test_gradient_accumulates_over_calls():
     weight.grad = None
     linear_cross_entropy(hidden, weight, labels).backward()
     torch.testing.assert_close(split, weight.grad, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1024])
+def test_kl_equals_the_textbook(chunk):
+    hidden, weight, labels = _problem()
+    target_hidden, target_weight = (2 * torch.randn_like(x) for x in (hidden, weight))
+    keep = labels != IGNORE
+
+    def textbook(hidden, weight, labels):
+        p = (target_hidden @ target_weight.T)[keep].softmax(-1)
+        q = (hidden @ weight.T)[keep].softmax(-1)
+        return (p * (p.log() - q.log())).sum()
+
+    expected = _value_and_gradients(textbook, hidden, weight, labels)
+    got = _value_and_gradients(
+        lambda h, w, y: linear_kl(h, w, target_hidden, target_weight, y, chunk=chunk), hidden, weight, labels
+    )
+    for value, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(value, reference)
+    assert linear_kl(hidden, weight, hidden, weight, labels).abs() < 1e-9

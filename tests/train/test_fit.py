@@ -146,9 +146,8 @@ def test_row_order_is_a_function_of_seed_and_epoch():
 # --------------------------------------------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_sigkill_then_resume_gives_the_same_bits(tmp_path, optimizer):
-    changes = {"steps": 40, "optimizer": optimizer, "precision": "bf16", "save_every": 5, "epochs": None}
+def test_sigkill_then_resume_gives_the_same_bits(tmp_path):
+    changes = {"steps": 40, "precision": "bf16", "save_every": 5}
     killed = _job(tmp_path / "killed", delay=0.05, **changes)
     deadline = time.monotonic() + 60
     while not run_dir.checkpoints(tmp_path / "killed") and time.monotonic() < deadline:
@@ -226,7 +225,7 @@ def test_resume_with_other_settings_is_refused(tmp_path, changes, difference):
 
 
 def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
-    _fit(tmp_path, steps=4, epochs=None)
+    _fit(tmp_path, steps=4)
     os.rename(tmp_path / "checkpoint-4", tmp_path / "gone")
     _fit(tmp_path, steps=4, resume=True, log_every=1, save_every=1, micro_batch_rows=2)
     assert [entry["step"] for entry in _log(tmp_path)] == [2, 4, 3, 4]
@@ -276,7 +275,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
 def test_unwritable_out_dir_fails_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     model = TinyModel()
-    with pytest.raises(UserError, match="out_dir=.*cannot be written"):
+    with pytest.raises(UserError, match=r"out_dir=.*cannot be written"):
         _fit(tmp_path / "file" / "run", model)
 
 
@@ -284,7 +283,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     _fit(tmp_path)
     model = TinyModel()
     model.head = nn.Linear(8, 24).double()
-    with pytest.raises(UserError, match=r"does not fit the model to train; they differ in head\.bias, head\.weight"):
+    with pytest.raises(UserError, match=r"does not fit the model to train; they differ in head\.bias"):
         _fit(tmp_path, model, resume=True)
 
 

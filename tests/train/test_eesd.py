@@ -1,0 +1,236 @@
+"""EESD training end to end on tiny targets: from a config to a drafter that decodes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data_prep.settings import DataConfig
+from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, fingerprint_target, load_early_exit, read_meta
+from draft_models.errors import UserError
+from draft_models.target import load_config, load_tokenizer, open_target
+from inference.decode import speculative
+from inference.sources import EarlyExitSource
+from inference.stop_rules import FixedLength
+from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+from train.early_exit import default_exit_layer, train_early_exit
+from train.settings import EesdConfig, FitConfig, WandbConfig
+
+ROOT = Path(__file__).parent.parent.parent
+FIT = FitConfig(steps=6, batch_rows=4, lr=3e-3, precision="fp32", save_every=2, wandb=WandbConfig(mode="disabled"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = [
+        json.dumps({"text": f"line {i}: " + "the quick brown fox jumps over the lazy dog " * 2}) for i in range(60)
+    ]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    return DataConfig(
+        source="local",
+        path=str(folder / "text.jsonl"),
+        layout="text",
+        heldout_fraction=0.2,
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def config(path: Path, corpus: DataConfig, out_dir: Path, **changes: object) -> EesdConfig:
+    settings = EesdConfig(
+        target=str(path),
+        data=corpus,
+        fit=FIT,
+        exit_layer=2,
+        frozen_dtype="float32",
+        seq_len=64,
+        eval_rows=4,
+        out_dir=str(out_dir),
+    )
+    return replace(settings, **changes)
+
+
+def weights(out_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(out_dir / WEIGHTS_FILE)
+
+
+@pytest.mark.parametrize("train_head", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_trained_drafter_is_lossless_and_better(
+    tmp_path: Path, corpus: DataConfig, architecture: str, train_head: bool, capsys: pytest.CaptureFixture
+) -> None:
+    path = save_target(tmp_path / "target", architecture, kv_heads=2, tied=True)
+    run = config(path, corpus, tmp_path / "eesd", train_head=train_head, decode_prompts=2, decode_tokens=8)
+    train_early_exit(replace(run, fit=replace(FIT, steps=60, eval_every=30)))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "eval_top1=" in line]
+    top1 = [float(line.partition("eval_top1=")[2].split()[0]) for line in lines]
+    assert len(top1) == 2
+    assert top1[-1] > 0.5  # the text repeats itself; an untrained layer hits one byte in hundreds
+    assert all("eval_tau=" in line for line in lines)
+
+    meta = read_meta(tmp_path / "eesd")
+    assert meta.exit_layer == 2
+    assert meta.own_head == train_head
+    assert meta.training["steps"] == 60
+    assert ("head.weight" in weights(tmp_path / "eesd")) == train_head
+    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    drafter = load_early_exit(tmp_path / "eesd", load_config(str(path)), fingerprint, dtype=torch.float32)
+    model, stack = open_stack(path)
+    if not train_head:
+        drafter.use_head(stack.head)
+    prompt = random_prompt(20)
+    rounds = list(speculative(stack, EarlyExitSource(drafter), FixedLength(4), prompt, max_new_tokens=20))
+    assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
+
+
+def test_training_reads_only_what_it_needs(tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture) -> None:
+    """With the shards of every other layer deleted it still trains; the bytes read are those of the named tensors."""
+    path = save_target(tmp_path / "target", shard="40KB")
+    files = open_target(str(path))
+    needed = {n for n in files.file_of if not n.startswith(("model.layers.1.", "model.layers.2."))}
+    size = sum(t.nbytes for t in open_target(str(path)).read(needed).values())
+    for file in set(files.file_of.values()) - {files.file_of[name] for name in needed}:
+        (path / file).unlink()
+    assert len(list(path.glob("*.safetensors"))) < len(set(files.file_of.values()))
+    train_early_exit(config(path, corpus, tmp_path / "eesd", exit_layer=1))
+    assert f"read_bytes={size} " in capsys.readouterr().out
+
+
+def launch(run: EesdConfig, *launcher: str) -> subprocess.Popen:
+    overrides = {
+        "target": run.target,
+        "data": "local",
+        "data.path": run.data.path[0],
+        "data.layout": "text",
+        "data.heldout_fraction": 0.2,
+        "data.cache_dir": run.data.cache_dir,
+        "out_dir": run.out_dir,
+        "resume": str(run.resume).lower(),
+        "exit_layer": 2,
+        "frozen_dtype": "float32",
+        "seq_len": 64,
+        "eval_rows": 4,
+        "fit.epochs": "null",
+        "fit.steps": run.fit.steps,
+        "fit.batch_rows": 4,
+        "fit.lr": 3e-3,
+        "fit.warmup": 0,
+        "fit.precision": "fp32",
+        "fit.schedule": "linear",
+        "fit.save_every": run.fit.save_every,
+        "fit.eval_every": "null",
+        "fit.wandb.mode": "disabled",
+    }
+    return subprocess.Popen(
+        [*launcher, str(ROOT / "train/eesd.py"), *(f"{key}={value}" for key, value in overrides.items())],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def finish(job: subprocess.Popen) -> None:
+    out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, out
+
+
+def torchrun() -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def accelerate_launch() -> list[str]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    fixed = ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={port}"]
+    return ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", *fixed]
+
+
+@pytest.mark.parametrize("launcher", [torchrun, accelerate_launch])
+def test_two_processes_equal_one(tmp_path: Path, corpus: DataConfig, launcher: Callable[[], list[str]]) -> None:
+    path = save_target(tmp_path / "target")
+    train_early_exit(config(path, corpus, tmp_path / "one"))
+    finish(launch(config(path, corpus, tmp_path / "two"), sys.executable, *launcher()))
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    start = open_target(str(path)).read(["lm_head.weight"])["lm_head.weight"]
+    assert (one["head.weight"] - start).abs().max() > 1e-3  # it did train
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
+
+
+def test_accumulation_equals_one_batch(tmp_path: Path, corpus: DataConfig) -> None:
+    path = save_target(tmp_path / "target")
+    train_early_exit(config(path, corpus, tmp_path / "whole"))
+    train_early_exit(config(path, corpus, tmp_path / "parts", fit=replace(FIT, micro_batch_rows=1)))
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-5)
+
+
+def test_sigkill_then_resume_ends_with_the_same_bits(tmp_path: Path, corpus: DataConfig) -> None:
+    path = save_target(tmp_path / "target")
+    long = replace(FIT, steps=120, save_every=20)
+    job = launch(config(path, corpus, tmp_path / "killed", fit=long), sys.executable)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed").glob("checkpoint-*")) and time.monotonic() < deadline and job.poll() is None:
+        time.sleep(0.02)
+    job.send_signal(signal.SIGKILL)
+    job.communicate()
+    assert job.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / META_FILE).exists()
+    finish(launch(config(path, corpus, tmp_path / "killed", fit=long, resume=True), sys.executable))
+    finish(launch(config(path, corpus, tmp_path / "whole", fit=long), sys.executable))
+    killed, whole = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+    assert killed.keys() == whole.keys()
+    assert all(torch.equal(killed[name], whole[name]) for name in whole)
+
+
+def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus: DataConfig) -> None:
+    path = save_target(tmp_path / "target")
+    out_dir = tmp_path / "eesd"
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "fine"}\n{"text": "cut\n')
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"body": "no such column"}\n')
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+
+    def data(file: Path, layout: str = "text") -> DataConfig:
+        return replace(corpus, path=str(file), layout=layout, heldout_fraction=0.0)
+
+    bad = {
+        "no such directory": {"target": str(tmp_path / "nowhere")},
+        r"exit_layer=4: expected 1 ≤ exit_layer < 4": {"exit_layer": 4},
+        r"seq_len=999: the target's context is 256": {"seq_len": 999},
+        "empty": {"data": data(empty)},
+        r"broken\.jsonl.*2": {"data": data(broken)},
+        r"other\.jsonl.*text": {"data": data(other)},
+        "chat template": {"data": data(chat, "messages")},
+        "cannot be written": {"out_dir": "/proc/eesd"},
+    }
+    for message, changes in bad.items():
+        with pytest.raises(UserError, match=message):
+            train_early_exit(replace(config(path, corpus, out_dir), **changes))
+        assert not out_dir.exists() or not list(out_dir.iterdir())
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="expected a safetensors checkpoint"):
+        train_early_exit(config(path, corpus, out_dir))
+
+
+def test_default_exit_layer_is_in_the_papers_range() -> None:
+    for layers, expected in ((4, 1), (12, 1), (32, 3), (40, 3), (80, 6)):
+        assert default_exit_layer(type("Config", (), {"num_hidden_layers": layers})()) == expected

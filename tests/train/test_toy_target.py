@@ -1,0 +1,236 @@
+"""The toy target: an ordinary Hugging Face directory, made again to the bit, never made twice."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data_prep.rows import load_rows
+from data_prep.settings import DataConfig
+from draft_models.errors import UserError
+from draft_models.losses import IGNORE
+from train.settings import FitConfig, ToyTargetConfig, WandbConfig
+from train.toy_model import (
+    ToyTarget,
+    bits_per_byte,
+    build_lm,
+    token_bytes,
+    train_tokenizer,
+    train_toy_target,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+TEXTS = [
+    "def f(x):\n    return x + 1\n",
+    "class A:\n    pass  # naïve 😀\n",
+    "for i in range(10):\n    print(i)\n",
+]
+
+
+def _config(directory: Path, **changes: object) -> ToyTargetConfig:
+    options: dict[str, object] = {
+        "data": DataConfig(layout="code", max_records=30, heldout_fraction=0.3, cache_dir=str(directory / "cache")),
+        "fit": FitConfig(
+            steps=6,
+            batch_rows=4,
+            optimizer="muon",
+            lr=0.004,
+            save_every=2,
+            wandb=WandbConfig(mode="disabled"),
+        ),
+        "out_dir": str(directory / "toy"),
+        "vocabulary": 320,
+        "layers": 2,
+        "hidden": 16,
+        "intermediate": 24,
+        "heads": 2,
+        "kv_heads": 1,
+        "seq_len": 32,
+        "max_positions": 64,
+        "eval_rows": 4,
+        "sample_tokens": 4,
+    }
+    return ToyTargetConfig(**{**options, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    config = _config(tmp_path_factory.mktemp("toy"))
+    train_toy_target(config)
+    return config
+
+
+def test_it_is_an_ordinary_directory(finished):
+    model = AutoModelForCausalLM.from_pretrained(finished.out_dir)
+    tokenizer = AutoTokenizer.from_pretrained(finished.out_dir)
+    assert model.config.num_hidden_layers == 2
+    assert model.config.num_key_value_heads == 1
+    assert model.dtype == torch.float32
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.bos_token_id == tokenizer.bos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id != tokenizer.eos_token_id
+    ids = tokenizer("import os", return_tensors="pt")
+    assert ids["input_ids"][0, 0] == tokenizer.bos_token_id
+    assert model.generate(**ids, max_new_tokens=3).shape[1] <= ids["input_ids"].shape[1] + 3
+    assert not list(Path(finished.out_dir).glob(".*"))  # nothing half-written is left behind
+
+
+def test_the_report_says_how_good_it_is(finished):
+    report = json.loads((Path(finished.out_dir) / "toy_target.json").read_text())
+    assert 0 < report["bits_per_byte"] < 9
+    assert report["steps"] == 6
+    assert report["settings"]["fit"]["lr"] == 0.004
+    assert "⟫" in report["sample"]
+
+
+def test_the_same_settings_give_the_same_bits(finished, tmp_path):
+    again = _config(tmp_path)
+    train_toy_target(again)
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (Path(again.out_dir) / name).read_bytes() == (Path(finished.out_dir) / name).read_bytes()
+
+
+def test_the_command_finds_it_finished(finished):
+    overrides = [
+        f"out_dir={finished.out_dir}",
+        *(f"data.{key}={getattr(finished.data, key)}" for key in ("max_records", "heldout_fraction")),
+        *(
+            f"{key}={getattr(finished, key)}"
+            for key in ("vocabulary", "layers", "hidden", "intermediate", "heads", "kv_heads", "seq_len")
+        ),
+        "max_positions=64",
+        "fit.steps=6",
+        "fit.batch_rows=4",
+        "fit.lr=0.004",
+        "fit.save_every=2",
+        "fit.schedule=linear",
+    ]
+
+    def command(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "train/toy_target.py", *overrides, *more],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    resumed = command("resume=true")
+    assert resumed.stderr == ""
+    assert resumed.stdout == f"{finished.out_dir}: finished already\n"
+    refused = command()
+    assert refused.returncode == 2
+    assert "holds a finished run" in refused.stderr
+    other = command("resume=true", "layers=3")
+    assert other.returncode == 2
+    assert "layers=3 (was 2)" in other.stderr
+
+
+def test_a_killed_run_is_exported_after_resume(finished, tmp_path):
+    config = _config(tmp_path, resume=True)
+    train_toy_target(config)
+    out_dir = Path(config.out_dir)
+    for name in ("toy_target.json", "config.json"):
+        (out_dir / name).unlink()  # as if killed between training and export
+    train_toy_target(config)
+    assert AutoModelForCausalLM.from_pretrained(out_dir).config.num_hidden_layers == 2
+
+
+def test_conversations_are_refused(tmp_path):
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    config = _config(tmp_path, data=DataConfig(source="local", path=str(file), heldout_fraction=0.0))
+    with pytest.raises(UserError, match="learns from plain text"):
+        train_toy_target(config)
+
+
+# ------------------------------------------------------------------------------------------------- tokenizer
+
+
+def test_tokenizer_round_trips_any_text():
+    tokenizer = train_tokenizer(TEXTS, 300)
+    assert len(tokenizer) == 300
+    for text in [*TEXTS, " tabs\tand \r\n ends ", "数学 €"]:
+        ids = tokenizer(text)["input_ids"]
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
+
+
+def test_tokenizer_is_a_function_of_the_texts():
+    first, second = (train_tokenizer(iter(TEXTS), 310).backend_tokenizer.to_str() for _ in range(2))
+    assert first == second
+
+
+# ----------------------------------------------------------------------------------------------------- model
+
+
+def test_untrained_layers_are_the_identity(tmp_path):
+    config, tokenizer = _config(tmp_path), train_tokenizer(TEXTS, 320)
+    lm = build_lm(config, tokenizer)
+    ids = torch.arange(10)[None]
+    hidden = lm.model(input_ids=ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(hidden[0], hidden[-2], rtol=0, atol=0)
+    for name, parameter in build_lm(config, tokenizer).named_parameters():
+        assert torch.equal(parameter, lm.get_parameter(name))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_is_that_of_each_document_alone(tmp_path, tied):
+    """A packed row costs what its documents cost in separate forwards of the plain model."""
+    lm = build_lm(_config(tmp_path, tied=tied), train_tokenizer(TEXTS, 300)).double()
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    lengths = (5, 9, 2)
+    ids = torch.randint(3, 300, (1, 20), generator=torch.Generator().manual_seed(1))
+    labels, positions = torch.full((1, 20), IGNORE), torch.zeros(1, 20, dtype=torch.long)
+    documents, expected, start = torch.full((1, 20), -1), 0.0, 0
+    for number, length in enumerate(lengths):
+        part = slice(start, start + length)
+        documents[0, part], positions[0, part] = number, torch.arange(length)
+        labels[0, start : start + length - 1] = ids[0, start + 1 : start + length]
+        logits = lm(ids[:, part]).logits[0, :-1]
+        expected += F.cross_entropy(logits, ids[0, start + 1 : start + length], reduction="sum")
+        start += length
+    batch = {"input_ids": ids, "labels": labels, "positions": positions, "documents": documents}
+    loss = ToyTarget(lm)(**batch)["loss_sum"]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_bits_per_byte_counts_bytes_of_text(finished):
+    tokenizer = AutoTokenizer.from_pretrained(finished.out_dir)
+    rows = load_rows(finished.data, tokenizer, finished.seq_len, "heldout", max_rows=3)
+    model = ToyTarget(AutoModelForCausalLM.from_pretrained(finished.out_dir))
+    nats, size = 0.0, 0
+    with torch.no_grad():
+        for row in (rows[i] for i in range(3)):
+            nats += float(model(**{key: value[None] for key, value in row.items()})["loss_sum"])
+            kept = [token for token in row["labels"].tolist() if token not in (IGNORE, tokenizer.eos_token_id)]
+            size += sum(len(tokenizer.convert_ids_to_tokens(token)) for token in kept)
+        measured = bits_per_byte(model, rows, token_bytes(tokenizer))
+    assert measured == pytest.approx(nats / size / math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 3}, "hidden=16: expected"),
+        ({"kv_heads": 4}, "kv_heads=4: expected a divisor of heads"),
+        ({"max_positions": 8}, "max_positions=8: expected at least seq_len"),
+        ({"vocabulary": 100}, "vocabulary=100: expected at least 300"),
+        ({"layers": 0}, "layers=0: expected a positive number"),
+    ],
+)
+def test_impossible_settings_name_the_key(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        _config(tmp_path, **change)
