@@ -9,7 +9,6 @@ held before it opened the target.
 """
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -61,18 +60,20 @@ def steps_of(student: EarlyExitStudent, rows: int, seq_len: int) -> Iterator[flo
         yield time.perf_counter() - started
 
 
-def peak_bytes() -> int:
-    """The most memory this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def memory(field: str) -> int:
+    """VmRSS (bytes held now) or VmHWM (their peak since the last reset) of this process; Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def measure_memory(source: str, arm: str, rows: int, seq_len: int) -> int:
-    """Peak memory of two steps of `arm` above the process's own; run in a fresh process."""
-    before = peak_bytes()
+    """Peak memory of two steps of `arm` over what the process held before it opened the target."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = memory("VmRSS")
     steps = steps_of(make_student(source, arm)[0], rows, seq_len)
     for _ in range(2):
         next(steps)
-    return peak_bytes() - before
+    return memory("VmHWM") - before
 
 
 def compare(name: str, source: str, count: int, rows: int, seq_len: int) -> dict:
@@ -89,11 +90,11 @@ def compare(name: str, source: str, count: int, rows: int, seq_len: int) -> dict
     result: dict = {"target": name, "rows": rows, "seq_len": seq_len, "steps": count}
     for arm, (_, bytes_read, frozen) in made.items():
         here = [sys.executable, __file__, f"memory={arm}", f"target={source}", f"rows={rows}", f"seq_len={seq_len}"]
-        memory = int(subprocess.run(here, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        peak = int(subprocess.run(here, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
         result[arm] = {
             "frozen_layers": frozen,
             "bytes_read": bytes_read,
-            "peak_bytes": memory,
+            "peak_bytes": peak,
             "median_seconds": statistics.median(seconds[arm]),
         }
     result["step_time_ratio"] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draft_models.early_exit import EarlyExit
 from draft_models.errors import UserError
-from draft_models.files import require_writable, write_atomically
+from draft_models.files import require_writable, write_atomically, write_json
 from draft_models.target import TensorFiles
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
@@ -95,7 +95,7 @@ def fingerprint_target(files: TensorFiles, config: PreTrainedConfig, tokenizer: 
     )
 
 
-def save_early_exit(
+def save_pretrained(
     path: Path, drafter: EarlyExit, fingerprint: Fingerprint, training: Mapping[str, Any], dtype: torch.dtype
 ) -> None:
     """Write `drafter` in `dtype` to directory `path`. A crash or a full disk leaves what was there before."""
@@ -113,7 +113,7 @@ def save_early_exit(
     )
     require_writable(path)
     write_atomically(path / WEIGHTS_FILE, blob)
-    write_atomically(path / META_FILE, json.dumps(dataclasses.asdict(meta), indent=2).encode() + b"\n")
+    write_json(path / META_FILE, dataclasses.asdict(meta))
 
 
 def read_meta(path: Path | str) -> DrafterMeta:
@@ -132,7 +132,7 @@ def read_meta(path: Path | str) -> DrafterMeta:
         raise UserError(f"{file}: not a drafter description ({error}); the checkpoint is damaged") from None
 
 
-def load_early_exit(
+def from_pretrained(
     path: Path | str,
     config: PreTrainedConfig,
     fingerprint: Fingerprint,

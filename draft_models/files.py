@@ -1,5 +1,6 @@
 """Writing files so that a crash or a full disk never leaves half of one."""
 
+import json
 import os
 from pathlib import Path
 
@@ -19,6 +20,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another place") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def require_writable(directory: Path | str) -> Path:

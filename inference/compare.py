@@ -1,14 +1,16 @@
 """Evaluating a checkpoint: load the target and its drafter, run all arms over all prompts, write the report."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from draft_models.checkpoint import fingerprint_target, load_early_exit, read_meta
+from draft_models.checkpoint import fingerprint_target, from_pretrained, read_meta
 from draft_models.errors import UserError
 from draft_models.files import require_writable
 from draft_models.target import (
@@ -20,7 +22,17 @@ from draft_models.target import (
     pick_device,
     pick_dtype,
 )
-from inference.evaluation import AUTOREGRESSIVE, Arm, PromptResult, excuse_ties, make_arms, measure, prepare
+from inference.decode import Clock
+from inference.evaluation import (
+    AUTOREGRESSIVE,
+    Arm,
+    PromptResult,
+    excuse_ties,
+    make_arms,
+    measure,
+    prepare,
+    synchronized_clock,
+)
 from inference.report import build_report, is_lossless, markdown, write_reports
 from inference.settings import EvaluateConfig
 
@@ -59,7 +71,7 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, target_config, device)
     fingerprint = fingerprint_target(files, target_config, tokenizer)
-    drafter = load_early_exit(config.checkpoint, target_config, fingerprint, dtype=dtype, device=device)
+    drafter = from_pretrained(config.checkpoint, target_config, fingerprint, dtype=dtype, device=device)
     rendered = [render(tokenizer, [{"role": "user", "content": p.turns[0]}], p.chat) for p in prompts]
     require_fits(prompts, rendered, target_config.max_position_embeddings - config.max_new_tokens)
 
@@ -71,14 +83,18 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     prepare(stack, drafter)
     eos = frozenset() if config.ignore_eos else end_tokens(source, revision, target_config, tokenizer)
 
-    def arms_for(max_new_tokens: int) -> dict[str, Arm]:
+    def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
         return make_arms(
-            stack, drafter, config.methods, plain, max_new_tokens=max_new_tokens, eos=eos, seed=config.seed,
-        )  # fmt: skip
+            stack, drafter, config.methods, plain, max_new_tokens=max_new_tokens, eos=eos, seed=config.seed, clock=clock
+        )
 
     for warm_up in arms_for(WARM_UP_TOKENS).values():
         warm_up(rendered[0])
-    results = run_prompts(config, prompts, render, tokenizer, stack, arms_for(config.max_new_tokens))
+    profilers: dict[str, Arm] = {}
+    if device.type == "cuda":
+        synchronized = arms_for(config.max_new_tokens, synchronized_clock)
+        profilers = {name: synchronized[name] for name in config.methods}
+    results = run_prompts(config, prompts, render, tokenizer, stack, arms_for(config.max_new_tokens), profilers)
     facts: dict[str, Any] = {
         "target": source,
         "drafter": str(config.checkpoint),
@@ -110,6 +126,7 @@ def run_prompts(
     tokenizer: PreTrainedTokenizerBase,
     stack: LayerStack,
     arms: dict[str, Arm],
+    profilers: dict[str, Arm],
 ) -> list[PromptResult]:
     """Every turn of every prompt through every arm; a later turn's history is the target's own answer."""
     results: list[PromptResult] = []
@@ -120,10 +137,15 @@ def run_prompts(
             ids = render(tokenizer, messages, prompt.chat)
             name = prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{number + 1}"
             result = measure(
-                arms, ids, prompt_id=name, category=prompt.category, repeats=config.repeats, turn=len(results)
+                arms,
+                ids,
+                prompt_id=name,
+                category=prompt.category,
+                repeats=config.repeats,
+                turn=len(results),
+                profilers=profilers,
             )
-            excused = excuse_ties(stack, result)
-            results.append(PromptResult(**{**vars(result), "excused": excused}))
+            results.append(replace(result, excused=excuse_ties(stack, result)))
             answer = tokenizer.decode(list(result.generations[AUTOREGRESSIVE].tokens), skip_special_tokens=True)
             messages.append({"role": "assistant", "content": str(answer)})
     return results

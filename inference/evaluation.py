@@ -3,7 +3,8 @@
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -34,13 +35,18 @@ class Generation:
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt continued by every arm; `excused` names the arms whose first mismatch is a rounding tie."""
+    """One prompt continued by every arm.
+
+    profiles: runs of the methods with a clock that waits for the device, where the timed ones' does not (CUDA);
+    they say how a round's time divides. excused: the arms whose first mismatch is a rounding tie.
+    """
 
     prompt_id: str
     category: str
     prompt: tuple[int, ...]
     generations: Mapping[str, Generation]
     reference: str
+    profiles: Mapping[str, Generation] = field(default_factory=dict)
     excused: frozenset[str] = frozenset()
 
     def identical(self, arm: str) -> bool:
@@ -68,24 +74,26 @@ def make_arms(
     max_new_tokens: int,
     eos: Collection[int],
     seed: int,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`."""
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
 
     def autoregress(prompt: Sequence[int]) -> Generation:
-        return collect(autoregressive(stack, prompt, max_new_tokens=max_new_tokens, eos=eos))
+        return collect(autoregressive(stack, prompt, clock=clock, **options), clock)
 
     def drafting(method: MethodConfig) -> Arm:
         def run(prompt: Sequence[int]) -> Generation:
             rule = make_rule(method, seed)
             source = EarlyExitSource(drafter)
-            return collect(speculative(stack, source, rule, prompt, max_new_tokens=max_new_tokens, eos=eos))
+            return collect(speculative(stack, source, rule, prompt, clock=clock, **options), clock)
 
         return run
 
     arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(method) for name, method in methods.items()}}
     if plain is not None:
         plain.set_attn_implementation("sdpa")
-        arms[TRANSFORMERS] = lambda prompt: transformers_generate(plain, prompt, max_new_tokens=max_new_tokens, eos=eos)
+        arms[TRANSFORMERS] = lambda prompt: transformers_generate(plain, prompt, **options)
     return arms
 
 
@@ -149,12 +157,25 @@ def transformers_generate(
     return Generation(tokens, first.at - started, ended - first.at)
 
 
+def synchronized_clock() -> float:
+    """`time.perf_counter` after the CUDA device has finished what it was given."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def measure(
-    arms: Mapping[str, Arm], prompt: Sequence[int], *, prompt_id: str, category: str, repeats: int, turn: int
+    arms: Mapping[str, Arm],
+    prompt: Sequence[int],
+    *,
+    prompt_id: str,
+    category: str,
+    repeats: int,
+    turn: int,
+    profilers: Mapping[str, Arm] | None = None,
 ) -> PromptResult:
     """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
 
-    Of an arm's repeats the one with the median decoding time counts.
+    Of an arm's repeats the one with the median decoding time counts. `profilers` are run once, untimed.
     """
     names = list(arms)
     runs: dict[str, list[Generation]] = {name: [] for name in names}
@@ -167,7 +188,8 @@ def measure(
         for name, generations in runs.items()
     }
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
-    return PromptResult(prompt_id, category, tuple(prompt), middle, reference)
+    profiles = {name: profiler(prompt) for name, profiler in (profilers or {}).items()}
+    return PromptResult(prompt_id, category, tuple(prompt), middle, reference, profiles)
 
 
 def excuse_ties(stack: LayerStack, result: PromptResult) -> frozenset[str]:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draft_models.checkpoint import provenance
-from draft_models.files import require_writable, write_atomically
+from draft_models.files import require_writable, write_atomically, write_json
 from inference.evaluation import (
     AUTOREGRESSIVE,
     TRANSFORMERS,
@@ -29,7 +29,7 @@ Report = dict[str, Any]
 def build_report(method: str, results: Sequence[PromptResult], facts: Mapping[str, Any], seed: int) -> Report:
     """The report of one method over all prompts; `facts` (target, drafter, dtype, …) go in as they are."""
     mine = [r.generations[method] for r in results]
-    seconds = _seconds(mine)
+    seconds = _seconds([r.profiles.get(method, r.generations[method]) for r in results])
     speedups = _speedups(results, method, AUTOREGRESSIVE)
     report: Report = {
         "method": method,
@@ -129,7 +129,7 @@ def write_reports(out_dir: Path, reports: Sequence[Report], results: Sequence[Pr
     _save(plot_speedups(reports), out_dir / "speedup_per_prompt.png")
     _save(plot_acceptance(reports), out_dir / "acceptance_by_position.png")
     write_atomically(out_dir / "report.md", markdown(reports).encode())
-    write_atomically(out_dir / "report.json", (json.dumps(content, indent=2) + "\n").encode())
+    write_json(out_dir / "report.json", content)
 
 
 def plot_speedups(reports: Sequence[Report]) -> Figure:

@@ -92,7 +92,7 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
 @torch.inference_mode()
 def reference_generate(model: PreTrainedModel, prompt: Sequence[int], count: int, eos: Sequence[int] = ()) -> list[int]:
     """What transformers' own greedy `generate` emits."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     model.generation_config.eos_token_id = list(eos) or None
     model.generation_config.pad_token_id = 0
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)

@@ -12,10 +12,9 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
 from data_prep.rows import Rows, load_rows
-from draft_models.checkpoint import Fingerprint, fingerprint_target, save_early_exit
+from draft_models.checkpoint import Fingerprint, fingerprint_target, save_pretrained
 from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.errors import UserError
-from draft_models.files import require_writable
 from draft_models.losses import IGNORE
 from draft_models.target import (
     LayerStack,
@@ -30,6 +29,7 @@ from inference.decode import speculative
 from inference.evaluation import collect, decode_statistics, prepare
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
+from train import run_dir
 from train.fit import fit
 from train.settings import EesdConfig
 
@@ -42,7 +42,8 @@ def train_early_exit(config: EesdConfig) -> None:
     Raises `UserError` for an unusable target, data set or directory, before any weight is read.
     """
     state = PartialState(cpu=not torch.cuda.is_available())
-    out_dir = require_writable(config.out_dir)
+    out_dir = Path(config.out_dir)
+    run_dir.require_free(out_dir, config.resume)
     target = load_config(config.target, config.revision)
     exit_layer = config.exit_layer or default_exit_layer(target)
     layers = exit_layers(target, exit_layer)
@@ -112,7 +113,7 @@ def save_drafter(
 ) -> None:
     """Save the student's drafter in the target's own dtype."""
     dtype = target.dtype if isinstance(target.dtype, torch.dtype) else torch.float32
-    save_early_exit(path, student.drafter, fingerprint, training, dtype)
+    save_pretrained(path, student.drafter, fingerprint, training, dtype)
 
 
 class Watch:

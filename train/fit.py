@@ -27,6 +27,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draft_models.errors import UserError
+from draft_models.files import write_json
 from draft_models.losses import IGNORE
 from train import run_dir
 from train.settings import FitConfig, WandbConfig
@@ -335,9 +336,9 @@ class _FitTrainer(Trainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                run_dir.write_json(staged / run_dir.RUN_FILE, self.run)
+                write_json(staged / run_dir.RUN_FILE, self.run)
                 run_dir.publish(staged, final, self.config.keep_checkpoints)
-        except (OSError, SafetensorError, RuntimeError) as error:
+        except (OSError, SafetensorError, RuntimeError, UserError) as error:
             shutil.rmtree(staged.parent, ignore_errors=True)
             raise UserError(
                 f"out_dir={self.out_dir}: the checkpoint of step {self.state.global_step} could not be written "

@@ -8,12 +8,12 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from draft_models.errors import UserError
+from draft_models.files import require_writable
 
 RUN_FILE = "run.json"  # in every checkpoint: what the run was started with
 STAGING = ".staging"  # whatever is being written; never read
@@ -33,6 +33,17 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+def require_free(out_dir: Path, resume: bool) -> None:
+    """Make `out_dir`; raise `UserError` if it cannot be written or holds a run that is not to be resumed."""
+    require_writable(out_dir)
+    found = checkpoints(out_dir)
+    if found and not resume:
+        raise UserError(
+            f"out_dir={out_dir}: holds an earlier run ({found[-1].name}); resume=true continues it, "
+            "another out_dir keeps both"
+        )
+
+
 def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool) -> Path | None:
     """Make `out_dir` ready and say where the run starts: its newest checkpoint, or None for the beginning.
 
@@ -40,15 +51,10 @@ def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool) -> Path |
     the directory cannot be written, when it holds another run's checkpoints and `resume` is off, or when the
     run to resume was started with something else, naming each difference.
     """
-    check_writable(out_dir)
+    require_free(out_dir, resume)
     found = checkpoints(out_dir)
     if not found:
         return None
-    if not resume:
-        raise UserError(
-            f"out_dir={out_dir}: holds an earlier run ({found[-1].name}); resume=true continues it, "
-            "another out_dir keeps both"
-        )
     before = json.loads((found[-1] / RUN_FILE).read_text())
     check_identity(before, identity, found[-1])
     return found[-1]
@@ -60,7 +66,7 @@ def finished(out_dir: Path, report: str, identity: Mapping[str, Any], resume: bo
     `report`: name of a JSON file, written last, whose "settings" are the identity. Raises `UserError` for an
     `out_dir` that cannot be written or holds a finished run that is not to be resumed.
     """
-    check_writable(out_dir)
+    require_writable(out_dir)
     path = out_dir / report
     if not path.exists():
         return False
@@ -97,13 +103,6 @@ def publish(staged: Path, final: Path, keep: int) -> None:
     shutil.rmtree(final.parent / STAGING, ignore_errors=True)
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write `value` as JSON so that `path` is at any moment the old or the new file."""
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(draft, path)
-
-
 def _discard(checkpoint: Path) -> None:
     """Delete a checkpoint; renamed first, because a half-deleted one must not look complete."""
     grave = checkpoint.parent / STAGING / f"old-{checkpoint.name}"
@@ -111,19 +110,6 @@ def _discard(checkpoint: Path) -> None:
     shutil.rmtree(grave, ignore_errors=True)
     os.replace(checkpoint, grave)
     shutil.rmtree(grave, ignore_errors=True)
-
-
-def check_writable(out_dir: Path) -> None:
-    """Create `out_dir` and raise `UserError` unless a file can be written in it."""
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=out_dir, prefix=".probe-") as probe:
-            probe.write(b"x" * 4096)
-            probe.flush()
-    except OSError as error:
-        raise UserError(
-            f"out_dir={out_dir}: cannot be written ({error.strerror}); free space or choose another"
-        ) from None
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -22,6 +22,7 @@ from data_prep.corpus import read_records
 from data_prep.rows import Rows, load_rows
 from draft_models.attention import packed_mask
 from draft_models.errors import UserError
+from draft_models.files import write_json
 from draft_models.losses import IGNORE, linear_cross_entropy
 from train import run_dir
 from train.fit import fit, layer_matrices
@@ -81,7 +82,7 @@ def train_toy_target(config: ToyTargetConfig) -> None:
     }
     if process.is_main_process:
         export(model.lm, tokenizer, out_dir)
-        run_dir.write_json(out_dir / TOY_REPORT, report)
+        write_json(out_dir / TOY_REPORT, report)
         print(describe(report, out_dir))
 
 

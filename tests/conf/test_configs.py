@@ -1,5 +1,6 @@
 """Every command's config composes with every choice, and says clearly what is wrong with a bad one."""
 
+import shlex
 import subprocess
 import sys
 import time
@@ -48,7 +49,6 @@ def choices() -> list[tuple[str, str]]:
 def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
     config = compose_and_build(command, [*COMMANDS[command][2], choice, *REQUIRED.get(choice, [])])
     assert isinstance(config, COMMANDS[command][0])
-    hash(type(config))
     with pytest.raises(AttributeError):
         config.out_dir = "elsewhere"  # frozen
 
@@ -110,3 +110,27 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
     assert message in run.stderr
     assert "Traceback" not in run.stderr
     assert not list(tmp_path.iterdir())
+
+
+def readme_commands() -> list[tuple[str, list[str]]]:
+    """(command, overrides) of every line of the README that runs one of the entries."""
+    scripts = {Path(script).name: command for command, (_, script, _) in COMMANDS.items()}
+    found = []
+    for line in (ROOT / "README.md").read_text().splitlines():
+        words = (
+            shlex.split(line, comments=True)
+            if line.startswith(("python ", "accelerate ", "evaluate-checkpoint "))
+            else []
+        )
+        for place, word in enumerate(words):
+            name = "evaluate_checkpoint.py" if word == "evaluate-checkpoint" else Path(word).name
+            if name in scripts:
+                found.append((scripts[name], words[place + 1 :]))
+    return found
+
+
+def test_readme_commands_compose() -> None:
+    commands = readme_commands()
+    assert {command for command, _ in commands} == set(COMMANDS)
+    for command, overrides in commands:
+        compose_and_build(command, overrides)

@@ -12,8 +12,8 @@ from draft_models.checkpoint import (
     WEIGHTS_FILE,
     Fingerprint,
     fingerprint_target,
-    load_early_exit,
-    save_early_exit,
+    from_pretrained,
+    save_pretrained,
 )
 from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.errors import UserError
@@ -159,8 +159,8 @@ def fingerprint(path: Path) -> Fingerprint:
 def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool) -> None:
     path = save_target(tmp_path / "target", architecture, kv_heads=2)
     drafter = make_drafter(path, 2, noise=0.1, own_head=own_head)
-    save_early_exit(tmp_path / "drafter", drafter, fingerprint(path), {"lr": 1.0}, torch.float32)
-    loaded = load_early_exit(tmp_path / "drafter", load_config(str(path)), fingerprint(path), dtype=torch.float32)
+    save_pretrained(tmp_path / "drafter", drafter, fingerprint(path), {"lr": 1.0}, torch.float32)
+    loaded = from_pretrained(tmp_path / "drafter", load_config(str(path)), fingerprint(path), dtype=torch.float32)
     assert loaded.exit_layer == 2
     assert loaded.window == drafter.window
     assert (loaded.head is not None) == own_head
@@ -175,7 +175,7 @@ def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool
 def test_another_target_is_refused_with_the_differences(tmp_path: Path) -> None:
     path = save_target(tmp_path / "target")
     drafter = make_drafter(path, 2)
-    save_early_exit(tmp_path / "drafter", drafter, fingerprint(path), {}, torch.float32)
+    save_pretrained(tmp_path / "drafter", drafter, fingerprint(path), {}, torch.float32)
     others = {
         "weights: drafter": save_target(tmp_path / "seed", seed=1),
         r"layers: drafter 4, target 6": save_target(tmp_path / "deep", num_hidden_layers=6),
@@ -194,9 +194,9 @@ def test_another_target_is_refused_with_the_differences(tmp_path: Path) -> None:
     others["tokenizer: drafter '"] = renamed
     for difference, other in others.items():
         with pytest.raises(UserError, match=difference):
-            load_early_exit(tmp_path / "drafter", load_config(str(other)), fingerprint(other), dtype=torch.float32)
+            from_pretrained(tmp_path / "drafter", load_config(str(other)), fingerprint(other), dtype=torch.float32)
     moved = path.rename(tmp_path / "moved")  # the same target under another name is the same target
-    load_early_exit(tmp_path / "drafter", load_config(str(moved)), fingerprint(moved), dtype=torch.float32)
+    from_pretrained(tmp_path / "drafter", load_config(str(moved)), fingerprint(moved), dtype=torch.float32)
 
 
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -204,11 +204,11 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "drafter"
 
     def load() -> EarlyExit:
-        return load_early_exit(folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
+        return from_pretrained(folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
 
     with pytest.raises(UserError, match=r"no drafter\.json there"):
         load()
-    save_early_exit(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
+    save_pretrained(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
     weights, meta = (folder / WEIGHTS_FILE).read_bytes(), (folder / META_FILE).read_text()
     flipped = bytearray(weights)
     flipped[-1] ^= 1
@@ -236,7 +236,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_target(tmp_path / "target")
     folder = tmp_path / "drafter"
-    save_early_exit(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
+    save_pretrained(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
 
     def full(_: int) -> None:
@@ -244,5 +244,5 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(UserError, match="No space left on device"):
-        save_early_exit(folder, make_drafter(path, 2, noise=1.0), fingerprint(path), {}, torch.float32)
+        save_pretrained(folder, make_drafter(path, 2, noise=1.0), fingerprint(path), {}, torch.float32)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from data_prep.settings import DataConfig
-from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, fingerprint_target, load_early_exit, read_meta
+from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, fingerprint_target, from_pretrained, read_meta
 from draft_models.errors import UserError
 from draft_models.target import load_config, load_tokenizer, open_target
 from inference.decode import speculative
@@ -84,7 +84,7 @@ def test_a_trained_drafter_is_lossless_and_better(
     assert meta.training["steps"] == 60
     assert ("head.weight" in weights(tmp_path / "eesd")) == train_head
     fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
-    drafter = load_early_exit(tmp_path / "eesd", load_config(str(path)), fingerprint, dtype=torch.float32)
+    drafter = from_pretrained(tmp_path / "eesd", load_config(str(path)), fingerprint, dtype=torch.float32)
     model, stack = open_stack(path)
     if not train_head:
         drafter.use_head(stack.head)

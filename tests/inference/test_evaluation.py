@@ -1,0 +1,267 @@
+"""Measuring and reporting: statistics by hand, ties, and the command from checkpoint to report."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_models.checkpoint import fingerprint_target, save_pretrained
+from draft_models.target import load_config, load_tokenizer, open_target
+from inference.decode import Round
+from inference.evaluate_checkpoint import main
+from inference.evaluation import (
+    AUTOREGRESSIVE,
+    TRANSFORMERS,
+    Generation,
+    PromptResult,
+    acceptance_by_position,
+    bootstrap_median,
+    decode_statistics,
+    excuse_ties,
+    make_arms,
+    measure,
+    transformers_generate,
+)
+from inference.report import build_report, is_lossless, markdown
+from inference.verify import verify_greedy
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, random_prompt, save_target
+
+
+def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generation:
+    """Rounds of (drafted, accepted) tokens, each with its bonus, after one prefill token."""
+    rounds = tuple(
+        Round(tuple(range(accepted + 1)), drafted, accepted, seconds / 10, seconds / 40, seconds / 80, seconds / 20)
+        for drafted, accepted in outcomes
+    )
+    tokens = (7, *(token for r in rounds for token in r.tokens))
+    return Generation(tokens, 0.5, seconds, rounds)
+
+
+def test_statistics_by_hand() -> None:
+    stats = decode_statistics([generation([(4, 4), (4, 1)], 1.0), generation([(2, 0)], 1.0)])
+    assert stats["tau"] == pytest.approx((5 + 2 + 1) / 3)
+    assert stats["acceptance_rate"] == pytest.approx(5 / 10)
+    assert stats["draft_share"] == pytest.approx(5 / 10)  # 8 decoded tokens and 2 of the prefills
+    assert stats["harmonic_mean"] == pytest.approx(0.5)
+    assert stats["drafted_tokens_per_round"] == pytest.approx(10 / 3)
+    assert decode_statistics([])["tau"] == 0
+
+
+def test_acceptance_by_position_by_hand() -> None:
+    table = acceptance_by_position([generation([(3, 3), (3, 1), (1, 0), (1, 1)], 1.0)])
+    assert [(row["position"], row["rounds"]) for row in table] == [(1, 4), (2, 2), (3, 2)]
+    assert [row["accepted"] for row in table] == pytest.approx([3 / 4, 1 / 2, 1 / 2])
+
+
+def test_bootstrap_interval() -> None:
+    values = [1.0 + i / 100 for i in range(101)]
+    median, (low, high) = bootstrap_median(values, seed=0)
+    assert median == 1.5
+    assert 1.3 < low < 1.5 < high < 1.7
+    assert bootstrap_median(values, seed=0) == bootstrap_median(values, seed=0)
+    assert bootstrap_median([2.0] * 5, seed=1) == (2.0, [2.0, 2.0])
+
+
+def results() -> list[PromptResult]:
+    made = []
+    for index, (seconds, category) in enumerate([(2.0, "code"), (3.0, "code"), (4.0, "chat")]):
+        draft = generation([(4, 4), (4, 1), (4, 0)], 1.0)
+        plain = Generation(draft.tokens, 0.4, seconds, tuple(Round((t,), 0, 0, 0.1) for t in draft.tokens[1:]))
+        generations = {AUTOREGRESSIVE: plain, TRANSFORMERS: plain, "m": draft}
+        made.append(PromptResult(f"p{index}", category, (1, 2), generations, TRANSFORMERS))
+    return made
+
+
+def test_report_by_hand() -> None:
+    facts = {"target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 9}
+    report = build_report("m", results(), facts, seed=0)
+    assert report["lossless"]["checked"] == report["lossless"]["identical"] == 3
+    assert report["speedup"]["median"] == 3.0
+    assert report["speedup"]["vs_transformers_generate"]["median"] == 3.0
+    assert report["speedup_per_prompt"] == {"p0": 2.0, "p1": 3.0, "p2": 4.0}
+    assert report["tokens_per_second"]["speculative"] == pytest.approx(8.0)
+    assert report["tokens_per_second"]["autoregressive"] == pytest.approx(24 / 9)
+    # 9 rounds cost 3 s where a plain token costs 9/24 s: even with (3·24/9 − 9)/36 accepted; never less than 0 here
+    assert report["break_even_acceptance"] == pytest.approx((3 * 24 / 9 - 9) / 36)
+    assert sum(report["seconds"].values()) == pytest.approx(3.0)
+    assert report["seconds"]["draft"] == pytest.approx(9 / 40)
+    assert report["by_category"]["code"]["prompts"] == 2
+    assert report["verdict"] == "faster"
+    assert is_lossless(report)
+    assert "| m | 3/3 | 2.67 |" in markdown([report])
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(4.0, "slower"), (0.1, "faster")])
+def test_verdict(seconds: float, verdict: str) -> None:
+    made = results()
+    for r in made:
+        r.generations["m"] = generation(
+            [(4, 4), (4, 1), (4, 0)], seconds * r.generations[AUTOREGRESSIVE].decode_seconds
+        )  # type: ignore[index]
+    facts = {"target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 9}
+    assert build_report("m", made, facts, seed=0)["verdict"] == verdict
+
+
+def result_with(stack_prompt: list[int], reference: tuple[int, ...], other: tuple[int, ...]) -> PromptResult:
+    arms = {AUTOREGRESSIVE: Generation(reference, 0, 1), "m": Generation(other, 0, 1)}
+    return PromptResult("p", "c", tuple(stack_prompt), arms, AUTOREGRESSIVE)
+
+
+def test_only_real_ties_are_excused(tmp_path: Path) -> None:
+    """A mismatch between two tokens of equal logits is a tie; between any others it is an error."""
+    path = save_target(tmp_path)
+    _, stack = open_stack(path)
+    prompt = random_prompt(12)
+    plain = make_arms(stack, make_drafter(path, 2), {}, None, max_new_tokens=8, eos=(), seed=0)[AUTOREGRESSIVE]
+    tokens = plain(prompt).tokens
+    twin = (tokens[3] + 1) % 256
+    wrong = (*tokens[:3], twin, *tokens[4:])
+    assert excuse_ties(stack, result_with(prompt, tokens, wrong)) == frozenset()
+    stack.head.weight[twin] = stack.head.weight[tokens[3]]
+    stack.head.weight[twin, 0] += 1e-7  # rounding noise
+    tokens = plain(prompt).tokens
+    place = next(i for i, t in enumerate(tokens) if t in (twin, wrong[3], tokens[3]))
+    other = twin if tokens[place] != twin else tokens[3]
+    wrong = (*tokens[:place], other, *tokens[place + 1 :])
+    assert excuse_ties(stack, result_with(prompt, tokens, wrong)) == {"m"}
+    assert excuse_ties(stack, result_with(prompt, tokens, tokens[:-1])) == frozenset()  # shorter is not a tie
+
+
+def test_measure_rotates_and_takes_the_median(tmp_path: Path) -> None:
+    calls = []
+
+    def arm(name: str, seconds: list[float]):
+        def run(_prompt: Sequence[int]) -> Generation:
+            calls.append(name)
+            return Generation((1, 2), 0.1, seconds[calls.count(name) - 1])
+
+        return run
+
+    arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE, [3, 1, 2]), "m": arm("m", [5, 6, 4])}
+    result = measure(arms, [1], prompt_id="p", category="c", repeats=3, turn=1)
+    assert calls == ["m", AUTOREGRESSIVE, AUTOREGRESSIVE, "m", "m", AUTOREGRESSIVE]
+    assert result.generations[AUTOREGRESSIVE].decode_seconds == 2
+    assert result.generations["m"].decode_seconds == 5
+
+
+def test_transformers_arm_times_prefill_apart(tmp_path: Path) -> None:
+    model, _ = open_stack(save_target(tmp_path))
+    model.set_attn_implementation("sdpa")
+    out = transformers_generate(model, random_prompt(9), max_new_tokens=12, eos=())
+    assert len(out.tokens) == 12
+    assert out.prefill_seconds > 0
+    assert out.decode_seconds > 0
+    first = out.tokens[4]
+    stopped = transformers_generate(model, random_prompt(9), max_new_tokens=12, eos=[first])
+    assert stopped.tokens == out.tokens[: out.tokens.index(first) + 1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    path = save_target(folder / "target")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    byte_tokenizer(template + "{% if add_generation_prompt %}assistant: {% endif %}").save_pretrained(path)
+    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.05), fingerprint, {}, torch.float32)
+    return folder
+
+
+@pytest.fixture
+def command(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable:
+    """evaluate-checkpoint in this process: (exit status, stdout, stderr)."""
+    monkeypatch.chdir(checkpoint)
+
+    def run(*overrides: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", "max_new_tokens=12", "threads=1", *overrides])
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) -> None:
+    """Two methods over a two-turn chat file: one report each, one table, texts and plots."""
+    questions = [
+        {"question_id": i, "category": c, "turns": [f"question {i}?", "and then?"]}
+        for i, c in ((81, "writing"), (91, "math"))
+    ]
+    (checkpoint / "mt.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    status, printed, errors = command(
+        "checkpoint=drafter", "prompts=mt.jsonl", "method=[eesd_beta,eesd_fixed]", "out_dir=out"
+    )
+    assert status == 0, errors
+    out = checkpoint / "out"
+    reports = json.loads((out / "report.json").read_text())["reports"]
+    assert [report["method"] for report in reports] == ["eesd_beta", "eesd_fixed"]
+    for report in reports:
+        assert report["lossless"] == {
+            "reference": TRANSFORMERS, "checked": 4, "identical": 4, "excused_ties": 0, "autoregressive_identical": 4,
+        }  # fmt: skip
+        assert report["tau"] > 1.5
+        assert set(report["by_category"]) == {"writing", "math"}
+        wanted = {
+            "method", "target", "drafter", "dtype", "device", "machine", "prompts", "tokens", "temperature", "seed",
+            "lossless", "tau", "acceptance_rate", "draft_share", "harmonic_mean", "drafted_tokens_per_round",
+            "tokens_per_second", "speedup", "break_even_acceptance", "seconds", "by_category", "verdict",
+        }  # fmt: skip
+        assert wanted <= set(report)
+        assert set(report["tokens_per_second"]) == {"autoregressive", "transformers_generate", "speculative"}
+    table = (out / "report.md").read_text()
+    assert table.strip() in printed
+    assert "| eesd_beta | 4/4 |" in table
+    lines = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 * 4
+    by_arm = {(line["id"], line["arm"]): line["tokens"] for line in lines}
+    assert all(tokens == by_arm[prompt, AUTOREGRESSIVE] for (prompt, _), tokens in by_arm.items())
+    for plot in ("speedup_per_prompt.png", "acceptance_by_position.png"):
+        assert (out / plot).read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_refuses_bad_input(checkpoint: Path, command: Callable) -> None:
+    """Each says what is wrong, exits with 2 and leaves no report behind."""
+    other = save_target(checkpoint / "other", seed=5)
+    (checkpoint / "broken.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
+    (checkpoint / "long.jsonl").write_text(json.dumps({"prompt": "x" * 300}))
+    (checkpoint / "file").write_text("")
+    bad = {
+        ("checkpoint=nowhere",): "no drafter.json there",
+        ("checkpoint=drafter", f"target={other}"): "was trained for another target",
+        ("checkpoint=drafter", "target=gone/for/good"): "no such directory",
+        ("checkpoint=drafter", "prompts=broken.jsonl"): "broken.jsonl",
+        ("checkpoint=drafter", "prompts=long.jsonl"): "300 tokens, expected 1 to 244",
+        ("checkpoint=drafter", "prompts=none.jsonl"): "none.jsonl",
+        ("checkpoint=drafter", "prompt_text=[hi]", "out_dir=file/out"): "out_dir=file/out: cannot be written",
+        ("checkpoint=drafter", "prompt_text=[hi]", "device=cuda:77"): "device=cuda:77: not usable here",
+    }
+    for overrides, message in bad.items():
+        status, _, errors = command(*overrides)
+        assert status == 2, (overrides, errors)
+        assert errors.startswith("error: ")
+        assert message in errors
+    assert not (checkpoint / "runs/evaluate/report.json").exists()
+
+
+def test_other_tokens_than_the_targets_end_with_status_1(
+    checkpoint: Path, command: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runtime that once emits something else is caught; the report is written and says so."""
+    right = verify_greedy
+
+    def wrong(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[list[int], int]:
+        accepted, bonus = right(tokens, parents, choices)
+        return accepted, (bonus + 1) % 256
+
+    monkeypatch.setattr("inference.decode.verify_greedy", wrong)
+    status, _, errors = command("checkpoint=drafter", "prompt_text=[some text]", "out_dir=wrong", "method=eesd_fixed")
+    assert status == 1
+    assert "not lossless: eesd_fixed" in errors
+    report = json.loads((checkpoint / "wrong/report.json").read_text())
+    assert report["lossless"]["identical"] == 0

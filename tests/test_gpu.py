@@ -1,0 +1,86 @@
+"""The same promises on a CUDA device; skipped without one (`make test-gpu`)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_prep.settings import DataConfig
+from draft_models.checkpoint import fingerprint_target, from_pretrained
+from draft_models.early_exit import EarlyExit, exit_layers
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target
+from inference.decode import autoregressive, speculative
+from inference.evaluation import AUTOREGRESSIVE, excuse_ties, make_arms, measure, prepare, synchronized_clock
+from inference.settings import MethodConfig
+from inference.sources import EarlyExitSource
+from inference.stop_rules import FixedLength
+from tests.tiny import ARCHITECTURES, LAYERS, random_prompt, reference_generate, save_target
+from train.early_exit import train_early_exit
+from train.settings import EesdConfig, FitConfig, WandbConfig
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def on_gpu(path: Path, exit_layer: int, dtype: torch.dtype) -> tuple[LayerStack, EarlyExit]:
+    files, config = open_target(str(path)), load_config(str(path))
+    stack = LayerStack(load_layers(files, config, range(LAYERS), dtype=dtype, device=CUDA))
+    model = load_layers(files, config, exit_layers(config, exit_layer), dtype=dtype, device=CUDA)
+    drafter = EarlyExit.from_model(model, exit_layer, own_head=True).requires_grad_(False)
+    prepare(stack, drafter)
+    return stack, drafter
+
+
+@pytest.mark.parametrize("exit_layer", [1, LAYERS - 1])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int, exit_layer: int) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    path = save_target(tmp_path, architecture, kv_heads=kv_heads)
+    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32, device=CUDA)
+    model.set_attn_implementation("sdpa")
+    stack, drafter = on_gpu(path, exit_layer, torch.float32)
+    prompt = random_prompt(20)
+    expected = reference_generate(model, prompt, 48)
+    rounds = list(speculative(stack, EarlyExitSource(drafter), FixedLength(4), prompt, max_new_tokens=48))
+    assert [t for r in rounds for t in r.tokens] == expected
+    assert [t for r in autoregressive(stack, prompt, max_new_tokens=48) for t in r.tokens] == expected
+
+
+def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
+    stack, drafter = on_gpu(save_target(tmp_path), LAYERS - 1, torch.bfloat16)
+    method = {"m": MethodConfig(stop="fixed", max_draft=4)}
+    options = {"max_new_tokens": 64, "eos": (), "seed": 0}
+    arms = make_arms(stack, drafter, method, None, **options)
+    profilers = make_arms(stack, drafter, method, None, **options, clock=synchronized_clock)
+    del profilers[AUTOREGRESSIVE]
+    for seed in range(4):
+        prompt = random_prompt(16, seed)
+        result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed, profilers=profilers)
+        assert result.identical("m") or "m" in excuse_ties(stack, result)
+        rounds = result.profiles["m"].rounds
+        assert all(r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds for r in rounds)
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
+def test_eesd_trains_and_its_drafter_is_lossless(tmp_path: Path, objective: str) -> None:
+    path = save_target(tmp_path / "target", kv_heads=2)
+    text = tmp_path / "text.jsonl"
+    lines = [
+        json.dumps({"text": f"line {i}: " + "the quick brown fox jumps over the lazy dog " * 2}) for i in range(60)
+    ]
+    text.write_text("\n".join(lines))
+    data = DataConfig(source="local", path=str(text), layout="text", heldout_fraction=0.2, cache_dir=str(tmp_path))
+    fit = FitConfig(steps=20, batch_rows=8, lr=3e-3, eval_every=10, wandb=WandbConfig(mode="disabled"))
+    config = EesdConfig(str(path), data, fit, exit_layer=2, seq_len=64, objective=objective, eval_rows=4)
+    train_early_exit(replace(config, decode_prompts=2, decode_tokens=16, out_dir=str(tmp_path / "e")))
+    target = load_config(str(path))
+    fingerprint = fingerprint_target(open_target(str(path)), target, load_tokenizer(str(path)))
+    stack, _ = on_gpu(path, 2, torch.float32)
+    drafter = from_pretrained(tmp_path / "e", target, fingerprint, dtype=torch.float32, device=CUDA)
+    prompt = random_prompt(20)
+    plain = [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens]
+    rounds = speculative(stack, EarlyExitSource(drafter), FixedLength(4), prompt, max_new_tokens=40)
+    assert [t for r in rounds for t in r.tokens] == plain
