@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import errno
 import functools
+import logging
 import os
 import sys
 import types
@@ -61,6 +62,8 @@ def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]]
         @functools.wraps(run)
         def main() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
+            # Importing accelerate loads DeepSpeed, which warns on every machine without a GPU.
+            logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
             try:
                 hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
             except (HydraException, OmegaConfBaseException) as error:

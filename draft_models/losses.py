@@ -62,12 +62,11 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     wanted = labels[keep]
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        normaliser = logits.logsumexp(-1, keepdim=True)
-        picked = wanted[rows, None]
-        value = (normaliser - logits.gather(-1, picked)).sum()
+        log_q, picked = logits.log_softmax(-1), wanted[rows, None]
+        value = -log_q.gather(-1, picked).sum()
         if not need_grad:
             return value, None
-        grad = logits.sub_(normaliser).exp_()  # softmax, in the logits' own memory
+        grad = log_q.exp_()
         grad.scatter_add_(-1, picked, grad.new_full((1, 1), -1.0).expand_as(picked))
         return value, grad
 
