@@ -138,7 +138,9 @@ def draft_chain(source: DraftModel, rule: StopRule, root: Tensor, limit: int, cl
         tokens.append(logits.argmax(-1))
         if rule.stop(len(tokens) - 1):
             break
-    return DraftTree(torch.cat(tokens)[1:], chain_parents(0, len(tokens) - 1)), seconds
+    n = len(tokens) - 1
+    rows = (*range(1, n), -1)[:n]  # the last token was never fed
+    return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), rows), seconds
 
 
 def _new_session(

@@ -33,7 +33,9 @@ class TargetSession:
         stack.reserve(capacity)
         self.parents: list[int] = []
         self.depths: list[int] = []
+        self._tokens: list[Tensor] = []
         self._hidden: list[Tensor] = []
+        self._finished: list[int] = []  # the rows that have been through the second half
         self._is_chain = True
 
     @property
@@ -47,6 +49,11 @@ class TargetSession:
         if len(self._hidden) > 1:
             self._hidden = [torch.cat(self._hidden, dim=1)]
         return self._hidden[0]
+
+    @property
+    def tokens(self) -> Tensor:
+        """The rows' tokens [rows]."""
+        return torch.cat(self._tokens)
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """Add rows: tokens [n] whose parents are row numbers (−1: no parent in this round), through the first half.
@@ -64,21 +71,34 @@ class TargetSession:
             hidden = self.stack.run(hidden, 0, self.split, self.rotary(start, self.rows), masks, self.first)
         self.first.advance(len(parents))
         self._hidden.append(hidden)
+        self._tokens.append(tokens)
         return hidden
 
-    def finish(self, *, last_only: bool = False) -> Tensor:
-        """Run the second half over all rows; returns next-token logits of every row [rows, V] or the last [1, V]."""
+    def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
+        """Run the second half over `rows` (ascending, with all their ancestors; None: every row).
+
+        Returns next-token logits of each of them [n, V], or of the last one [1, V]. Rows left out stay out of
+        the second half, and cannot be committed.
+        """
+        self._finished = list(range(self.rows)) if rows is None else list(rows)
+        everything = len(self._finished) == self.rows
+        hidden = self.hidden if everything else self.hidden[:, self._finished]
         masks, rotary = self.masks(0, self.rows), self.rotary(0, self.rows)
-        hidden = self.stack.run(self.hidden, self.split, len(self.stack.layers), rotary, masks, self.rest)
-        self.rest.advance(self.rows)
+        if not everything:
+            masks, rotary = self._selected(masks, rotary)
+        hidden = self.stack.run(hidden, self.split, len(self.stack.layers), rotary, masks, self.rest)
+        self.rest.advance(len(self._finished))
         return self.stack.logits(hidden[:, -1:] if last_only else hidden)[0]
 
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: the tokens of `rows`, an ascending path from row 0, are part of the text; drop the others."""
         self.first.keep(self.base, rows)
-        self.rest.keep(self.base, rows)
+        if self.rest.layers:
+            place = {row: index for index, row in enumerate(self._finished)}
+            self.rest.keep(self.base, [place[row] for row in rows])
         self.base += len(rows)
-        self.parents, self.depths, self._hidden, self._is_chain = [], [], [], True
+        self.parents, self.depths, self._is_chain = [], [], True
+        self._tokens, self._hidden, self._finished = [], [], []
 
     def rotary(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Rotary cos and sin of rows start..stop−1; a negative start reaches into the committed positions."""
@@ -102,6 +122,15 @@ class TargetSession:
                 built[binding] = None if trivial and binding is None else self._mask(past, keys, binding)
             built[window] = built[binding]
         return built
+
+    def _selected(
+        self, masks: dict[int | None, Tensor | None], rotary: tuple[Tensor, Tensor]
+    ) -> tuple[dict[int | None, Tensor | None], tuple[Tensor, Tensor]]:
+        """The masks and rotary tables of all rows, cut down to the finished ones."""
+        rows = torch.tensor(self._finished, device=self.stack.device)
+        columns = torch.cat([self._positions[: self.base], self.base + rows])
+        cut = {w: None if m is None else m[:, :, rows[:, None], columns] for w, m in masks.items()}
+        return cut, (rotary[0][:, rows], rotary[1][:, rows])
 
     def _mask(self, past: int, keys: int, window: int | None) -> Tensor:
         device, dtype = self.stack.device, self.stack.dtype

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draft_models.early_exit import EarlyExit
+from draft_models.target import LayerStack
 from inference.cache import KVCache
 from inference.session import TargetSession
+from inference.tree import chain_parents
 
 
 class DraftModel(Protocol):
@@ -80,3 +83,55 @@ class EarlyExitSource:
         )
         self.cache.advance(hidden.shape[1])
         return hidden
+
+
+class SmallLMSource:
+    """A small LM that shares nothing with the target but the vocabulary.
+
+    It runs as a session of its own whose first half is the whole model. A row that was verified without
+    having been extended is unknown to it; its token waits in `_pending` and goes in, in front of the root, with
+    the next extension. Logits are cut or padded with −∞ to the target's vocabulary size.
+    """
+
+    split = 0
+
+    def __init__(self, stack: LayerStack):
+        self.stack = stack
+
+    def begin(self, session: TargetSession) -> None:
+        self.target = session
+        self.vocabulary = session.stack.config.vocab_size
+        self.session = TargetSession(self.stack, len(self.stack.layers), session.capacity)
+        prompt = session.tokens.to(self.stack.device)
+        self.session.feed(prompt, chain_parents(0, len(prompt)))
+        self.session.commit(range(len(prompt)))
+        self._pending = prompt[:0]
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        waiting = len(self._pending)
+        first = self.session.rows == 0
+        if first and waiting:
+            tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, waiting + len(parents))
+        elif waiting:
+            parents = [parent + waiting for parent in parents]
+        hidden = self.session.feed(tokens, parents)
+        logits = self.stack.logits(hidden[:, waiting if first else 0 :])[0]
+        return fit_vocabulary(logits, self.vocabulary)
+
+    def commit(self, rows: Sequence[int]) -> None:
+        waiting, tokens = len(self._pending), self.target.tokens
+        extended = self.session.rows - waiting  # negative: nothing was extended, all of it goes on waiting
+        known = [row for row in rows if row < extended]
+        unknown = tokens[list(rows[len(known) :])].to(self.stack.device)
+        if extended < 0:
+            self._pending = torch.cat([self._pending, unknown])
+            return
+        self.session.commit([*range(waiting), *(row + waiting for row in known)])
+        self._pending = unknown
+
+
+def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """logits [n, V'] with the vocabulary axis cut to `size`, or padded to it with −∞."""
+    if logits.shape[-1] >= size:
+        return logits[..., :size]
+    return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)

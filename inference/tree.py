@@ -1,6 +1,6 @@
 """The draft of one round: a tree of proposed tokens under the last committed token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -9,13 +9,20 @@ ROOT = -1  # the parent of a first draft token: the last committed token
 
 @dataclass(frozen=True)
 class DraftTree:
-    """tokens [n] int64; parents [n]: index of each node's parent, `ROOT` for a child of the root.
+    """A draft of n nodes; parents come before children, siblings have different tokens.
 
-    Parents come before children. A chain is the tree with parents (−1, 0, 1, …).
+    tokens [n] int64; parents: index of each node's parent, `ROOT` for a child of the root. A chain is the
+    tree with parents (−1, 0, 1, …). rows: under which row number the source was fed each node, −1 where it
+    never was. path_probs [n]: p̂, the product of q along each node's path, where the structure computed it.
+    q: for sampled drafts, the distribution [V] that the children of a node (or `ROOT`) were drawn from, in
+    order of their index; empty for a deterministic draft, whose candidates are point masses.
     """
 
     tokens: Tensor
     parents: tuple[int, ...]
+    rows: tuple[int, ...]
+    path_probs: Tensor | None = None
+    q: dict[int, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.parents)
