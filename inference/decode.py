@@ -9,9 +9,9 @@ from torch import Tensor
 
 from draft_models.errors import UserError
 from draft_models.target import LayerStack
+from inference.drafting import Structure
 from inference.session import TargetSession
 from inference.sources import DraftModel
-from inference.stop_rules import StopRule
 from inference.tree import ROOT, DraftTree, chain_parents
 from inference.verify import verify_greedy
 
@@ -75,20 +75,21 @@ def autoregressive(
 def speculative(
     stack: LayerStack,
     source: DraftModel,
-    rule: StopRule,
+    structure: Structure,
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
     eos: Collection[int] = (),
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
-    """Greedy speculative decoding with a chain draft; the tokens equal `autoregressive`'s.
+    """Greedy speculative decoding; the tokens equal `autoregressive`'s whatever is drafted.
 
-    Each round drafts under the last committed token until `rule` stops, runs the target once over the draft
-    and commits the longest prefix that the target would have chosen itself, plus its next choice. At most
-    one transfer from the device per round. Raises `UserError` for an impossible length.
+    Each round `structure` drafts a tree under the last committed token, the target runs once over it, and the
+    longest path that the target would have chosen itself is committed, plus its next choice. One transfer from
+    the device per round, besides those of the structure. Raises `UserError` for an impossible length.
     """
-    session = _new_session(stack, source.split, prompt, max_new_tokens, spare=rule.max_draft)
+    session = _new_session(stack, source.split, prompt, max_new_tokens, spare=structure.max_rows)
+    timed = _TimedSource(source, clock)
     started = clock()
     root = _prefill(session, prompt)
     source.begin(session)
@@ -97,20 +98,21 @@ def speculative(
     yield Round((token,), 0, 0, clock() - started)
     budget = max_new_tokens - 1
     while budget > 0 and token not in eos:
-        started = clock()
-        tree, draft_seconds = draft_chain(source, rule, root, limit=min(rule.max_draft, budget - 1), clock=clock)
+        started, timed.seconds = clock(), 0.0
+        tree = structure.draft(timed, root, budget - 1)
         drafted = clock()
-        logits = _run_target(session, root, tree)
+        logits, node_rows = _run_target(session, root, tree)
         choices = logits.argmax(-1)
         proposed, chosen = _to_lists(tree.tokens, choices)
         verified = clock()
-        nodes, token = verify_greedy(proposed, tree.parents, chosen)
-        rows = [0, *(node + 1 for node in nodes)]
-        source.commit(rows)
-        session.commit(rows)
-        rule.observe(len(tree), len(nodes))
-        root = choices[rows[-1] : rows[-1] + 1]
-        tokens = cut([*(proposed[node] for node in nodes), token], eos, budget)
+        nodes, bonus = verify_greedy(proposed, tree.parents, chosen)
+        committed = [token, *(proposed[node] for node in nodes)]
+        source.commit([0, *((node_rows if source.split else tree.rows)[node] for node in nodes)], committed)
+        session.commit([0, *(node_rows[node] for node in nodes)])
+        structure.observe(tree, nodes)
+        last = nodes[-1] + 1 if nodes else 0
+        root = choices[last : last + 1]
+        tokens = cut([*committed[1:], bonus], eos, budget)
         budget -= len(tokens)
         token = tokens[-1]
         yield Round(
@@ -118,29 +120,24 @@ def speculative(
             len(tree),
             min(len(nodes), len(tokens)),
             seconds=clock() - started,
-            draft_seconds=draft_seconds,
-            structure_seconds=drafted - started - draft_seconds,
+            draft_seconds=timed.seconds,
+            structure_seconds=drafted - started - timed.seconds,
             verify_seconds=verified - drafted,
         )
 
 
-def draft_chain(source: DraftModel, rule: StopRule, root: Tensor, limit: int, clock: Clock) -> tuple[DraftTree, float]:
-    """Draft greedily in a line under `root` [1] until `rule` stops or `limit` tokens are there.
+class _TimedSource:
+    """A source that counts the seconds spent in it."""
 
-    Returns the draft and the seconds spent in the source.
-    """
-    tokens = [root]
-    seconds = 0.0
-    while len(tokens) <= limit:
-        started = clock()
-        logits = source.extend(tokens[-1], (len(tokens) - 2,))
-        seconds += clock() - started
-        tokens.append(logits.argmax(-1))
-        if rule.stop(len(tokens) - 1):
-            break
-    n = len(tokens) - 1
-    rows = (*range(1, n), -1)[:n]  # the last token was never fed
-    return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), rows), seconds
+    def __init__(self, source: DraftModel, clock: Clock):
+        self._source, self._clock = source, clock
+        self.seconds = 0.0
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        started = self._clock()
+        logits = self._source.extend(tokens, parents)
+        self.seconds += self._clock() - started
+        return logits
 
 
 def _new_session(
@@ -166,14 +163,29 @@ def _prefill(session: TargetSession, prompt: Sequence[int]) -> Tensor:
     return session.finish(last_only=True).argmax(-1)
 
 
-def _run_target(session: TargetSession, root: Tensor, tree: DraftTree) -> Tensor:
-    """The target's logits after the root and after each node [n + 1, V]; feeds the rows the source has not fed."""
-    fed = session.rows
-    if fed <= len(tree):
-        rows = torch.cat([root, tree.tokens])[fed:]
-        parents = (ROOT, *(parent + 1 for parent in tree.parents))[fed:]
-        session.feed(rows, parents)
-    return session.finish()
+def _run_target(session: TargetSession, root: Tensor, tree: DraftTree) -> tuple[Tensor, list[int]]:
+    """The target's logits after the root and after each node [n + 1, V], and each node's row in the session.
+
+    Feeds what the source has not fed: nothing but the leaves where it shares the session, else everything.
+    """
+    shared = session.rows > 0
+    rows = list(tree.rows) if shared else [-1] * len(tree)
+    missing = [node for node, row in enumerate(rows) if row < 0]
+    following = max(1, session.rows)
+    for place, node in enumerate(missing):
+        rows[node] = following + place
+    parents = [0 if tree.parents[node] == ROOT else rows[tree.parents[node]] for node in missing]
+    tokens = tree.tokens if len(missing) == len(tree) else tree.tokens[missing]
+    if not shared:
+        session.feed(torch.cat([root, tokens]), (ROOT, *parents))
+    elif missing:
+        session.feed(tokens, parents)
+    order = sorted([0, *rows])
+    logits = session.finish(None if len(order) == session.rows else order)
+    if order != [0, *rows]:
+        place_of = {row: place for place, row in enumerate(order)}
+        logits = logits[[0, *(place_of[row] for row in rows)]]
+    return logits, rows
 
 
 def _to_lists(tokens: Tensor, choices: Tensor) -> tuple[list[int], list[int]]:

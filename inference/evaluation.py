@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from draft_models.early_exit import EarlyExit
 from draft_models.target import LayerStack
 from inference.decode import Clock, Round, autoregressive, cut, speculative
+from inference.drafting import Chain
 from inference.packing import can_pack, pack_linears
 from inference.session import TargetSession
 from inference.settings import MethodConfig
@@ -84,9 +85,9 @@ def make_arms(
 
     def drafting(method: MethodConfig) -> Arm:
         def run(prompt: Sequence[int]) -> Generation:
-            rule = make_rule(method, seed)
+            structure = Chain(make_rule(method, seed))
             source = EarlyExitSource(drafter)
-            return collect(speculative(stack, source, rule, prompt, clock=clock, **options), clock)
+            return collect(speculative(stack, source, structure, prompt, clock=clock, **options), clock)
 
         return run
 

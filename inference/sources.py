@@ -27,8 +27,12 @@ class DraftModel(Protocol):
         """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, V] after each."""
         ...
 
-    def commit(self, rows: Sequence[int]) -> None:
-        """The round ends with `rows` accepted; called before the session's own commit."""
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """The round ends with the path `tokens` committed, root first; called before the session's own commit.
+
+        rows: the row of each, in the session where the source shares it, else as the source was fed them, with
+        −1 (or a row it never had) for a token it was not fed.
+        """
         ...
 
 
@@ -61,7 +65,7 @@ class EarlyExitSource:
         hidden = self._run(hidden, start - waiting)
         return self.drafter.logits(hidden[:, waiting:])[0]
 
-    def commit(self, rows: Sequence[int]) -> None:
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         base = self.session.base
         extended = max(0, self.cache.length - base)
         known = [row for row in rows if row < extended]
@@ -99,7 +103,6 @@ class SmallLMSource:
         self.stack = stack
 
     def begin(self, session: TargetSession) -> None:
-        self.target = session
         self.vocabulary = session.stack.config.vocab_size
         self.session = TargetSession(self.stack, len(self.stack.layers), session.capacity)
         prompt = session.tokens.to(self.stack.device)
@@ -118,16 +121,16 @@ class SmallLMSource:
         logits = self.stack.logits(hidden[:, waiting if first else 0 :])[0]
         return fit_vocabulary(logits, self.vocabulary)
 
-    def commit(self, rows: Sequence[int]) -> None:
-        waiting, tokens = len(self._pending), self.target.tokens
-        extended = self.session.rows - waiting  # negative: nothing was extended, all of it goes on waiting
-        known = [row for row in rows if row < extended]
-        unknown = tokens[list(rows[len(known) :])].to(self.stack.device)
-        if extended < 0:
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        waiting = len(self._pending)
+        extended = self.session.rows - waiting  # not positive: nothing was, and the pending ones go on waiting
+        known = [row for row in rows if 0 <= row < extended]
+        unknown = torch.tensor(tokens[len(known) :], dtype=torch.long, device=self.stack.device)
+        if extended > 0:
+            self.session.commit([*range(waiting), *(row + waiting for row in known)])
+            self._pending = unknown
+        else:
             self._pending = torch.cat([self._pending, unknown])
-            return
-        self.session.commit([*range(waiting), *(row + waiting for row in known)])
-        self._pending = unknown
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:

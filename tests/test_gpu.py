@@ -12,6 +12,7 @@ from draft_models.checkpoint import fingerprint_target, from_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target
 from inference.decode import autoregressive, speculative
+from inference.drafting import Chain
 from inference.evaluation import AUTOREGRESSIVE, excuse_ties, make_arms, measure, prepare, synchronized_clock
 from inference.settings import MethodConfig
 from inference.sources import EarlyExitSource
@@ -44,7 +45,7 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int
     stack, drafter = on_gpu(path, exit_layer, torch.float32)
     prompt = random_prompt(20)
     expected = reference_generate(model, prompt, 48)
-    rounds = list(speculative(stack, EarlyExitSource(drafter), FixedLength(4), prompt, max_new_tokens=48))
+    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=48))
     assert [t for r in rounds for t in r.tokens] == expected
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=48) for t in r.tokens] == expected
 
@@ -82,5 +83,5 @@ def test_eesd_trains_and_its_drafter_is_lossless(tmp_path: Path, objective: str)
     drafter = from_pretrained(tmp_path / "e", target, fingerprint, dtype=torch.float32, device=CUDA)
     prompt = random_prompt(20)
     plain = [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens]
-    rounds = speculative(stack, EarlyExitSource(drafter), FixedLength(4), prompt, max_new_tokens=40)
+    rounds = speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=40)
     assert [t for r in rounds for t in r.tokens] == plain

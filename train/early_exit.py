@@ -26,6 +26,7 @@ from draft_models.target import (
     pick_dtype,
 )
 from inference.decode import speculative
+from inference.drafting import Chain
 from inference.evaluation import collect, decode_statistics, prepare
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
@@ -186,7 +187,7 @@ def decode_tau(student: EarlyExitStudent, stack: LayerStack, prompts: list[list[
             speculative(
                 stack,
                 EarlyExitSource(drafter),
-                FixedLength(WATCHED_DRAFT),
+                Chain(FixedLength(WATCHED_DRAFT)),
                 prompt,
                 max_new_tokens=max_new_tokens,
             )

@@ -11,6 +11,7 @@ from draft_models.early_exit import EarlyExit
 from draft_models.errors import UserError
 from draft_models.target import LayerStack
 from inference.decode import Round, autoregressive, cut, speculative
+from inference.drafting import Chain
 from inference.sources import EarlyExitSource
 from inference.stop_rules import BetaThompson, FixedLength, StopRule
 from tests.tiny import (
@@ -35,7 +36,7 @@ RULES = {
 def decode(
     stack: LayerStack, drafter: EarlyExit, rule: StopRule, prompt: Sequence[int], **options: object
 ) -> list[Round]:
-    return list(speculative(stack, EarlyExitSource(drafter), rule, prompt, **options))
+    return list(speculative(stack, EarlyExitSource(drafter), Chain(rule), prompt, **options))
 
 
 def tokens_of(rounds: Sequence[Round]) -> list[int]:
@@ -166,10 +167,10 @@ def test_a_generation_can_be_abandoned_and_another_started(tmp_path: Path) -> No
     model, stack = open_stack(path)
     source = EarlyExitSource(make_drafter(path, LAYERS - 1, noise=0.1))
     prompt = random_prompt(11)
-    half = speculative(stack, source, FixedLength(4), random_prompt(30, seed=2), max_new_tokens=30)
+    half = speculative(stack, source, Chain(FixedLength(4)), random_prompt(30, seed=2), max_new_tokens=30)
     next(half), next(half)
     half.close()
-    rounds = list(speculative(stack, source, FixedLength(4), prompt, max_new_tokens=30))
+    rounds = list(speculative(stack, source, Chain(FixedLength(4)), prompt, max_new_tokens=30))
     assert tokens_of(rounds) == reference_generate(model, prompt, 30)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from inference.decode import autoregressive, speculative
+from inference.drafting import Chain
 from inference.evaluation import prepare
 from inference.packing import PackedLinear, can_pack, pack_linears
 from inference.sources import EarlyExitSource
@@ -44,6 +45,6 @@ def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied
     assert any(isinstance(m, PackedLinear) for m in stack.modules())
     prompt = random_prompt(20)
     expected = reference_generate(model, prompt, 40)
-    rounds = list(speculative(stack, EarlyExitSource(drafter), FixedLength(4), prompt, max_new_tokens=40))
+    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=40))
     assert [t for r in rounds for t in r.tokens] == expected
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens] == expected

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inference.cache import KVCache
 from inference.decode import speculative
+from inference.drafting import Chain
 from inference.session import TargetSession, ancestors
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
@@ -50,7 +51,7 @@ def test_after_every_round_each_cache_equals_a_fresh_prefill(
         choices = session.finish().argmax(-1)
         nodes, _ = verify_greedy(tokens[1:].tolist(), chain_parents(0, drafted), choices.tolist())
         rows = [0, *(n + 1 for n in nodes)]
-        source.commit(rows)
+        source.commit(rows, tokens[rows].tolist())
         session.commit(rows)
         text += tokens[rows].tolist()
         root = choices[rows[-1] :][:1]
@@ -152,6 +153,6 @@ def test_first_half_is_not_run_again(tmp_path: Path) -> None:
             lambda _m, _i, out, index=index: calls.__setitem__(index, calls.get(index, 0) + out.shape[1])
         )
     source = EarlyExitSource(make_drafter(path, 2))
-    rounds = list(speculative(stack, source, FixedLength(4), random_prompt(10), max_new_tokens=20))
+    rounds = list(speculative(stack, source, Chain(FixedLength(4)), random_prompt(10), max_new_tokens=20))
     rows = 10 + sum(r.drafted + 1 for r in rounds[1:])
     assert calls == dict.fromkeys(range(LAYERS), rows)

@@ -20,6 +20,7 @@ from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, fingerprint_target,
 from draft_models.errors import UserError
 from draft_models.target import load_config, load_tokenizer, open_target
 from inference.decode import speculative
+from inference.drafting import Chain
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
@@ -89,7 +90,7 @@ def test_a_trained_drafter_is_lossless_and_better(
     if not train_head:
         drafter.use_head(stack.head)
     prompt = random_prompt(20)
-    rounds = list(speculative(stack, EarlyExitSource(drafter), FixedLength(4), prompt, max_new_tokens=20))
+    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=20))
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
 
 
