@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from draft_models.errors import UserError
 from draft_models.target import LayerStack
 from inference.drafting import Structure
 from inference.session import TargetSession
-from inference.sources import DraftModel
+from inference.sources import Drafter, DraftModel
 from inference.tree import ROOT, DraftTree, chain_parents
 from inference.verify import verify_greedy
 
@@ -74,7 +75,7 @@ def autoregressive(
 @torch.inference_mode()
 def speculative(
     stack: LayerStack,
-    source: DraftModel,
+    source: Drafter,
     structure: Structure,
     prompt: Sequence[int],
     *,
@@ -89,7 +90,7 @@ def speculative(
     the device per round, besides those of the structure. Raises `UserError` for an impossible length.
     """
     session = _new_session(stack, source.split, prompt, max_new_tokens, spare=structure.max_rows)
-    timed = _TimedSource(source, clock)
+    timed = _TimedSource(cast(DraftModel, source), clock)  # a structure of its own needs no distributions
     started = clock()
     root = _prefill(session, prompt)
     source.begin(session)
@@ -132,6 +133,14 @@ class _TimedSource:
     def __init__(self, source: DraftModel, clock: Clock):
         self._source, self._clock = source, clock
         self.seconds = 0.0
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._source.hidden
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self._source.target_hidden
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         started = self._clock()

@@ -6,13 +6,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inference.stop_rules import StopRule
+from inference.stop_rules import Step, StopRule
 from inference.tree import DraftTree, chain_parents
 
 
 class Extends(Protocol):
     """What drafting needs of a source (see `inference.sources.DraftModel`)."""
 
+    @property
+    def hidden(self) -> Tensor: ...
+    @property
+    def target_hidden(self) -> Tensor: ...
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor: ...
 
 
@@ -42,7 +46,8 @@ class Chain:
         while len(tokens) <= min(limit, self.rule.max_draft):
             logits = source.extend(tokens[-1], (len(tokens) - 2,))
             tokens.append(logits.argmax(-1))
-            if self.rule.stop(len(tokens) - 1):
+            step = Step(len(tokens) - 1, tokens[-1], logits, source.hidden, source.target_hidden)
+            if self.rule.stop(step):
                 break
         n = len(tokens) - 1
         fed = (*range(1, n), -1)[:n]  # the last token never is

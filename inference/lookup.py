@@ -28,9 +28,6 @@ class PromptLookup:
         self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → where its latest continuation begins
         self._append(session.tokens.tolist())
 
-    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        raise TypeError("prompt lookup has no next-token distribution; it is its own structure")
-
     def draft(self, source: Extends, root: Tensor, limit: int) -> DraftTree:
         last = int(root)
         self._note_end()  # what ends the text is followed by the root

@@ -19,8 +19,10 @@ class TargetSession:
 
     A *row* is a token of the current round: row 0 is the last committed token, the others are draft tokens
     under it. `base` counts the committed positions before row 0; all caches hold exactly those between
-    rounds.
+    rounds. `target_hidden` [1, d] is the hidden state after the last layer at the last committed position.
     """
+
+    target_hidden: Tensor
 
     def __init__(self, stack: LayerStack, split: int, capacity: int):
         self.stack = stack
@@ -88,6 +90,7 @@ class TargetSession:
             masks, rotary = self._selected(masks, rotary)
         hidden = self.stack.run(hidden, self.split, len(self.stack.layers), rotary, masks, self.rest)
         self.rest.advance(len(self._finished))
+        self._last_hidden = hidden[0]
         return self.stack.logits(hidden[:, -1:] if last_only else hidden)[0]
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -96,6 +99,8 @@ class TargetSession:
         if self.rest.layers:
             place = {row: index for index, row in enumerate(self._finished)}
             self.rest.keep(self.base, [place[row] for row in rows])
+            last = place[rows[-1]]
+            self.target_hidden = self._last_hidden[last : last + 1]
         self.base += len(rows)
         self.parents, self.depths, self._is_chain = [], [], True
         self._tokens, self._hidden, self._finished = [], [], []

@@ -14,17 +14,13 @@ from inference.session import TargetSession
 from inference.tree import chain_parents
 
 
-class DraftModel(Protocol):
-    """A draft source for one sequence."""
+class Drafter(Protocol):
+    """Whatever drafts follow the text with: told the prompt, then every round's outcome."""
 
     split: int  # target layers it shares: the session it works in is split there
 
     def begin(self, session: TargetSession) -> None:
         """Called once, with the prompt fed to the session's first half and not yet committed."""
-        ...
-
-    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, V] after each."""
         ...
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
@@ -33,6 +29,24 @@ class DraftModel(Protocol):
         rows: the row of each, in the session where the source shares it, else as the source was fed them, with
         −1 (or a row it never had) for a token it was not fed.
         """
+        ...
+
+
+class DraftModel(Drafter, Protocol):
+    """An autoregressive drafter: gives next-token distributions after any node of the round's tree."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """The drafter's last hidden states [n, d] of the rows that were just extended."""
+        ...
+
+    @property
+    def target_hidden(self) -> Tensor:
+        """The target's last hidden state [1, d] at the last verified position."""
+        ...
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, V] after each."""
         ...
 
 
@@ -48,6 +62,8 @@ class EarlyExitSource:
         self.drafter = drafter
         self.split = drafter.exit_layer
 
+    hidden: Tensor
+
     def begin(self, session: TargetSession) -> None:
         self.session = session
         self.cache = KVCache(range(self.split, self.split + 1), session.capacity)
@@ -62,8 +78,13 @@ class EarlyExitSource:
         if waiting:
             hidden = torch.cat([self._pending, hidden], dim=1)
             self._pending = self._pending[:, :0]
-        hidden = self._run(hidden, start - waiting)
-        return self.drafter.logits(hidden[:, waiting:])[0]
+        hidden = self._run(hidden, start - waiting)[:, waiting:]
+        self.hidden = hidden[0]
+        return self.drafter.logits(hidden)[0]
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self.session.target_hidden
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         base = self.session.base
@@ -98,11 +119,13 @@ class SmallLMSource:
     """
 
     split = 0
+    hidden: Tensor
 
     def __init__(self, stack: LayerStack):
         self.stack = stack
 
     def begin(self, session: TargetSession) -> None:
+        self.target = session
         self.vocabulary = session.stack.config.vocab_size
         self.session = TargetSession(self.stack, len(self.stack.layers), session.capacity)
         prompt = session.tokens.to(self.stack.device)
@@ -117,9 +140,13 @@ class SmallLMSource:
             tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, waiting + len(parents))
         elif waiting:
             parents = [parent + waiting for parent in parents]
-        hidden = self.session.feed(tokens, parents)
-        logits = self.stack.logits(hidden[:, waiting if first else 0 :])[0]
-        return fit_vocabulary(logits, self.vocabulary)
+        hidden = self.session.feed(tokens, parents)[:, waiting if first else 0 :]
+        self.hidden = hidden[0]
+        return fit_vocabulary(self.stack.logits(hidden)[0], self.vocabulary)
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self.target.target_hidden
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         waiting = len(self._pending)

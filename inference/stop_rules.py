@@ -5,6 +5,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
+
+from draft_models.calibration import CalibrationHead
+
+
+@dataclass(frozen=True)
+class Step:
+    """One drafted token as a stop rule sees it; tensors stay on the device until a rule looks at them.
+
+    drafted: how many tokens the round has, this one included; token [1]; logits [1, V] it was taken from;
+    draft_hidden [1, d_D]: the drafter's last hidden state behind those logits; target_hidden [1, d_T]: the
+    target's at the last verified position.
+    """
+
+    drafted: int
+    token: Tensor
+    logits: Tensor
+    draft_hidden: Tensor
+    target_hidden: Tensor
 
 
 class StopRule(Protocol):
@@ -16,8 +35,8 @@ class StopRule(Protocol):
 
     max_draft: int  # drafted tokens a round may have at most
 
-    def stop(self, drafted: int) -> bool:
-        """Whether to verify now, `drafted` ≥ 1 tokens into the round."""
+    def stop(self, step: Step) -> bool:
+        """Whether to verify now."""
         ...
 
     def observe(self, drafted: int, accepted: int) -> None:
@@ -31,8 +50,24 @@ class FixedLength:
 
     max_draft: int
 
-    def stop(self, drafted: int) -> bool:
-        return drafted >= self.max_draft
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.max_draft
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
+
+@dataclass
+class Confidence:
+    """Verify as soon as the drafter gave its token a probability below `threshold`. One transfer per token."""
+
+    max_draft: int
+    threshold: float
+
+    def stop(self, step: Step) -> bool:
+        if step.drafted >= self.max_draft:
+            return True
+        return float(step.logits.float().softmax(-1)[0, step.token]) < self.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:
         pass
@@ -56,12 +91,65 @@ class BetaThompson:
         # Drawn on the CPU once per drafted token: Python's generator is ten times cheaper than a tensor op.
         self._random = random.Random(int(torch.randint(2**62, (), generator=generator)))
 
-    def stop(self, drafted: int) -> bool:
+    def stop(self, step: Step) -> bool:
         theta = self._random.betavariate(self.alpha, self.beta)
-        return drafted >= self.max_draft or self._random.random() >= theta
+        return step.drafted >= self.max_draft or self._random.random() >= theta
 
     def observe(self, drafted: int, accepted: int) -> None:
         tested = min(accepted + 1, drafted)
         right = accepted if self.update == "natural" else max(accepted - 1, 0)
         self.alpha += right
         self.beta += tested - right
+
+
+class CalibratedThompson:
+    """Thompson sampling with a model's word and the sample's (EESD, Algorithm 3).
+
+    θ ~ N(μ, σ²) clamped to [0, 1], with μ = w θ_M + (1 − w) θ̂, w = σ_S²/(nσ_M² + σ_S²), σ² = σ_M²σ_S²/(σ_S² + nσ_M²):
+    θ_M is the calibration head's probability for this very token, θ̂ what has been observed, n the number of
+    verifications, so the head rules at first and experience later. mean="sample": θ̂ is the share of tested
+    tokens that were right, θ̂_0 counting as one; mean="printed": the paper's running mean, which only ever sees
+    successes and so rises to 1. One transfer per drafted token.
+    """
+
+    def __init__(
+        self,
+        head: CalibrationHead,
+        max_draft: int,
+        model_sigma: float,
+        sample_sigma: float,
+        prior: float,
+        mean: str,
+        generator: torch.Generator,
+    ):
+        self.head = head
+        self.max_draft = max_draft
+        self.model_variance, self.sample_variance = model_sigma**2, sample_sigma**2
+        self.estimate = prior
+        self.mean = mean
+        self.verifications = 0
+        self._tested = 1  # the prior's own weight
+        self._random = random.Random(int(torch.randint(2**62, (), generator=generator)))
+
+    def stop(self, step: Step) -> bool:
+        position = torch.tensor([step.drafted], device=step.draft_hidden.device)
+        model = float(self.head(step.target_hidden, step.draft_hidden, position).sigmoid())
+        mean, variance = self.posterior(model)
+        theta = min(1.0, max(0.0, self._random.gauss(mean, variance**0.5)))
+        return step.drafted >= self.max_draft or self._random.random() >= theta
+
+    def posterior(self, model: float) -> tuple[float, float]:
+        """Mean and variance of θ when the head says `model`."""
+        total = self.verifications * self.model_variance + self.sample_variance
+        weight = self.sample_variance / total
+        return weight * model + (1 - weight) * self.estimate, self.model_variance * self.sample_variance / total
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.verifications += 1
+        if self.mean == "sample":
+            tested = min(accepted + 1, drafted)
+            self.estimate = (self.estimate * self._tested + accepted) / (self._tested + tested)
+            self._tested += tested
+        else:  # t counts accepted tokens only
+            self._tested += accepted
+            self.estimate = (self.estimate * (self._tested - accepted) + accepted) / self._tested

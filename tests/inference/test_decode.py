@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
 from draft_models.errors import UserError
 from draft_models.target import LayerStack
 from inference.decode import Round, autoregressive, cut, speculative
 from inference.drafting import Chain
 from inference.sources import EarlyExitSource
-from inference.stop_rules import BetaThompson, FixedLength, StopRule
+from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -29,6 +30,10 @@ RULES = {
     "fixed-4": lambda: FixedLength(4),
     "fixed-8": lambda: FixedLength(8),
     "beta": lambda: BetaThompson(8, 2.0, 1.0, "natural", torch.Generator().manual_seed(0)),
+    "confidence": lambda: Confidence(8, 0.3),
+    "calibrated": lambda: CalibratedThompson(
+        CalibrationHead(64, 64).requires_grad_(False), 8, 0.3, 0.5, 0.6, "sample", torch.Generator().manual_seed(0)
+    ),
     "beta-printed": lambda: BetaThompson(8, 2.0, 1.0, "printed", torch.Generator().manual_seed(0)),
 }
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.stop_rules import BetaThompson, FixedLength
+from draft_models.calibration import POSITIONS, CalibrationHead
+from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
 from inference.tree import ROOT
 from inference.verify import verify_greedy
 
@@ -16,16 +17,22 @@ def beta(update: str, alpha: float = 1.0, other: float = 1.0, seed: int = 0, max
     return BetaThompson(max_draft, alpha, other, update, torch.Generator().manual_seed(seed))
 
 
-def draft_length(rule: BetaThompson) -> int:
+def step(drafted: int, probability: float = 0.5, width: int = 2) -> Step:
+    logits = torch.tensor([[probability, 1 - probability]]).log()
+    hidden = torch.full((1, width), float(drafted))
+    return Step(drafted, torch.tensor([0]), logits, hidden, hidden)
+
+
+def draft_length(rule: StopRule) -> int:
     drafted = 1
-    while not rule.stop(drafted):
+    while not rule.stop(step(drafted)):
         drafted += 1
     return drafted
 
 
 @given(k=st.integers(1, 20))
 def test_fixed_length(k: int) -> None:
-    assert [FixedLength(k).stop(i) for i in range(1, k + 1)] == [False] * (k - 1) + [True]
+    assert [FixedLength(k).stop(step(i)) for i in range(1, k + 1)] == [False] * (k - 1) + [True]
 
 
 @pytest.mark.parametrize(
@@ -111,3 +118,71 @@ def test_greedy_walks_the_targets_own_path(draft: tuple[list[int], list[int], li
         last = node
     assert bonus == choices[last + 1]
     assert not any(p == last and t == bonus for p, t in zip(parents, tokens, strict=True))  # as long as possible
+
+
+def test_confidence() -> None:
+    rule = Confidence(4, 0.4)
+    assert not rule.stop(step(1, 0.41))
+    assert rule.stop(step(1, 0.39))
+    assert rule.stop(step(4, 0.9))
+
+
+def calibrated(mean: str = "sample", seed: int = 0, bias: float = 0.0, **changes: float) -> CalibratedThompson:
+    head = CalibrationHead(2, 2).requires_grad_(False)
+    head.out.bias.fill_(bias)
+    settings = {"model_sigma": 0.3, "sample_sigma": 0.6, "prior": 0.5, **changes}
+    return CalibratedThompson(head, 50, mean=mean, generator=torch.Generator().manual_seed(seed), **settings)
+
+
+def test_posterior_moves_from_the_model_to_the_sample() -> None:
+    rule = calibrated(prior=0.2)
+    assert rule.posterior(0.9) == pytest.approx((0.9, 0.3**2))  # n = 0: the head alone
+    for n in range(1, 200):
+        rule.observe(4, 2)
+        mean, variance = rule.posterior(0.9)
+        weight = 0.6**2 / (n * 0.3**2 + 0.6**2)
+        assert mean == pytest.approx(weight * 0.9 + (1 - weight) * rule.estimate)
+        assert variance == pytest.approx(0.3**2 * 0.6**2 / (0.6**2 + n * 0.3**2))
+    assert mean == pytest.approx(rule.estimate, abs=0.02)
+    assert rule.estimate == pytest.approx(2 / 3, abs=0.01)  # two of three tested tokens right
+
+
+def test_the_printed_mean_only_rises() -> None:
+    rule, estimates = calibrated("printed"), []
+    for accepted in (0, 3, 0, 1, 0, 0, 4):
+        rule.observe(4, accepted)
+        estimates.append(rule.estimate)
+    assert estimates == sorted(estimates)
+    assert estimates[-1] > 0.9
+    fair = calibrated("sample")
+    for _ in range(50):
+        fair.observe(4, 0)
+    assert fair.estimate < 0.05
+
+
+def test_the_head_decides_the_length_at_first() -> None:
+    means = []
+    for bias in (-2.0, 0.0, 2.0):
+        lengths = [draft_length(calibrated(seed=seed, bias=bias)) for seed in range(300)]
+        means.append(sum(lengths) / len(lengths))
+    assert means == sorted(means)
+    assert means[2] > 2 * means[0]
+
+
+def test_calibration_head_is_the_formula() -> None:
+    """θ_M's logit = W_p [W^i H^(T) ; H^(D)], i capped at 10, no gradient to the inputs."""
+    generator = torch.Generator().manual_seed(0)
+    head = CalibrationHead(3, 2)
+    for parameter in head.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    target, draft = torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
+    target.requires_grad_()
+    places = torch.tensor([1, 4, 10, 25])
+    logits = head(target, draft, places)
+    for n, place in enumerate(places.tolist()):
+        matrix = head.position[min(place, POSITIONS) - 1]
+        expected = head.out.weight[0] @ torch.cat([matrix @ target[n], draft[n]]) + head.out.bias[0]
+        torch.testing.assert_close(logits[n], expected)
+    logits.sum().backward()
+    assert target.grad is None
+    assert head.position.grad is not None
