@@ -1,7 +1,8 @@
 """Prompts to measure decoding on: held-out library files, benchmark files, or texts given inline."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,18 @@ def read_prompts(
         found = [Prompt(f"inline:{i}", "inline", (_text(t, f"inline:{i}"),), False) for i, t in enumerate(prompts, 1)]
     if not found:
         raise UserError(f"prompts={prompts}: no prompt in it")
+    found = _with_own_ids(found)
     return found if limit is None else _spread(found, limit)
+
+
+def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts, later ones of an equal id renamed "id#2", "id#3", …: results are kept by id."""
+    seen: Counter[str] = Counter()
+    own = []
+    for prompt in prompts:
+        seen[prompt.id] += 1
+        own.append(prompt if seen[prompt.id] == 1 else replace(prompt, id=f"{prompt.id}#{seen[prompt.id]}"))
+    return own
 
 
 def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None) -> list[Prompt]:

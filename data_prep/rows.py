@@ -25,6 +25,7 @@ from data_prep.corpus import Split, content_digest, read_records
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError, require
 from draft_models.losses import IGNORE
+from draft_models.target import tokenizer_digest
 
 FORMAT = 1  # part of every cache key: raise it when the same input would give other rows
 COUNTS = (
@@ -116,18 +117,6 @@ def load_rows(
         counts = " ".join(f"{name}={rows.counts[name]}" for name in COUNTS)
         print(f"data source={config.source} split={split} {counts}", flush=True)
     return rows
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 over all that decides how text becomes ids: vocabulary, rules, special tokens, chat template."""
-    if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        backend.pop("truncation", None)  # left behind by the last call, not a property of the tokenizer
-        backend.pop("padding", None)
-    else:
-        backend = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-    parts = [backend, tokenizer.special_tokens_map, tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------- packing
@@ -335,7 +324,7 @@ def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: 
         "template": config.template,
         "max_records": config.max_records,
         "heldout_fraction": config.heldout_fraction,
-        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template],
         "seq_len": seq_len,
         "split": split,
     }

@@ -17,6 +17,8 @@ def grouped_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, called by transformers' attention modules.
@@ -27,6 +29,8 @@ def grouped_attention(
     query sees every key, and Q = K queries are causal; a mask is required for 1 < Q < K, where "no mask"
     has no safe meaning.
     """
+    if softcap is not None or s_aux is not None:
+        raise ValueError("attention with a soft cap or sinks is not supported")
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1], key.shape[2]
     group = heads // key_heads

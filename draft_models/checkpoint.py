@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from draft_models.early_exit import EarlyExit
 from draft_models.errors import UserError
 from draft_models.files import require_writable, write_atomically, write_json
-from draft_models.target import TensorFiles
+from draft_models.target import TensorFiles, tokenizer_digest
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
 FORMAT = 1
@@ -90,7 +90,7 @@ def fingerprint_target(files: TensorFiles, config: PreTrainedConfig, tokenizer: 
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         weights=files.digest(names),
-        tokenizer=_digest(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()),
+        tokenizer=tokenizer_digest(tokenizer)[:16],
         chat_template=None if template is None else _digest(json.dumps(template, sort_keys=True).encode()),
     )
 
@@ -124,9 +124,9 @@ def read_meta(path: Path | str) -> DrafterMeta:
         if values["format"] != FORMAT:
             raise UserError(f"{file}: format {values['format']}, this version reads {FORMAT}; train the drafter again")
         return DrafterMeta(**{**values, "fingerprint": Fingerprint(**values["fingerprint"])})
-    except FileNotFoundError:
+    except OSError as error:
         raise UserError(
-            f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (see train/eesd.py)"
+            f"checkpoint={path}: no {META_FILE} there ({error.strerror}); expected a drafter directory (train/eesd.py)"
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: not a drafter description ({error}); the checkpoint is damaged") from None

@@ -2,9 +2,12 @@
 
 import copy
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.errors import UserError
@@ -26,6 +29,7 @@ class EarlyExit(nn.Module):
     """p(y_t) = softmax(W · RMSNorm(Layer_e(H_t^N))), EESD eq. 1, for H^N after the target's first N layers.
 
     `head` is None when the drafter shares the target's head; then `use_head` must be called before `logits`.
+    That head stands in the list `shared_head`, so that it is no part of this module.
     The layer's `layer_idx` is N: its keys and values belong to a cache of their own that starts at layer N.
     """
 
@@ -36,7 +40,7 @@ class EarlyExit(nn.Module):
         self.head = head
         self.exit_layer = exit_layer
         self.window = window
-        self._shared_head: list[nn.Linear] = []  # in a list: the target's head is not a part of this module
+        self.shared_head: list[nn.Linear] = []
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, exit_layer: int, *, own_head: bool) -> "EarlyExit":
@@ -57,12 +61,12 @@ class EarlyExit(nn.Module):
 
     def use_head(self, head: nn.Linear) -> None:
         """Share the target's `head` (only where the drafter has none of its own)."""
-        self._shared_head = [head]
+        self.shared_head = [head]
 
     @property
     def output_head(self) -> nn.Linear:
         """The head that turns hidden states into logits: the drafter's own, else the target's."""
-        return self.head if self.head is not None else self._shared_head[0]
+        return self.head if self.head is not None else self.shared_head[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] from the exit layer's output [..., d]."""
@@ -96,6 +100,12 @@ class EarlyExitStudent(nn.Module):
                 del self.stack.head
         self.stack.requires_grad_(False)
         self.drafter.requires_grad_(True)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute the exit layer in the backward pass instead of keeping its activations."""
+        layer: Any = self.drafter.layer
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
         """After the norms, [B, T, d] each: the exit layer's output and, when distilling, the target's own."""

@@ -28,6 +28,8 @@ from draft_models.errors import UserError
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # These rescale every position by the longest one seen, so a cached key depends on later text.
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
+# Whose layers this toolkit runs itself and is tested on. Others scale or cap in places it does not know of.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass
@@ -99,12 +101,16 @@ def open_target(source: str, revision: str | None = None) -> TensorFiles:
 def load_config(source: str, revision: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The target's config, refused with a `UserError` where the runtime could not be exact."""
     path = Path(source)
-    if not path.exists() and (path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1):
+    local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
+    if local and not path.exists():
         raise UserError(f"target={source}: no such directory; give a Hugging Face model directory or a Hub name")
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"target={source}: no usable config.json ({str(error).splitlines()[0]})") from None
+        where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
+        raise UserError(f"target={source}: {where}no usable config.json ({str(error).splitlines()[0]})") from None
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(f"target={source}: architecture {config.model_type!r}; supported: {', '.join(ARCHITECTURES)}")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in UNSUPPORTED_ROPE:
         raise UserError(f"target={source}: rope_type={rope!r} rescales positions as text grows; not supported")
@@ -171,6 +177,18 @@ def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokeni
         return AutoTokenizer.from_pretrained(source, revision=revision)
     except (OSError, ValueError) as error:
         raise UserError(f"target={source}: no usable tokenizer ({str(error).splitlines()[0]})") from None
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 over all that decides how plain text becomes ids: vocabulary, merges and rules, special tokens."""
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend.pop("truncation", None)  # left behind by the last call, not a property of the tokenizer
+        backend.pop("padding", None)
+    else:
+        backend = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    parts = [backend, tokenizer.special_tokens_map]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class LayerCache(Protocol):

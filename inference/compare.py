@@ -3,16 +3,24 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from draft_models.attention import ATTENTION
 from draft_models.checkpoint import fingerprint_target, from_pretrained, read_meta
 from draft_models.errors import UserError
 from draft_models.files import require_writable
+from draft_models.small_lm import load_small_lm
 from draft_models.target import (
     LayerStack,
     load_config,
@@ -26,6 +34,7 @@ from inference.decode import Clock
 from inference.evaluation import (
     AUTOREGRESSIVE,
     Arm,
+    Drafters,
     PromptResult,
     excuse_ties,
     make_arms,
@@ -33,6 +42,7 @@ from inference.evaluation import (
     prepare,
     synchronized_clock,
 )
+from inference.packing import can_pack
 from inference.report import build_report, is_lossless, markdown, write_reports
 from inference.settings import EvaluateConfig
 
@@ -63,47 +73,59 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     out_dir = require_writable(config.out_dir)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    meta = read_meta(config.checkpoint)
-    source, revision = config.target or meta.fingerprint.target, config.revision or meta.fingerprint.revision
+    source, revision = find_target(config)
     target_config = load_config(source, revision)
     files = open_target(source, revision)
     tokenizer = load_tokenizer(source, revision)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, target_config, device)
-    fingerprint = fingerprint_target(files, target_config, tokenizer)
-    drafter = from_pretrained(config.checkpoint, target_config, fingerprint, dtype=dtype, device=device)
+    early_exit = small_lm = None
+    if config.checkpoint is not None:
+        fingerprint = fingerprint_target(files, target_config, tokenizer)
+        early_exit = from_pretrained(config.checkpoint, target_config, fingerprint, dtype=dtype, device=device)
+    if config.drafter is not None:
+        small_lm = load_small_lm(config.drafter, tokenizer, dtype=dtype, device=device)
+    drafters = Drafters(early_exit, small_lm)
     rendered = [render(tokenizer, [{"role": "user", "content": p.turns[0]}], p.chat) for p in prompts]
     require_fits(prompts, rendered, target_config.max_position_embeddings - config.max_new_tokens)
 
-    every = range(target_config.num_hidden_layers)
-    stack = LayerStack(load_layers(files, target_config, every, dtype=dtype, device=device))
-    plain = None
-    if config.compare_transformers:  # another copy where ours is packed: transformers runs the checkpoint as it is
-        plain = load_layers(files, target_config, every, dtype=dtype, device=device)
-    prepare(stack, drafter)
+    plain = load_plain(source, revision, dtype, device)
+    if can_pack(device, dtype):  # ours is another copy then, and transformers runs the checkpoint as it is
+        every = range(target_config.num_hidden_layers)
+        stack = LayerStack(load_layers(files, target_config, every, dtype=dtype, device=device))
+    else:
+        stack = LayerStack(plain)
+    prepare(stack, drafters)
     eos = frozenset() if config.ignore_eos else end_tokens(source, revision, target_config, tokenizer)
 
     def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
         return make_arms(
-            stack, drafter, config.methods, plain, max_new_tokens=max_new_tokens, eos=eos, seed=config.seed, clock=clock
+            stack,
+            drafters,
+            config.methods,
+            plain,
+            max_new_tokens=max_new_tokens,
+            eos=eos,
+            seed=config.seed,
+            clock=clock,
         )
 
-    for warm_up in arms_for(WARM_UP_TOKENS).values():
+    for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
         warm_up(rendered[0])
     profilers: dict[str, Arm] = {}
     if device.type == "cuda":
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
         profilers = {name: synchronized[name] for name in config.methods}
-    results = run_prompts(config, prompts, render, tokenizer, stack, arms_for(config.max_new_tokens), profilers)
+    results = run_prompts(config, prompts, render, tokenizer, plain, arms_for(config.max_new_tokens), profilers)
     facts: dict[str, Any] = {
         "target": source,
-        "drafter": str(config.checkpoint),
+        "drafter": " + ".join(name for name in (config.checkpoint, config.drafter) if name) or "none",
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
         "max_new_tokens": config.max_new_tokens,
     }
     reports = [
-        build_report(name, results, {**facts, "settings": vars(method)}, config.seed)
+        build_report(name, results, {**facts, "settings": asdict(method)}, config.seed)
         for name, method in config.methods.items()
     ]
     texts = {
@@ -119,12 +141,36 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
         sys.exit(1)
 
 
+def load_plain(source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The whole target as transformers loads it: the reference of every comparison."""
+    model = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype, attn_implementation=ATTENTION)
+    model.requires_grad_(False).eval()
+    return model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
+
+
+def heldout_fraction(config: EvaluateConfig, default: float) -> float:
+    """The share of `python_stdlib` that training has not seen: the checkpoint's own, where it was trained on that."""
+    if config.checkpoint is None:
+        return default
+    data = read_meta(config.checkpoint).training.get("data", {})
+    return data["heldout_fraction"] if data.get("source") == "python_stdlib" else default
+
+
+def find_target(config: EvaluateConfig) -> tuple[str, str | None]:
+    """Name and revision of the target: the config's, else those the checkpoint was trained for."""
+    if config.checkpoint is None:
+        assert config.target is not None
+        return config.target, config.revision
+    trained_for = read_meta(config.checkpoint).fingerprint
+    return config.target or trained_for.target, config.revision or trained_for.revision
+
+
 def run_prompts(
     config: EvaluateConfig,
     prompts: Sequence[PromptLike],
     render: Render,
     tokenizer: PreTrainedTokenizerBase,
-    stack: LayerStack,
+    plain: PreTrainedModel,
     arms: dict[str, Arm],
     profilers: dict[str, Arm],
 ) -> list[PromptResult]:
@@ -135,6 +181,9 @@ def run_prompts(
         for number, turn in enumerate(prompt.turns):
             messages.append({"role": "user", "content": turn})
             ids = render(tokenizer, messages, prompt.chat)
+            if len(ids) + config.max_new_tokens > plain.config.max_position_embeddings:
+                tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
+                break
             name = prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{number + 1}"
             result = measure(
                 arms,
@@ -145,7 +194,7 @@ def run_prompts(
                 turn=len(results),
                 profilers=profilers,
             )
-            results.append(replace(result, excused=excuse_ties(stack, result)))
+            results.append(replace(result, excused=excuse_ties(plain, result)))
             answer = tokenizer.decode(list(result.generations[AUTOREGRESSIVE].tokens), skip_special_tokens=True)
             messages.append({"role": "assistant", "content": str(answer)})
     return results

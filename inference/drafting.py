@@ -1,29 +1,37 @@
-"""Ways of drafting a round: a structure with its settings and, where it has one, its stop rule."""
+"""Ways of drafting a round: a structure with its settings and, for a chain, its stop rule."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from inference.stop_rules import Step, StopRule
-from inference.tree import DraftTree, chain_parents
-
-
-class Extends(Protocol):
-    """What drafting needs of a source (see `inference.sources.DraftModel`)."""
-
-    @property
-    def hidden(self) -> Tensor: ...
-    @property
-    def target_hidden(self) -> Tensor: ...
-    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor: ...
+from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.stop_rules import BetaThompson, Confidence, FixedLength, StopRule
+from inference.structures import (
+    EAGLE_25,
+    Extends,
+    binary_shape,
+    chain,
+    k_config,
+    opt_tree,
+    read_shape,
+    static,
+    token_graph,
+)
+from inference.tree import DraftTree
 
 
 class Structure(Protocol):
     """Shapes one round's draft."""
 
-    max_rows: int  # rows a round may add to the caches, besides the root
+    @property
+    def max_rows(self) -> int:
+        """Rows a round may add to the caches, besides the root."""
+        ...
 
     def draft(self, source: Extends, root: Tensor, limit: int) -> DraftTree:
         """A draft under `root` [1] whose paths have at most `limit` nodes; empty at limit 0."""
@@ -35,23 +43,75 @@ class Structure(Protocol):
 
 
 class Chain:
-    """One token after the other until the stop rule says so."""
+    """One token after the other until the stop rule says so. With a generator the tokens are drawn from q."""
 
-    def __init__(self, rule: StopRule):
+    def __init__(self, rule: StopRule, generator: torch.Generator | None = None):
         self.rule = rule
+        self.generator = generator
         self.max_rows = rule.max_draft
 
     def draft(self, source: Extends, root: Tensor, limit: int) -> DraftTree:
-        tokens = [root]
-        while len(tokens) <= min(limit, self.rule.max_draft):
-            logits = source.extend(tokens[-1], (len(tokens) - 2,))
-            tokens.append(logits.argmax(-1))
-            step = Step(len(tokens) - 1, tokens[-1], logits, source.hidden, source.target_hidden)
-            if self.rule.stop(step):
-                break
-        n = len(tokens) - 1
-        fed = (*range(1, n), -1)[:n]  # the last token never is
-        return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), fed)
+        return chain(source, root, self.rule, limit=min(limit, self.rule.max_draft), generator=self.generator)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         self.rule.observe(len(tree), len(accepted))
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree structure with its settings bound."""
+
+    build: Callable[..., DraftTree]  # (source, root, limit=…)
+    max_rows: int
+    max_depth: int
+
+    def draft(self, source: Extends, root: Tensor, limit: int) -> DraftTree:
+        return self.build(source, root, limit=min(limit, self.max_depth))
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        pass
+
+
+def make_rule(stop: StopConfig, seed: int) -> StopRule:
+    """The stop rule of `stop`, fresh: what it learns belongs to one generation."""
+    if stop.rule == "fixed":
+        return FixedLength(stop.max_draft)
+    if stop.rule == "confidence":
+        return Confidence(stop.max_draft, stop.threshold)
+    generator = torch.Generator().manual_seed(seed)
+    return BetaThompson(stop.max_draft, stop.alpha, stop.beta, stop.update, generator)
+
+
+def make_structure(method: MethodConfig, seed: int, generator: torch.Generator | None = None) -> Structure:
+    """The structure of `method`, fresh. `generator`: draw the draft from q (sampling); None: the likeliest tokens."""
+    settings = method.structure
+    if settings.kind == "chain":
+        return Chain(make_rule(method.stop, seed), generator)
+    return make_tree(settings, generator)
+
+
+def make_tree(settings: StructureConfig, generator: torch.Generator | None = None) -> Tree:
+    """A tree structure with `settings` bound."""
+    build: Callable[..., DraftTree]
+    if settings.kind == "opt_tree":
+        build = partial(opt_tree, nodes=settings.nodes, delta=settings.delta)
+        return Tree(build, settings.nodes * settings.max_depth, settings.max_depth)
+    if settings.kind == "token_graph":
+        build = partial(
+            token_graph,
+            node_budget=settings.nodes,
+            out_degree=settings.out_degree,
+            theta_prob=settings.theta_prob,
+            theta_sibling=settings.theta_sibling,
+            tau=settings.tau,
+        )
+        return Tree(build, settings.nodes, settings.max_depth)
+    if settings.kind == "k_config":
+        rows = sum(math.prod(settings.widths[: depth + 1]) for depth in range(len(settings.widths)))
+        mode = "top_k" if generator is None else settings.draw
+        return Tree(
+            partial(k_config, widths=settings.widths, mode=mode, generator=generator), rows, len(settings.widths)
+        )
+    shapes = {"eagle": EAGLE_25, "binary": binary_shape(settings.nodes)}
+    shape = shapes[settings.shape] if settings.shape in shapes else read_shape(settings.shape)
+    return Tree(partial(static, shape=shape), len(shape), len(shape))

@@ -12,10 +12,14 @@ def main(config: EvaluateConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
     from data_prep.conversations import render_prompt
     from data_prep.prompts import read_prompts
-    from inference.compare import evaluate_checkpoint
+    from data_prep.settings import DataConfig
+    from inference.compare import evaluate_checkpoint, heldout_fraction
 
     prompts = read_prompts(
-        config.prompt_text or config.prompts, limit=config.num_prompts, prompt_chars=config.prompt_chars
+        config.prompt_text or config.prompts,
+        limit=config.num_prompts,
+        prompt_chars=config.prompt_chars,
+        heldout_fraction=heldout_fraction(config, DataConfig.heldout_fraction),
     )
     evaluate_checkpoint(
         config,

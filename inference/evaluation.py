@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,11 @@ from transformers.generation.streamers import BaseStreamer
 from draft_models.early_exit import EarlyExit
 from draft_models.target import LayerStack
 from inference.decode import Clock, Round, autoregressive, cut, speculative
-from inference.drafting import Chain
+from inference.drafting import Structure, make_structure
+from inference.lookup import PromptLookup
 from inference.packing import can_pack, pack_linears
-from inference.session import TargetSession
 from inference.settings import MethodConfig
-from inference.sources import EarlyExitSource
-from inference.stop_rules import BetaThompson, FixedLength, StopRule
-from inference.tree import ROOT, chain_parents
+from inference.sources import Drafter, EarlyExitSource, SmallLMSource
 
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
 
@@ -58,17 +57,30 @@ class PromptResult:
 Arm = Callable[[Sequence[int]], Generation]
 
 
-def make_rule(method: MethodConfig, seed: int) -> StopRule:
-    """The stop rule of `method`, fresh: what it learns belongs to one generation."""
-    if method.stop == "fixed":
-        return FixedLength(method.max_draft)
-    generator = torch.Generator().manual_seed(seed)
-    return BetaThompson(method.max_draft, method.alpha, method.beta, method.update, generator)
+@dataclass(frozen=True)
+class Drafters:
+    """The trained drafters at hand."""
+
+    early_exit: EarlyExit | None = None
+    small_lm: LayerStack | None = None
+
+
+def make_drafting(method: MethodConfig, drafters: Drafters, seed: int) -> tuple[Drafter, Structure]:
+    """The source and structure of `method`, fresh for one generation."""
+    if method.source == "prompt_lookup":
+        lookup = PromptLookup(method.max_ngram, method.stop.max_draft)
+        return lookup, lookup
+    structure = make_structure(method, seed)
+    if method.source == "small_lm":
+        assert drafters.small_lm is not None
+        return SmallLMSource(drafters.small_lm), structure
+    assert drafters.early_exit is not None
+    return EarlyExitSource(drafters.early_exit), structure
 
 
 def make_arms(
     stack: LayerStack,
-    drafter: EarlyExit,
+    drafters: Drafters,
     methods: Mapping[str, MethodConfig],
     plain: PreTrainedModel | None,
     *,
@@ -85,26 +97,25 @@ def make_arms(
 
     def drafting(method: MethodConfig) -> Arm:
         def run(prompt: Sequence[int]) -> Generation:
-            structure = Chain(make_rule(method, seed))
-            source = EarlyExitSource(drafter)
+            source, structure = make_drafting(method, drafters, seed)
             return collect(speculative(stack, source, structure, prompt, clock=clock, **options), clock)
 
         return run
 
     arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(method) for name, method in methods.items()}}
     if plain is not None:
-        plain.set_attn_implementation("sdpa")
         arms[TRANSFORMERS] = lambda prompt: transformers_generate(plain, prompt, **options)
     return arms
 
 
-def prepare(stack: LayerStack, drafter: EarlyExit) -> None:
-    """Make a target and its drafter ready to decode: a shared head joined, weights laid out for the device."""
+def prepare(stack: LayerStack, drafters: Drafters) -> None:
+    """Make a target and its drafters ready to decode: a shared head joined, weights laid out for the device."""
     if can_pack(stack.device, stack.dtype):
-        pack_linears(stack)
-        pack_linears(drafter)
-    if drafter.head is None:
-        drafter.use_head(stack.head)
+        for module in (stack, drafters.early_exit, drafters.small_lm):
+            if module is not None:
+                pack_linears(module)
+    if drafters.early_exit is not None and drafters.early_exit.head is None:
+        drafters.early_exit.use_head(stack.head)
 
 
 def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
@@ -138,7 +149,7 @@ class _FirstToken(BaseStreamer):
 def transformers_generate(
     model: PreTrainedModel, prompt: Sequence[int], *, max_new_tokens: int, eos: Collection[int]
 ) -> Generation:
-    """The target through transformers' own `generate`, greedy, with its cache and `model`'s attention."""
+    """The target through transformers' own `generate`, greedy, with its own attention and cache."""
     ids = torch.tensor([prompt], device=model.device)
     stops = sorted(eos)
     settings = GenerationConfig(
@@ -149,11 +160,12 @@ def transformers_generate(
     )
     model.generation_config = settings
     first = _FirstToken()
-    started = time.perf_counter()
-    out = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first
-    )
-    ended = time.perf_counter()
+    with stock_attention(model):
+        started = time.perf_counter()
+        out = model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first
+        )
+        ended = time.perf_counter()
     tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
     return Generation(tokens, first.at - started, ended - first.at)
 
@@ -193,44 +205,54 @@ def measure(
     return PromptResult(prompt_id, category, tuple(prompt), middle, reference, profiles)
 
 
-def excuse_ties(stack: LayerStack, result: PromptResult) -> frozenset[str]:
-    """The arms whose first mismatch with the reference lies within the target's own rounding noise."""
+def excuse_ties(judge: PreTrainedModel, result: PromptResult) -> frozenset[str]:
+    """The arms whose first mismatch with the reference the target itself cannot tell from rounding.
+
+    Only for half precision: in float32 and float64 a mismatch is an error. `judge` is the target as
+    transformers runs it, so that a fault of this runtime cannot widen its own excuse.
+    """
+    if judge.dtype not in (torch.bfloat16, torch.float16):
+        return frozenset()
     reference = result.generations[result.reference].tokens
     excused = set()
     for name, generation in result.generations.items():
-        if generation.tokens == reference:
-            continue
-        same = next((i for i, (a, b) in enumerate(zip(reference, generation.tokens, strict=False)) if a != b), None)
+        pairs = enumerate(zip(reference, generation.tokens, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), None)
         if same is not None and is_tie(
-            stack, result.prompt, reference[:same], reference[same], generation.tokens[same]
+            judge, result.prompt, reference[:same], reference[same], generation.tokens[same]
         ):
             excused.add(name)
     return frozenset(excused)
 
 
 @torch.inference_mode()
-def is_tie(stack: LayerStack, prompt: Sequence[int], text: Sequence[int], one: int, other: int) -> bool:
-    """Whether the target, fed one token at a time, tells `one` and `other` apart after `text` by more than noise.
+def is_tie(judge: PreTrainedModel, prompt: Sequence[int], text: Sequence[int], one: int, other: int) -> bool:
+    """Whether `judge`, fed one token at a time, puts `one` and `other` within its rounding noise of the best token.
 
-    Noise is measured here: the largest difference of any logit between feeding `text` a token at a time and
-    in one block, the two shapes in which decoding computes them. Both tokens must be within twice that of
-    the best one.
+    Noise is measured at that very position: the largest difference of any logit between feeding `text` a
+    token at a time and all at once, the two shapes in which decoding computes it. A logit may be off by that
+    on either side, hence twice the noise.
     """
-    tokens = torch.tensor([*prompt, *text], device=stack.device)
-    stepped = TargetSession(stack, 0, len(tokens))
-    stepped.feed(tokens[: len(prompt)], chain_parents(0, len(prompt)))
-    logits = [stepped.finish(last_only=True)]
-    stepped.commit(range(len(prompt)))
-    for token in tokens[len(prompt) :]:
-        stepped.feed(token[None], (ROOT,))
-        logits.append(stepped.finish())
-        stepped.commit((0,))
-    single = torch.cat(logits).float()
-    block = TargetSession(stack, 0, len(tokens))
-    block.feed(tokens, chain_parents(0, len(tokens)))
-    noise = (block.finish()[len(prompt) - 1 :].float() - single).abs().max()
-    last = single[-1]
-    return bool(last.max() - torch.minimum(last[one], last[other]) <= 2 * noise)
+    ids = torch.tensor([[*prompt, *text]], device=judge.device)
+    with stock_attention(judge):
+        out = judge(ids[:, : len(prompt)], use_cache=True, logits_to_keep=1)
+        for place in range(len(prompt), ids.shape[1]):
+            out = judge(ids[:, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
+        stepped = out.logits[0, -1].float()
+        block = judge(ids, logits_to_keep=1).logits[0, -1].float()
+    noise = (stepped - block).abs().max()
+    return bool(stepped.max() - torch.minimum(stepped[one], stepped[other]) <= 2 * noise)
+
+
+@contextmanager
+def stock_attention(model: PreTrainedModel) -> Iterator[None]:
+    """`model` with transformers' own attention; it may share its layers with the runtime, which uses ours."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
 
 
 def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.drafting import Extends
 from inference.session import TargetSession
+from inference.structures import Extends
 from inference.tree import DraftTree, chain_parents
 
 

@@ -1,5 +1,6 @@
 """The report: numbers from measured generations, as JSON, Markdown and plots."""
 
+import io
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from inference.evaluation import (
 )
 
 Report = dict[str, Any]
+MIN_PROMPTS = 5  # fewer have no interval worth the name, so no verdict
 
 
 def build_report(method: str, results: Sequence[PromptResult], facts: Mapping[str, Any], seed: int) -> Report:
@@ -125,6 +127,7 @@ def write_reports(out_dir: Path, reports: Sequence[Report], results: Sequence[Pr
         for arm, g in r.generations.items()
     ]  # fmt: skip
     content = reports[0] if len(reports) == 1 else {"reports": list(reports)}
+    (out_dir / "report.json").unlink(missing_ok=True)  # written last: it never stands beside files of another run
     write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
     _save(plot_speedups(reports), out_dir / "speedup_per_prompt.png")
     _save(plot_acceptance(reports), out_dir / "acceptance_by_position.png")
@@ -251,7 +254,7 @@ def _break_even(results: Sequence[PromptResult], method: str) -> float | None:
 
 def _verdict(report: Report) -> str:
     interval = report["speedup"]["ci95"]
-    if interval is None or interval[0] <= 1.0 <= interval[1]:
+    if interval is None or report["prompts"] < MIN_PROMPTS or interval[0] <= 1.0 <= interval[1]:
         return "undecided"
     return "faster" if interval[0] > 1.0 else "slower"
 
@@ -288,6 +291,6 @@ def _interval(speedup: Mapping[str, Any] | None) -> str:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, path)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    write_atomically(path, image.getvalue())

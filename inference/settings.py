@@ -1,5 +1,6 @@
 """Settings of the runtime and of evaluate-checkpoint."""
 
+import math
 from dataclasses import dataclass, field
 
 from draft_models.errors import require, require_choice
@@ -8,29 +9,73 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
-class MethodConfig:
-    """One way of decoding: when to stop drafting, and the bounds of a draft."""
+class StopConfig:
+    """When a chain stops drafting (see inference/stop_rules.py)."""
 
-    stop: str = "beta"  # beta (Thompson sampling, EESD) | fixed
-    max_draft: int = 8  # drafted tokens per round at most; stop=fixed drafts exactly this many
-    alpha: float = 4.0  # stop=beta: the prior, as successes …
+    rule: str = "fixed"  # fixed | confidence | beta
+    max_draft: int = 8  # drafted tokens per round at most; rule=fixed drafts exactly this many
+    threshold: float = 0.4  # confidence: stop below this probability
+    alpha: float = 4.0  # beta: the prior, as successes …
     beta: float = 2.0  # … and failures already seen
-    update: str = "natural"  # stop=beta: natural | printed (see inference/stop_rules.py)
+    update: str = "natural"  # beta: natural | printed
 
     def __post_init__(self) -> None:
-        require_choice("stop", self.stop, ("beta", "fixed"))
+        require_choice("rule", self.rule, ("fixed", "confidence", "beta"))
         require_choice("update", self.update, ("natural", "printed"))
         require(self.max_draft >= 1, "max_draft", self.max_draft, "an integer ≥ 1")
-        require(self.alpha > 0, "alpha", self.alpha, "a number > 0")
-        require(self.beta > 0, "beta", self.beta, "a number > 0")
+        require(0 < self.threshold < 1, "threshold", self.threshold, "a probability between 0 and 1")
+        require(0 < self.alpha < math.inf, "alpha", self.alpha, "a number > 0")
+        require(0 < self.beta < math.inf, "beta", self.beta, "a number > 0")
+
+
+@dataclass(frozen=True)
+class StructureConfig:
+    """The shape of a draft (see inference/structures.py)."""
+
+    kind: str = "chain"  # chain | k_config | opt_tree | token_graph | static
+    max_depth: int = 10  # opt_tree, token_graph: drafting steps at most
+    nodes: int = 25  # opt_tree, token_graph: node budget; static shape=binary: its size
+    widths: tuple[int, ...] = (4, 2, 2)  # k_config: children per node, level by level
+    draw: str = "without_replacement"  # k_config when sampling: with_replacement | without_replacement | top_k
+    delta: float = 0.2  # opt_tree: stop when E(A) gains no more than this
+    out_degree: int = 4  # token_graph, and its pruning and merging:
+    theta_prob: float = 0.2
+    theta_sibling: float = 0.3
+    tau: int = 2
+    shape: str = "eagle"  # static: eagle | binary | a JSON file of rank paths
+
+    def __post_init__(self) -> None:
+        require_choice("kind", self.kind, ("chain", "k_config", "opt_tree", "token_graph", "static"))
+        require_choice("draw", self.draw, ("with_replacement", "without_replacement", "top_k"))
+        for key in ("max_depth", "nodes", "out_degree", "tau"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "an integer ≥ 1")
+        require(len(self.widths) > 0 and min(self.widths) >= 1, "widths", self.widths, "integers ≥ 1, e.g. [4,2,2]")
+        require(0 <= self.delta <= 1, "delta", self.delta, "0 to 1")
+        for key in ("theta_prob", "theta_sibling"):
+            require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "a probability")
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """One way of decoding: who drafts, in what shape, until when."""
+
+    source: str = "early_exit"  # early_exit | small_lm | prompt_lookup (its own structure)
+    structure: StructureConfig = field(default_factory=StructureConfig)
+    stop: StopConfig = field(default_factory=StopConfig)  # structure.kind=chain
+    max_ngram: int = 3  # prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens
+
+    def __post_init__(self) -> None:
+        require_choice("source", self.source, ("early_exit", "small_lm", "prompt_lookup"))
+        require(self.max_ngram >= 1, "max_ngram", self.max_ngram, "an integer ≥ 1")
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
     """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
 
-    checkpoint: str  # drafter directory
-    target: str | None = None  # model directory or Hub name; default: the one the drafter was trained for
+    checkpoint: str | None = None  # early-exit drafter directory, for methods with source=early_exit
+    drafter: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
+    target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for
     revision: str | None = None
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     prompts: str = "python_stdlib"  # held-out standard-library files, or a JSONL/JSON file of prompts
@@ -50,6 +95,12 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_beta")
+        sources = {method.source for method in self.methods.values()}
+        for source, key in (("early_exit", "checkpoint"), ("small_lm", "drafter")):
+            using = ", ".join(name for name, method in self.methods.items() if method.source == source)
+            given = getattr(self, key)
+            require(source not in sources or given is not None, key, given, f"a drafter directory for {using}")
+        require(self.target is not None or self.checkpoint is not None, "target", None, "the model that is to decode")
         require(self.prompt_chars >= 1, "prompt_chars", self.prompt_chars, "an integer ≥ 1")
         require(self.num_prompts is None or self.num_prompts >= 1, "num_prompts", self.num_prompts, "null or ≥ 1")
         require(
@@ -62,3 +113,26 @@ class EvaluateConfig:
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "null or an integer ≥ 1")
         require_choice("template", self.template, ("auto", "tokenizer", "vicuna", "none"))
         require_choice("dtype", self.dtype, DTYPES)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """From logits to probabilities, the same for target and drafter (see inference/sampling.py)."""
+
+    temperature: float = 0.0  # 0: greedy; top_k, top_p and min_p then have nothing to choose from
+    top_k: int = 0  # keep the k likeliest tokens; 0: all
+    top_p: float = 1.0  # keep the likeliest tokens that together have this probability; 1: all
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest; 0: all
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in the text so far (prompt too); 1: none
+
+    def __post_init__(self) -> None:
+        require(
+            self.temperature == 0 or 1e-6 <= self.temperature < math.inf,  # below, logits overflow float32
+            "temperature",
+            self.temperature,
+            "0 (greedy) or a number ≥ 1e-6",
+        )
+        require(self.top_k >= 0, "top_k", self.top_k, "an integer ≥ 0 (0: all tokens)")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
+        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "a number > 0")

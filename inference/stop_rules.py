@@ -10,20 +10,27 @@ from torch import Tensor
 from draft_models.calibration import CalibrationHead
 
 
+class HasHidden(Protocol):
+    """hidden [1, d_D]: the drafter's last hidden state; target_hidden [1, d_T]: the target's, last verified."""
+
+    @property
+    def hidden(self) -> Tensor: ...
+    @property
+    def target_hidden(self) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Step:
     """One drafted token as a stop rule sees it; tensors stay on the device until a rule looks at them.
 
     drafted: how many tokens the round has, this one included; token [1]; logits [1, V] it was taken from;
-    draft_hidden [1, d_D]: the drafter's last hidden state behind those logits; target_hidden [1, d_T]: the
-    target's at the last verified position.
+    source: has the hidden states behind them.
     """
 
     drafted: int
     token: Tensor
     logits: Tensor
-    draft_hidden: Tensor
-    target_hidden: Tensor
+    source: HasHidden
 
 
 class StopRule(Protocol):
@@ -132,8 +139,9 @@ class CalibratedThompson:
         self._random = random.Random(int(torch.randint(2**62, (), generator=generator)))
 
     def stop(self, step: Step) -> bool:
-        position = torch.tensor([step.drafted], device=step.draft_hidden.device)
-        model = float(self.head(step.target_hidden, step.draft_hidden, position).sigmoid())
+        hidden = step.source.hidden
+        position = torch.tensor([step.drafted], device=hidden.device)
+        model = float(self.head(step.source.target_hidden, hidden, position).sigmoid())
         mean, variance = self.posterior(model)
         theta = min(1.0, max(0.0, self._random.gauss(mean, variance**0.5)))
         return step.drafted >= self.max_draft or self._random.random() >= theta

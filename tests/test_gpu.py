@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from data_prep.settings import DataConfig
 from draft_models.checkpoint import fingerprint_target, from_pretrained
@@ -13,8 +14,8 @@ from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target
 from inference.decode import autoregressive, speculative
 from inference.drafting import Chain
-from inference.evaluation import AUTOREGRESSIVE, excuse_ties, make_arms, measure, prepare, synchronized_clock
-from inference.settings import MethodConfig
+from inference.evaluation import AUTOREGRESSIVE, Drafters, excuse_ties, make_arms, measure, prepare, synchronized_clock
+from inference.settings import MethodConfig, StopConfig
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
 from tests.tiny import ARCHITECTURES, LAYERS, random_prompt, reference_generate, save_target
@@ -30,7 +31,7 @@ def on_gpu(path: Path, exit_layer: int, dtype: torch.dtype) -> tuple[LayerStack,
     stack = LayerStack(load_layers(files, config, range(LAYERS), dtype=dtype, device=CUDA))
     model = load_layers(files, config, exit_layers(config, exit_layer), dtype=dtype, device=CUDA)
     drafter = EarlyExit.from_model(model, exit_layer, own_head=True).requires_grad_(False)
-    prepare(stack, drafter)
+    prepare(stack, Drafters(early_exit=drafter))
     return stack, drafter
 
 
@@ -40,8 +41,7 @@ def on_gpu(path: Path, exit_layer: int, dtype: torch.dtype) -> tuple[LayerStack,
 def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int, exit_layer: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     path = save_target(tmp_path, architecture, kv_heads=kv_heads)
-    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32, device=CUDA)
-    model.set_attn_implementation("sdpa")
+    model = AutoModelForCausalLM.from_pretrained(path).to(CUDA)
     stack, drafter = on_gpu(path, exit_layer, torch.float32)
     prompt = random_prompt(20)
     expected = reference_generate(model, prompt, 48)
@@ -51,16 +51,18 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int
 
 
 def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
-    stack, drafter = on_gpu(save_target(tmp_path), LAYERS - 1, torch.bfloat16)
-    method = {"m": MethodConfig(stop="fixed", max_draft=4)}
+    path = save_target(tmp_path)
+    judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(CUDA)
+    stack, drafter = on_gpu(path, LAYERS - 1, torch.bfloat16)
+    method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
     options = {"max_new_tokens": 64, "eos": (), "seed": 0}
-    arms = make_arms(stack, drafter, method, None, **options)
-    profilers = make_arms(stack, drafter, method, None, **options, clock=synchronized_clock)
+    arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options)
+    profilers = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, clock=synchronized_clock)
     del profilers[AUTOREGRESSIVE]
     for seed in range(4):
         prompt = random_prompt(16, seed)
         result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed, profilers=profilers)
-        assert result.identical("m") or "m" in excuse_ties(stack, result)
+        assert result.identical("m") or "m" in excuse_ties(judge, result)
         rounds = result.profiles["m"].rounds
         assert all(r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds for r in rounds)
 

@@ -1,6 +1,5 @@
 """Tiny targets and drafters of every supported architecture, made on the spot."""
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,10 +61,10 @@ def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def open_stack(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, LayerStack]:
-    """The target in `path`, as the model and as its layers."""
+    """The target in `path`: as transformers loads and runs it, and as the layers of this project."""
     config = load_config(str(path))
     model = load_layers(open_target(str(path)), config, range(config.num_hidden_layers), dtype=dtype)
-    return model, LayerStack(model)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), LayerStack(model)
 
 
 def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: bool = True,
@@ -97,6 +96,3 @@ def reference_generate(model: PreTrainedModel, prompt: Sequence[int], count: int
     model.generation_config.pad_token_id = 0
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
     return out[0, len(prompt) :].tolist()
-
-
-cached_target = functools.lru_cache(maxsize=None)(save_target)

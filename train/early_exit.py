@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from draft_models.target import (
 )
 from inference.decode import speculative
 from inference.drafting import Chain
-from inference.evaluation import collect, decode_statistics, prepare
+from inference.evaluation import Drafters, collect, decode_statistics, prepare
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
 from train import run_dir
@@ -42,7 +43,8 @@ def train_early_exit(config: EesdConfig) -> None:
 
     Raises `UserError` for an unusable target, data set or directory, before any weight is read.
     """
-    state = PartialState(cpu=not torch.cuda.is_available())
+    # Evaluation happens on the main process alone; the others wait for it in their next collective.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=6))
     out_dir = Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
     target = load_config(config.target, config.revision)
@@ -50,6 +52,11 @@ def train_early_exit(config: EesdConfig) -> None:
     layers = exit_layers(target, exit_layer)
     if config.objective == "kl":
         layers = list(range(target.num_hidden_layers))
+    if config.decode_prompts and config.decode_tokens >= target.max_position_embeddings:
+        raise UserError(
+            f"decode_tokens={config.decode_tokens}: expected less than the target's context of "
+            f"{target.max_position_embeddings} tokens"
+        )
     if config.seq_len > target.max_position_embeddings:
         raise UserError(f"seq_len={config.seq_len}: the target's context is {target.max_position_embeddings} tokens")
     files = open_target(config.target, config.revision)
@@ -73,6 +80,7 @@ def train_early_exit(config: EesdConfig) -> None:
         "frozen_dtype": config.frozen_dtype,
         "seq_len": config.seq_len,
         "data": _recipe(asdict(config.data)),
+        "data_key": rows.key,
     }
     result = fit(
         student,
@@ -132,7 +140,9 @@ class Watch:
         self.batches = [
             default_collate([heldout[i] for i in range(start, min(start + size, len(heldout)))]) for start in starts
         ]
-        self.prompts = [heldout_prompt(heldout[i]) for i in range(min(config.decode_prompts, len(heldout)))]
+        room = target.max_position_embeddings - config.decode_tokens
+        count = min(config.decode_prompts, len(heldout))
+        self.prompts = [heldout_prompt(heldout[i])[-room:] for i in range(count)]
         self.whole: LayerStack | None = None
         self.choices: list[Tensor] = []  # the target's argmax at the supervised positions of each batch
 
@@ -180,8 +190,9 @@ def target_choices(stack: LayerStack, batch: dict[str, Tensor]) -> Tensor:
 
 def decode_tau(student: EarlyExitStudent, stack: LayerStack, prompts: list[list[int]], max_new_tokens: int) -> float:
     """τ of the student's drafter at a fixed draft length, over continuations of `prompts` by the whole target."""
-    drafter = copy.deepcopy(student.drafter).to(stack.dtype).requires_grad_(False)
-    prepare(stack, drafter)
+    shared = {id(head): head for head in student.drafter.shared_head}  # the target's: not to be copied
+    drafter = copy.deepcopy(student.drafter, shared).to(stack.dtype).requires_grad_(False)
+    prepare(stack, Drafters(early_exit=drafter))
     generations = [
         collect(
             speculative(

@@ -496,6 +496,9 @@ def _arguments(config: FitConfig, total: int, out_dir: Path) -> TrainingArgument
         disable_tqdm=True,
         log_level="error",
     )
+    # One process drives one device: on a machine with several GPUs Trainer would wrap the model in DataParallel.
+    _ = arguments.device
+    arguments._n_gpu = min(1, arguments.n_gpu)
     micro = config.micro_rows(arguments.world_size)
     arguments.per_device_train_batch_size = micro
     arguments.gradient_accumulation_steps = config.batch_rows // (micro * arguments.world_size)

@@ -239,6 +239,8 @@ class EesdConfig:
         require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 tokens")
         for key in ("eval_rows", "eval_batch_rows", "decode_tokens"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        fraction = self.data.heldout_fraction
+        require(fraction > 0, "data.heldout_fraction", fraction, "more than 0: training is watched on held-out text")
         require(self.decode_prompts >= 0, "decode_prompts", self.decode_prompts, "0 or more")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -194,11 +195,15 @@ def export(lm: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out_dir: Pa
     """Write the Hugging Face directory; config.json appears last, so a half-written one does not load."""
     staged = out_dir / run_dir.STAGING
     shutil.rmtree(staged, ignore_errors=True)
-    lm.save_pretrained(staged)
-    tokenizer.save_pretrained(staged)
-    for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
-        os.replace(file, out_dir / file.name)
-    staged.rmdir()
+    try:
+        lm.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, out_dir / file.name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"out_dir={out_dir}: cannot be written ({error}); free space, then resume=true") from None
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def describe(report: dict[str, Any], out_dir: Path) -> str:

@@ -17,7 +17,7 @@ from train.settings import EesdConfig, ToyTargetConfig
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS: dict[str, tuple[type, str, list[str]]] = {
-    "evaluate_checkpoint": (EvaluateConfig, "inference/evaluate_checkpoint.py", ["checkpoint=c"]),
+    "evaluate_checkpoint": (EvaluateConfig, "inference/evaluate_checkpoint.py", ["checkpoint=c", "drafter=d"]),
     "eesd": (EesdConfig, "train/eesd.py", ["target=t"]),
     "toy_target": (ToyTargetConfig, "train/toy_target.py", []),
 }
@@ -55,7 +55,7 @@ def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
 
 def test_several_methods_at_once() -> None:
     names = GROUPS["method"]
-    config = compose_and_build("evaluate_checkpoint", ["checkpoint=c", f"method=[{','.join(names)}]"])
+    config = compose_and_build("evaluate_checkpoint", ["checkpoint=c", "drafter=d", f"method=[{','.join(names)}]"])
     assert sorted(config.methods) == names
 
 
@@ -68,8 +68,8 @@ def test_several_methods_at_once() -> None:
         ("toy_target", "fit.lr=-1", r"fit\.lr=-1\.0: expected a positive"),
         (
             "evaluate_checkpoint",
-            "methods.eesd_beta.stop=never",
-            r"methods\.eesd_beta\.stop='never': expected one of beta, fixed",
+            "methods.eesd_beta.stop.rule=never",
+            r"methods\.eesd_beta\.stop\.rule='never': expected one of fixed, confidence, beta",
         ),
     ],
 )
@@ -84,21 +84,12 @@ def test_impossible_values_name_the_key_and_what_is_allowed(command: str, overri
     [
         ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
         ("{number}=many", "could not be converted to Integer. Expected int"),
-        ("out_dir=", "out_dir"),
         ("data=nowhere", "data"),
     ],
 )
 def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: str, override: str, message: str) -> None:
     number = {"evaluate_checkpoint": "max_new_tokens", "eesd": "seq_len", "toy_target": "seq_len"}[command]
     _, script, mandatory = COMMANDS[command]
-    if override == "out_dir=":
-        if not mandatory:
-            pytest.skip("nothing is mandatory in this command")
-        mandatory, override, message = (
-            [],
-            f"out_dir={tmp_path}",
-            f"{COMMANDS[command][2][0].partition('=')[0]}: missing; give it as",
-        )
     started = time.perf_counter()
     run = subprocess.run(
         [sys.executable, ROOT / script, *mandatory, override.format(number=number)],
@@ -110,6 +101,18 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
     assert message in run.stderr
     assert "Traceback" not in run.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("eesd", r"target: missing; give it as target=VALUE\. Expected str"),
+        ("evaluate_checkpoint", r"checkpoint=None: expected a drafter directory for eesd_beta"),
+    ],
+)
+def test_missing_mandatory_values(command: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose_and_build(command, [])
 
 
 def readme_commands() -> list[tuple[str, list[str]]]:

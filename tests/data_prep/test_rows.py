@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from data_prep import rows as rows_module
 from data_prep.conversations import Document
-from data_prep.rows import COUNTS, load_rows, pack, tokenizer_fingerprint
+from data_prep.rows import COUNTS, load_rows, pack
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
+from draft_models.target import tokenizer_digest
 
 TEXTS = [{"text": f"def add(first, second):\n    return {i} + second\n" * (1 + i % 5)} for i in range(40)]
 
@@ -239,9 +240,9 @@ def test_the_key_is_all_that_determines_the_content(data, make_tokenizer):
 
 def test_the_fingerprint_ignores_what_a_call_leaves_behind(make_tokenizer):
     tokenizer = make_tokenizer()
-    before = tokenizer_fingerprint(tokenizer)
+    before = tokenizer_digest(tokenizer)
     tokenizer(["def add", "x"], truncation=True, max_length=2)
-    assert tokenizer_fingerprint(tokenizer) == before
+    assert tokenizer_digest(tokenizer) == before
 
 
 def test_two_builds_are_the_same_bytes(data, tokenizer, tmp_path):

@@ -8,7 +8,7 @@ from torch import nn
 
 from inference.decode import autoregressive, speculative
 from inference.drafting import Chain
-from inference.evaluation import prepare
+from inference.evaluation import Drafters, prepare
 from inference.packing import PackedLinear, can_pack, pack_linears
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
@@ -41,7 +41,7 @@ def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied
     model, _ = open_stack(path)
     _, stack = open_stack(path)
     drafter = make_drafter(path, LAYERS - 1, noise=0.1, own_head=own_head)
-    prepare(stack, drafter)
+    prepare(stack, Drafters(early_exit=drafter))
     assert any(isinstance(m, PackedLinear) for m in stack.modules())
     prompt = random_prompt(20)
     expected = reference_generate(model, prompt, 40)

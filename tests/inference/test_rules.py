@@ -1,6 +1,7 @@
 """Stop rules and verification rules on their own."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def beta(update: str, alpha: float = 1.0, other: float = 1.0, seed: int = 0, max
 def step(drafted: int, probability: float = 0.5, width: int = 2) -> Step:
     logits = torch.tensor([[probability, 1 - probability]]).log()
     hidden = torch.full((1, width), float(drafted))
-    return Step(drafted, torch.tensor([0]), logits, hidden, hidden)
+    return Step(drafted, torch.tensor([0]), logits, SimpleNamespace(hidden=hidden, target_hidden=hidden))
 
 
 def draft_length(rule: StopRule) -> int:

@@ -211,7 +211,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus:
     chat.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
 
     def data(file: Path, layout: str = "text") -> DataConfig:
-        return replace(corpus, path=str(file), layout=layout, heldout_fraction=0.0)
+        return replace(corpus, path=str(file), layout=layout)
 
     bad = {
         "no such directory": {"target": str(tmp_path / "nowhere")},
@@ -222,11 +222,14 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus:
         r"other\.jsonl.*text": {"data": data(other)},
         "chat template": {"data": data(chat, "messages")},
         "cannot be written": {"out_dir": "/proc/eesd"},
+        "decode_tokens=256: expected less": {"decode_prompts": 1, "decode_tokens": 256},
     }
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):
             train_early_exit(replace(config(path, corpus, out_dir), **changes))
         assert not out_dir.exists() or not list(out_dir.iterdir())
+    with pytest.raises(UserError, match="heldout_fraction"):
+        replace(config(path, corpus, out_dir), data=replace(corpus, heldout_fraction=0.0))
     (path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="expected a safetensors checkpoint"):
         train_early_exit(config(path, corpus, out_dir))

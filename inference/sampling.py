@@ -1,0 +1,126 @@
+"""From logits to probabilities: once, and the same for target and drafter.
+
+transformers' own processors in transformers' own order: what reads the text (repetition penalty, processors of the
+user), then the warpers (temperature, top-k, top-p, min-p). In a tree every row has a text of its own: the committed
+tokens and its branch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from inference.settings import SamplingConfig
+
+# Exactly these types, no subclasses: they never look at the text, so all rows go through them together.
+_IGNORE_CONTEXT = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+class Sampler:
+    """`config` and the user's `processors`, ready to apply.
+
+    As in `generate`, a processor of the user replaces the one of its type that `config` would make, the others come
+    before the warpers, and greedy decoding has no warpers. A processor must be a function of its arguments: one that
+    remembers earlier calls would mix branches.
+    """
+
+    def __init__(self, config: SamplingConfig, processors: Sequence[LogitsProcessor] = ()):
+        self.greedy = config.temperature == 0
+        ours = []
+        if config.repetition_penalty != 1:
+            ours.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
+        steps: list[LogitsProcessor] = [next((p for p in processors if type(p) is type(own)), own) for own in ours]
+        self._batched = [step for step in steps if step in ours]
+        steps += [p for p in processors if p not in steps]
+        self._steps = steps if self.greedy else [*steps, *_warpers(config)]
+        self.reads_context = any(type(step) not in _IGNORE_CONTEXT for step in self._steps)
+
+    def scores(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
+        """Processed logits [n, V] in float32.
+
+        contexts: for each row of logits [n, V] all tokens before it (int64, on the same device), see `branches`;
+        needed only if `reads_context`.
+        """
+        scores = logits.float()
+        for step in self._steps:
+            if type(step) in _IGNORE_CONTEXT:
+                scores = step(None, scores)
+            else:
+                if contexts is None or len(contexts) != len(logits):
+                    given = "no contexts" if contexts is None else f"{len(contexts)} contexts"
+                    raise ValueError(f"{type(step).__name__} reads the context: {len(logits)} rows but {given}")
+                scores = self._by_context(step, scores, contexts)
+        return scores
+
+    def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
+        """The distribution [n, V] in float32 that each row's next token is sampled from; greedy: a point mass.
+
+        Arguments as in `scores`.
+        """
+        scores = self.scores(logits, contexts)
+        if self.greedy:
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return scores.softmax(-1)
+
+    def _by_context(self, step: LogitsProcessor, scores: Tensor, contexts: Sequence[Tensor]) -> Tensor:
+        """Apply a processor row by row, as plain decoding would; ours treats rows alike and goes depth by depth.
+
+        It gets copies of the rows: transformers lets a processor write to its input.
+        """
+        together = step in self._batched
+        groups: dict[int, list[int]] = {}
+        for row, context in enumerate(contexts):
+            groups.setdefault(len(context) if together else row, []).append(row)
+        processed = torch.empty_like(scores)
+        for rows in groups.values():
+            processed[rows] = step(torch.stack([contexts[row] for row in rows]), scores[rows])
+        return processed
+
+
+def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tensor]:
+    """The text before each row of a verified tree: `text` [length], and for each node `text` and the path to it.
+
+    tokens, parents [n]: the draft tree under the last token of `text`. Returns n + 1 tensors, the root's first.
+    """
+    found = [text]
+    for node, parent in enumerate(parents):
+        found.append(torch.cat([found[parent + 1], tokens[node : node + 1]]))
+    return found
+
+
+def _warpers(config: SamplingConfig) -> list[LogitsProcessor]:
+    warpers: list[LogitsProcessor] = []
+    if config.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(config.temperature)))
+    if config.top_k:
+        warpers.append(TopKLogitsWarper(config.top_k))
+    if config.top_p < 1:
+        warpers.append(TopPLogitsWarper(config.top_p))
+    if config.min_p:
+        warpers.append(MinPLogitsWarper(config.min_p))
+    return warpers

@@ -1,0 +1,514 @@
+"""The law of what sampled verification emits, exactly: every random branch is run, with rational weights.
+
+The branches include the draws of the candidates themselves, and the code that runs is the code that ships: it gets
+numpy arrays of fractions instead of tensors.
+"""
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from inference.tree import ROOT
+from inference.verify import RULES, Chance, NodeRule, RandomChance, Rejection, Rows, verify_sampled
+
+Law = dict[Hashable, Fraction]
+Text = tuple[int, ...]
+Model = Callable[[Text], Rows]  # the distribution of the next token
+Draft = tuple[list[int], list[int], dict[int, Rows]]  # tokens, parents, q
+Drafter = Callable[[Chance], Draft]
+Verify = Callable[[Sequence[int], Sequence[int], Mapping[int, Rows], Rows, Chance], tuple[list[int], int]]
+
+WITH, WITHOUT, NAIVE = RULES["with_replacement"], RULES["without_replacement"], RULES["naive"]
+
+
+# ----------------------------------------------------------------------------------------------- every branch, exactly
+
+
+@dataclass
+class Branch:
+    """A `Chance` that follows `script` and then always takes the first possible branch, noting the others."""
+
+    script: tuple[int, ...]
+    taken: tuple[int, ...] = ()
+    weight: Fraction = Fraction(1)
+    others: list[tuple[int, ...]] = field(default_factory=list)
+
+    def accept(self, probability: Fraction) -> bool:
+        probability = min(Fraction(1), probability)
+        return self._take([1 - probability, probability]) == 1
+
+    def choose(self, weights: Rows) -> int:
+        total = sum(weights)
+        return self._take([weight / total for weight in weights])
+
+    def _take(self, weights: Sequence[Fraction]) -> int:
+        assert all(isinstance(weight, int | Fraction) and weight >= 0 for weight in weights)  # nothing was rounded
+        assert sum(weights) == 1
+        possible = [branch for branch, weight in enumerate(weights) if weight > 0]
+        if len(self.taken) < len(self.script):
+            branch = self.script[len(self.taken)]
+        else:
+            branch, *rest = possible
+            self.others += [(*self.taken, other) for other in rest]
+        self.taken += (branch,)
+        self.weight *= weights[branch]
+        return branch
+
+
+def law(run: Callable[[Chance], Hashable]) -> Law:
+    """The probability of every outcome of `run`."""
+    found: Counter = Counter()
+    waiting: list[tuple[int, ...]] = [()]
+    while waiting:
+        branch = Branch(waiting.pop())
+        found[run(branch)] += branch.weight
+        waiting += branch.others
+    assert sum(found.values()) == 1
+    return dict(found)
+
+
+# --------------------------------------------------------------------------------------- models, drafts, emitted texts
+
+
+def distribution(weights: Sequence[int]) -> Rows:
+    return np.array([Fraction(weight, sum(weights)) for weight in weights], dtype=object)
+
+
+def random_model(seed: int, size: int) -> Model:
+    """A next-token distribution for every text, some probabilities 0."""
+
+    @functools.cache
+    def model(text: Text) -> Rows:
+        chance = random.Random(f"{seed} {text}")
+        weights = [chance.choice([0, 1, 1, 2, 5]) for _ in range(size)]
+        weights[chance.randrange(size)] += 1
+        return distribution(weights)
+
+    return model
+
+
+def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[Text]:
+    """The drafted text up to the root () and up to each node."""
+    found: list[Text] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        found.append((*found[parent + 1], token))
+    return found
+
+
+def sampled(q: Model, config: Sequence[int], *, replace: bool, pad: bool = False) -> Drafter:
+    """config[0] children of the root drawn from q, config[1] of each of them, …: the k-config trees of MCSD.
+
+    Where the support is exhausted the tree is narrower, or with `pad` the missing children are token 0.
+    """
+
+    def draft(chance: Chance) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        rows: dict[int, Rows] = {}
+        level = [ROOT]
+        for count in config:
+            start = len(tokens)
+            for parent in level:
+                left = rows[parent] = q(paths(tokens, parents)[parent + 1])
+                for _ in range(count):
+                    if left.sum() == 0 and not pad:
+                        break
+                    tokens.append(chance.choose(left) if left.sum() else 0)
+                    parents.append(parent)
+                    if not replace:
+                        left = left.copy()
+                        left[tokens[-1]] = 0
+            level = list(range(start, len(tokens)))
+        return tokens, parents, rows
+
+    return draft
+
+
+def likeliest(q: Model, config: Sequence[int]) -> Drafter:
+    """As `sampled`, with the most probable tokens instead of draws."""
+
+    def draft(_: Chance) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        rows: dict[int, Rows] = {}
+        level = [ROOT]
+        for count in config:
+            start = len(tokens)
+            for parent in level:
+                row = rows[parent] = q(paths(tokens, parents)[parent + 1])
+                tokens += sorted(range(len(row)), key=lambda token, row=row: -row[token])[:count]
+                parents += [parent] * (len(tokens) - len(parents))
+            level = list(range(start, len(tokens)))
+        return tokens, parents, rows
+
+    return draft
+
+
+def ships(rule: NodeRule, *, at_once: bool = False) -> Verify:
+    return lambda tokens, parents, q, p, chance: verify_sampled(tokens, parents, q, p, rule, chance, at_once=at_once)
+
+
+def emitted(p: Model, draft: Drafter, verify: Verify, length: int) -> Law:
+    """The law of the first `length` tokens of a round, completed by sampling from p where the round was shorter."""
+
+    def run(chance: Chance) -> Text:
+        tokens, parents, q = draft(chance)
+        contexts = paths(tokens, parents)
+        accepted, token = verify(tokens, parents, q, np.stack([p(context) for context in contexts]), chance)
+        text = (*(tokens[node] for node in accepted), token)
+        assert text[:-1] == (contexts[accepted[-1] + 1] if accepted else ())  # a path from the root
+        while len(text) < length:
+            text = (*text, chance.choose(p(text)))
+        return text[:length]
+
+    return law(run)
+
+
+def plain(p: Model, length: int) -> Law:
+    """The law of `length` tokens sampled from p one by one."""
+    found: Law = {(): Fraction(1)}
+    for _ in range(length):
+        found = {(*t, x): w * m for t, w in found.items() for x, m in enumerate(p(t)) if m}
+    return found
+
+
+def everywhere(row: Rows) -> Model:
+    return lambda _: row
+
+
+# ------------------------------------------------------------------------------------------------- one node, all rules
+
+SAMPLED = [pytest.param(WITH, id="with"), pytest.param(WITHOUT, id="without"), pytest.param(NAIVE, id="naive")]
+weights = st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any)
+CASES = {
+    "ordinary": ([3, 2, 1, 4], [1, 1, 5, 2]),
+    "zeros": ([3, 0, 1, 0], [0, 2, 1, 1]),
+    "equal": ([3, 2, 0, 4], [3, 2, 0, 4]),
+    "disjoint": ([3, 2, 0, 0], [0, 0, 1, 5]),
+    "support smaller than k": ([1, 2, 3, 4], [0, 3, 1, 0]),
+    "p a point": ([0, 1, 0, 0], [1, 2, 1, 1]),
+    "q a point": ([1, 2, 1, 1], [0, 0, 1, 0]),
+    "both the same point": ([0, 0, 1, 0], [0, 0, 1, 0]),
+    "both points": ([0, 1, 0, 0], [0, 0, 1, 0]),
+    "p below q but for one token": ([1, 1, 1, 7], [2, 2, 2, 4]),
+}
+
+
+def node_law(rule: NodeRule, p: Rows, q: Rows, k: int, *, replace: bool | None = None, **options: bool) -> Law:
+    if replace is None:
+        replace = rule != WITHOUT
+    draft = sampled(everywhere(q), (k,), replace=replace, **options)
+    return emitted(everywhere(p), draft, ships(rule), 1)
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_law_of_a_node(rule: NodeRule, k: int, case: str) -> None:
+    p, q = map(distribution, CASES[case])
+    assert node_law(rule, p, q, k) == plain(everywhere(p), 1)
+
+
+@given(p=weights, q=weights, k=st.integers(1, 3), rule=st.sampled_from([WITH, WITHOUT, NAIVE]))
+@settings(deadline=None, max_examples=60)
+def test_law_of_any_node(p: list[int], q: list[int], k: int, rule: NodeRule) -> None:
+    target = everywhere(distribution(p))
+    assert node_law(rule, distribution(p), distribution(q), k) == plain(target, 1)
+
+
+@given(p=weights, q=weights, rule=st.sampled_from([WITHOUT, NAIVE]))
+@settings(deadline=None, max_examples=30)
+def test_candidates_beyond_the_support_change_nothing(p: list[int], q: list[int], rule: NodeRule) -> None:
+    """A draft padded to four children has q_i = 0 at the padding, and token 0 twice: neither crashes nor biases."""
+    padded = node_law(rule, distribution(p), distribution(q), 4, replace=False, pad=True)
+    assert padded == plain(everywhere(distribution(p)), 1)
+
+
+@given(p=weights, q=weights, k=st.integers(2, 3))
+@settings(deadline=None, max_examples=30)
+def test_independent_draws_may_drop_their_repeats(p: list[int], q: list[int], k: int) -> None:
+    """The without-replacement rule passes over repeats, and the draws that are left are draws without replacement."""
+    found = node_law(WITHOUT, distribution(p), distribution(q), k, replace=True)
+    assert found == plain(everywhere(distribution(p)), 1)
+
+
+@given(p=weights, candidates=st.lists(st.integers(0, 3), max_size=5))
+def test_naive_is_sampling_from_p_and_looking(p: list[int], candidates: list[int]) -> None:
+    """A candidate is accepted exactly when the one sample from p equals it; its first copy, if it is repeated."""
+    row = distribution(p)
+    rows = np.stack([row] * (len(candidates) + 1))
+    parents = [ROOT] * len(candidates)
+
+    def run(chance: Chance) -> tuple[int | None, int | None]:
+        accepted, token = verify_sampled(candidates, parents, {}, rows, NAIVE, chance)
+        return (accepted[0], None) if accepted else (None, token)
+
+    expected: Counter = Counter()
+    for token, mass in enumerate(row):
+        expected[(candidates.index(token), None) if token in candidates else (None, token)] += mass
+    assert law(run) == {outcome: mass for outcome, mass in expected.items() if mass}
+
+
+# ---------------------------------------------------------------------------------------------------- trees and chains
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.parametrize(
+    ("config", "at_once"),
+    [((1, 1), True), ((1, 1, 1), False), ((1, 1, 1), True), ((2, 2), True), ((3, 2), False), ((2, 1, 1), True)],
+    ids=str,
+)
+def test_joint_law_of_a_sampled_tree(rule: NodeRule, config: tuple[int, ...], at_once: bool) -> None:
+    """Every prefix of a round and the token after it: p(x_1) p(x_2 | x_1) … A chain is Leviathan's method."""
+    size = 2 if config in {(3, 2), (2, 1, 1)} and rule != WITHOUT else 3
+    seed = sum(config)
+    p, q = random_model(seed, size), random_model(seed + 1, size)
+    draft = sampled(q, config, replace=rule != WITHOUT)
+    length = len(config) + 1
+    assert emitted(p, draft, ships(rule, at_once=at_once), length) == plain(p, length)
+
+
+@given(
+    seed=st.integers(0, 99),
+    nodes=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=10),
+    at_once=st.booleans(),
+)
+@settings(deadline=None, max_examples=40)
+def test_sample_and_match_is_exact_for_any_tree(seed: int, nodes: list[tuple[int, int]], at_once: bool) -> None:
+    """Any shape and any tokens, siblings repeated or not: the draft is no random matter at all."""
+    parents = [place % (i + 1) - 1 for i, (place, _) in enumerate(nodes)]
+    tokens = [token for _, token in nodes]
+    length = max(map(len, paths(tokens, parents))) + 1
+    assume(length <= 5)
+    p = random_model(seed, 3)
+    law_of_tree = emitted(p, lambda _: (tokens, parents, {}), ships(NAIVE, at_once=at_once), length)
+    assert law_of_tree == plain(p, length)
+
+
+def test_everything_is_accepted_when_draft_and_target_agree() -> None:
+    """p = q: every ratio is 1, and nothing is ever divided by the residual's mass of 0."""
+    p = random_model(5, 3)
+    for rule in (WITH, WITHOUT):
+        draft = sampled(p, (1, 1, 1), replace=rule.replace)
+
+        def run(chance: Chance, rule: NodeRule = rule, draft: Drafter = draft) -> int:
+            tokens, parents, q = draft(chance)
+            rows = np.stack([p(context) for context in paths(tokens, parents)])
+            return len(verify_sampled(tokens, parents, q, rows, rule, chance)[0])
+
+        assert law(run) == {3: 1}
+
+
+# -------------------------------------------------------------------------------------- the harness can tell the wrong
+
+
+@dataclass(frozen=True)
+class NoResidual(Rejection):
+    """Wrong: after a rejection it samples from p."""
+
+    def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
+        return p[family[0] + 1]
+
+
+def per_path(
+    tokens: Sequence[int], parents: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance
+) -> tuple[list[int], int]:
+    """Wrong: verifies every path from the root as a chain of its own, and keeps the longest that was accepted."""
+    results = []
+    for leaf in set(range(len(tokens))) - set(parents):
+        path = [leaf]
+        while parents[path[0]] != ROOT:
+            path.insert(0, parents[path[0]])
+        above = [ROOT, *path]
+        rows = {i - 1: q[node] for i, node in enumerate(above[:-1])}
+        accepted, token = verify_sampled(
+            [tokens[node] for node in path],
+            range(ROOT, len(path) - 1),
+            rows,
+            p[[node + 1 for node in above]],
+            WITH,
+            chance,
+        )
+        results.append((path[: len(accepted)], token))
+    return max(results, key=lambda result: len(result[0]))
+
+
+WRONG = {
+    "per-path resampling": (per_path, sampled),
+    "no residual": (ships(NoResidual(replace=True)), sampled),
+    "no residual, without replacement": (ships(NoResidual(replace=False)), functools.partial(sampled, replace=False)),
+    "chosen candidates under the with-replacement rule": (ships(WITH), likeliest),
+    "chosen candidates under the without-replacement rule": (ships(WITHOUT), likeliest),
+    "draws without replacement under the other rule": (ships(WITH), functools.partial(sampled, replace=False)),
+}
+
+
+@pytest.mark.parametrize("config", [(2,), (2, 1)], ids=str)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_rules_are_found_out(wrong: str, config: tuple[int, ...]) -> None:
+    verify, structure = WRONG[wrong]
+    p, q = everywhere(distribution([1, 5, 2])), everywhere(distribution([4, 1, 1]))
+    if structure is sampled:
+        structure = functools.partial(sampled, replace=True)
+    length = len(config) + 1
+    found = emitted(p, structure(q, config), verify, length)
+    assert found != plain(p, length)
+    distance = sum(abs(found.get(t, 0) - w) for t, w in plain(p, length).items()) / 2
+    assert distance > Fraction(1, 100)
+
+
+# ------------------------------------------------------------------------------------------------ how much is accepted
+
+
+def acceptance(rule: NodeRule, p: Rows, q: Rows, k: int) -> Fraction:
+    """The exact probability that one of k candidates is accepted."""
+    draft = sampled(everywhere(q), (k,), replace=rule != WITHOUT)
+
+    def run(chance: Chance) -> bool:
+        tokens, parents, rows = draft(chance)
+        return bool(verify_sampled(tokens, parents, rows, np.stack([p] * (len(tokens) + 1)), rule, chance)[0])
+
+    return law(run).get(True, Fraction(0))
+
+
+@given(p=weights, q=weights, k=st.integers(1, 3))
+@settings(deadline=None, max_examples=40)
+def test_acceptance_without_beats_with_beats_naive(p: list[int], q: list[int], k: int) -> None:
+    without, with_, naive = (acceptance(rule, distribution(p), distribution(q), k) for rule in (WITHOUT, WITH, NAIVE))
+    assert without >= with_ >= naive
+    if k == 1:
+        assert without == with_ == sum(min(a, b) for a, b in zip(distribution(p), distribution(q), strict=True))
+
+
+def test_the_ordering_is_strict_where_it_can_be() -> None:
+    p, q = distribution([5, 3, 2, 1]), distribution([3, 4, 1, 2])
+    rates = [acceptance(rule, p, q, 2) for rule in (WITHOUT, WITH, NAIVE)]
+    assert rates[0] > rates[1] > rates[2]
+    assert acceptance(WITHOUT, p, q, 4) == 1  # all tokens are candidates
+    for rule in (WITHOUT, WITH, NAIVE):
+        assert acceptance(rule, p, q, 1) < acceptance(rule, p, q, 2) < acceptance(rule, p, q, 3)
+
+
+# ----------------------------------------------------------------------------------------- tensors, floats, generators
+
+
+@dataclass
+class Scripted:
+    """Answers from a list of numbers in [0, 1)."""
+
+    numbers: list[float]
+
+    def accept(self, probability: float) -> bool:
+        return self.numbers.pop() < probability
+
+    def choose(self, weights: Rows) -> int:
+        steps = np.cumsum([float(weight) for weight in weights])
+        return int(np.searchsorted(steps, self.numbers.pop() * steps[-1], side="right"))
+
+
+@given(seed=st.integers(0, 10**6), rule=st.sampled_from([WITH, WITHOUT, NAIVE]), at_once=st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_tensors_decide_as_fractions_do(seed: int, rule: NodeRule, at_once: bool) -> None:
+    p, q = random_model(seed, 6), random_model(seed + 1, 6)
+    config = random.Random(seed).choice([(4, 2, 2), (1, 1, 1, 1), (3, 3), (6,)])
+    draft = sampled(q, config, replace=rule != WITHOUT, pad=True)
+    tokens, parents, rows = draft(Branch(()))
+    exact = np.stack([p(context) for context in paths(tokens, parents)])
+    p64 = torch.tensor(exact.astype(float))
+    q64 = {parent: torch.tensor(row.astype(float)) for parent, row in rows.items()}
+    children: dict[int, list[int]] = {}
+    for token, parent in zip(tokens, parents, strict=True):
+        children.setdefault(parent, []).append(token)
+
+    before = {parent: row.clone() for parent, row in q64.items()}
+    fractions = rule.acceptance(list(children.items()), rows, exact)
+    floats = rule.acceptance(list(children.items()), q64, p64)
+    for parent, found in floats.items():
+        assert found == pytest.approx([float(x) for x in fractions[parent]], abs=1e-12)
+        rest = rule.residual((parent, children[parent]), q64, p64)
+        assert rest.tolist() == pytest.approx(
+            rule.residual((parent, children[parent]), rows, exact).astype(float).tolist(), abs=1e-12
+        )
+    assert all(torch.equal(before[parent], q64[parent]) for parent in before)  # the draft is left as it was
+
+    numbers = [random.Random(seed).random() for _ in range(50)]
+    ours = verify_sampled(tokens, parents, q64, p64, rule, Scripted(list(numbers)), at_once=at_once)
+    assert ours == verify_sampled(tokens, parents, rows, exact, rule, Scripted(list(numbers)))
+
+
+def test_a_rejection_that_rounding_made_possible_still_emits() -> None:
+    """p ≤ q in float32 with a ratio just below 1: the rejection leaves no residual, the token is p's."""
+    q = torch.tensor([0.5, 0.5, 0.0])
+    p = torch.stack([torch.tensor([0.5, float(torch.nextafter(q[1], q[2])), 0.0])] * 2)
+
+    class Unlucky:
+        def accept(self, probability: float) -> bool:
+            assert probability < 1
+            return False
+
+        def choose(self, weights: torch.Tensor) -> int:
+            assert torch.equal(weights, p[0])
+            return 0
+
+    assert verify_sampled([1], [ROOT], {ROOT: q}, p, WITH, Unlucky()) == ([], 0)
+
+
+@pytest.mark.parametrize("rule", [WITH, WITHOUT])
+def test_a_draft_that_was_not_sampled_is_refused(rule: NodeRule) -> None:
+    with pytest.raises(ValueError, match="not sampled"):
+        verify_sampled([1], [ROOT], {}, torch.full((2, 3), 1 / 3), rule, RandomChance(torch.Generator()))
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+def test_without_a_draft_the_next_token_is_sampled(rule: NodeRule) -> None:
+    p = random_model(3, 4)
+    for at_once in (False, True):
+        assert emitted(p, lambda _: ([], [], {}), ships(rule, at_once=at_once), 1) == plain(p, 1)
+
+
+def test_chance_follows_its_generator() -> None:
+    def decisions(seed: int) -> list[int]:
+        chance = RandomChance(torch.Generator().manual_seed(seed))
+        return [x for _ in range(20) for x in (chance.accept(0.5), chance.choose(torch.ones(1000)))]
+
+    assert decisions(1) == decisions(1) != decisions(2)
+
+
+def test_impossible_and_certain_events() -> None:
+    chance = RandomChance(torch.Generator().manual_seed(0))
+    weights = torch.zeros(50)
+    weights[[7, 30]] = torch.tensor([1e-6, 3e-6])
+    seen = Counter(chance.choose(weights) for _ in range(4000))
+    assert set(seen) == {7, 30}  # a weight of 0 is never chosen, at the ends neither
+    assert seen[7] / 4000 == pytest.approx(0.25, abs=0.03)
+    assert not any(chance.accept(0.0) for _ in range(1000))
+    assert all(chance.accept(1.0) for _ in range(1000))
+    chance._random = type("Zero", (), {"random": lambda _: 0.0, "getrandbits": lambda _, n: 0})()
+    assert not chance.accept(0.0)  # u < ratio, not ≤
+    assert chance.choose(weights) == 7
+    chance._random = type("One", (), {"getrandbits": lambda _, n: 2**n - 1})()
+    assert chance.choose(weights) == 30
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+def test_frequencies_in_production(rule: NodeRule) -> None:
+    """float32, torch, the real generator: first tokens of 8000 rounds, each frequency within 4.5 σ."""
+    p, q = (torch.tensor(row, dtype=torch.float32) for row in ([0.5, 0.0, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2]))
+    generator = torch.Generator().manual_seed(0)
+    chance, rounds = RandomChance(generator), 8000
+    candidates = torch.multinomial(q.expand(rounds, 4), 2, replacement=rule != WITHOUT, generator=generator).tolist()
+    rows, counts = torch.stack([p] * 3), Counter()
+    for pair in candidates:
+        accepted, token = verify_sampled(pair, [ROOT, ROOT], {ROOT: q}, rows, rule, chance)
+        counts[pair[accepted[0]] if accepted else token] += 1
+    for token, mass in enumerate(p.tolist()):
+        assert counts[token] == pytest.approx(rounds * mass, abs=4.5 * (rounds * mass * (1 - mass)) ** 0.5)
