@@ -10,11 +10,12 @@ from torch import Tensor
 
 from draft_models.errors import UserError
 from draft_models.target import LayerStack
+from inference.choosing import Chooser
 from inference.drafting import Structure
 from inference.session import TargetSession
 from inference.sources import Drafter, DraftModel
+from inference.structures import ToProbs
 from inference.tree import ROOT, DraftTree, chain_parents
-from inference.verify import verify_greedy
 
 Clock = Callable[[], float]
 
@@ -52,23 +53,31 @@ def autoregressive(
     *,
     max_new_tokens: int,
     eos: Collection[int] = (),
+    chooser: Chooser | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
-    """Greedy decoding, one token a pass; yields a `Round` per pass. Raises `UserError` for an impossible length."""
+    """Plain decoding, one token a pass; yields a `Round` per pass. Raises `UserError` for an impossible length.
+
+    chooser: how tokens are chosen from logits; None: greedily.
+    """
+    chooser = chooser or Chooser()
     session = _new_session(stack, 0, prompt, max_new_tokens, spare=0)
     started = clock()
-    choice = _prefill(session, prompt)
+    logits = _prefill(session, prompt)
     session.commit(range(len(prompt)))
-    token = int(choice)
+    chooser.begin(session, prompt)
+    root = chooser.next_token(logits)
+    token = int(root)
     yield Round((token,), 0, 0, clock() - started)
     for _ in range(max_new_tokens - 1):
         if token in eos:
             return
         started = clock()
-        session.feed(choice, (ROOT,))
-        choice = session.finish().argmax(-1)
+        session.feed(root, (ROOT,))
+        logits = session.finish()
         session.commit((0,))
-        token = int(choice)
+        root = chooser.next_token(logits)
+        token = int(root)
         yield Round((token,), 0, 0, clock() - started)
 
 
@@ -81,38 +90,38 @@ def speculative(
     *,
     max_new_tokens: int,
     eos: Collection[int] = (),
+    chooser: Chooser | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
-    """Greedy speculative decoding; the tokens equal `autoregressive`'s whatever is drafted.
+    """Speculative decoding: the tokens, or under sampling their law, are `autoregressive`'s whatever is drafted.
 
-    Each round `structure` drafts a tree under the last committed token, the target runs once over it, and the
-    longest path that the target would have chosen itself is committed, plus its next choice. One transfer from
-    the device per round, besides those of the structure. Raises `UserError` for an impossible length.
+    Each round `structure` drafts a tree under the last committed token, the target runs once over it, `chooser`
+    (None: greedy) finds the path to keep and the next token. Raises `UserError` for an impossible length.
     """
+    chooser = chooser or Chooser()
     session = _new_session(stack, source.split, prompt, max_new_tokens, spare=structure.max_rows)
-    timed = _TimedSource(cast(DraftModel, source), clock)  # a structure of its own needs no distributions
+    timed = _TimedSource(cast(DraftModel, source), chooser, clock)  # a structure of its own needs no distributions
     started = clock()
-    root = _prefill(session, prompt)
+    logits = _prefill(session, prompt)
     source.begin(session)
     session.commit(range(len(prompt)))
+    chooser.begin(session, prompt)
+    root = chooser.next_token(logits)
     token = int(root)
     yield Round((token,), 0, 0, clock() - started)
     budget = max_new_tokens - 1
     while budget > 0 and token not in eos:
-        started, timed.seconds = clock(), 0.0
+        started = clock()
+        timed.begin_round()
         tree = structure.draft(timed, root, budget - 1)
         drafted = clock()
         logits, node_rows = _run_target(session, root, tree)
-        choices = logits.argmax(-1)
-        proposed, chosen = _to_lists(tree.tokens, choices)
+        proposed, nodes, root, bonus = chooser.verify(tree, logits)
         verified = clock()
-        nodes, bonus = verify_greedy(proposed, tree.parents, chosen)
         committed = [token, *(proposed[node] for node in nodes)]
         source.commit([0, *((node_rows if source.split else tree.rows)[node] for node in nodes)], committed)
         session.commit([0, *(node_rows[node] for node in nodes)])
         structure.observe(tree, nodes)
-        last = nodes[-1] + 1 if nodes else 0
-        root = choices[last : last + 1]
         tokens = cut([*committed[1:], bonus], eos, budget)
         budget -= len(tokens)
         token = tokens[-1]
@@ -128,11 +137,16 @@ def speculative(
 
 
 class _TimedSource:
-    """A source that counts the seconds spent in it."""
+    """A source during a round: counts the seconds spent in it and knows the text before each row it was fed."""
 
-    def __init__(self, source: DraftModel, clock: Clock):
-        self._source, self._clock = source, clock
+    def __init__(self, source: DraftModel, chooser: Chooser, clock: Clock):
+        self._source, self._chooser, self._clock = source, chooser, clock
+        self.to_probs: ToProbs | None = None if chooser.greedy else self._probabilities
+        self.begin_round()
+
+    def begin_round(self) -> None:
         self.seconds = 0.0
+        self._contexts: list[Tensor] = []
 
     @property
     def hidden(self) -> Tensor:
@@ -143,10 +157,18 @@ class _TimedSource:
         return self._source.target_hidden
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        if self._chooser.reads_context:
+            for place, parent in enumerate(parents):  # the root, without a parent, ends the text already
+                before = self._contexts[parent] if parent >= 0 else self._chooser.text[:-1]
+                self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
         started = self._clock()
         logits = self._source.extend(tokens, parents)
         self.seconds += self._clock() - started
         return logits
+
+    def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        contexts = [self._contexts[row] for row in rows] if self._chooser.reads_context else None
+        return self._chooser.probabilities(logits, contexts)
 
 
 def _new_session(
@@ -166,10 +188,10 @@ def _new_session(
 
 
 def _prefill(session: TargetSession, prompt: Sequence[int]) -> Tensor:
-    """Run the prompt; returns the target's first token [1]. The round is left open for the source to read."""
+    """Run the prompt; returns the logits behind it [1, V]. The round is left open for the source to read."""
     tokens = torch.tensor(prompt, device=session.stack.device)
     session.feed(tokens, chain_parents(0, len(prompt)))
-    return session.finish(last_only=True).argmax(-1)
+    return session.finish(last_only=True)
 
 
 def _run_target(session: TargetSession, root: Tensor, tree: DraftTree) -> tuple[Tensor, list[int]]:
@@ -195,8 +217,3 @@ def _run_target(session: TargetSession, root: Tensor, tree: DraftTree) -> tuple[
         place_of = {row: place for place, row in enumerate(order)}
         logits = logits[[0, *(place_of[row] for row in rows)]]
     return logits, rows
-
-
-def _to_lists(tokens: Tensor, choices: Tensor) -> tuple[list[int], list[int]]:
-    together = torch.cat([tokens, choices]).tolist()
-    return together[: len(tokens)], together[len(tokens) :]

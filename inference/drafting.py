@@ -14,6 +14,7 @@ from inference.stop_rules import BetaThompson, Confidence, FixedLength, StopRule
 from inference.structures import (
     EAGLE_25,
     Extends,
+    ToProbs,
     binary_shape,
     chain,
     k_config,
@@ -25,6 +26,13 @@ from inference.structures import (
 from inference.tree import DraftTree
 
 
+class RoundSource(Extends, Protocol):
+    """A source during one round. `to_probs` makes draft distributions of its logits; None under greedy decoding."""
+
+    @property
+    def to_probs(self) -> ToProbs | None: ...
+
+
 class Structure(Protocol):
     """Shapes one round's draft."""
 
@@ -33,7 +41,7 @@ class Structure(Protocol):
         """Rows a round may add to the caches, besides the root."""
         ...
 
-    def draft(self, source: Extends, root: Tensor, limit: int) -> DraftTree:
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
         """A draft under `root` [1] whose paths have at most `limit` nodes; empty at limit 0."""
         ...
 
@@ -50,8 +58,9 @@ class Chain:
         self.generator = generator
         self.max_rows = rule.max_draft
 
-    def draft(self, source: Extends, root: Tensor, limit: int) -> DraftTree:
-        return chain(source, root, self.rule, limit=min(limit, self.rule.max_draft), generator=self.generator)
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+        limit = min(limit, self.rule.max_draft)
+        return chain(source, root, self.rule, limit=limit, to_probs=source.to_probs, generator=self.generator)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         self.rule.observe(len(tree), len(accepted))
@@ -61,12 +70,12 @@ class Chain:
 class Tree:
     """A tree structure with its settings bound."""
 
-    build: Callable[..., DraftTree]  # (source, root, limit=…)
+    build: Callable[..., DraftTree]  # (source, root, limit=…, to_probs=…)
     max_rows: int
     max_depth: int
 
-    def draft(self, source: Extends, root: Tensor, limit: int) -> DraftTree:
-        return self.build(source, root, limit=min(limit, self.max_depth))
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+        return self.build(source, root, limit=min(limit, self.max_depth), to_probs=source.to_probs)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         pass

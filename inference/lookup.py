@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from inference.drafting import RoundSource
 from inference.session import TargetSession
-from inference.structures import Extends
 from inference.tree import DraftTree, chain_parents
 
 
@@ -28,7 +28,7 @@ class PromptLookup:
         self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → where its latest continuation begins
         self._append(session.tokens.tolist())
 
-    def draft(self, source: Extends, root: Tensor, limit: int) -> DraftTree:
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
         last = int(root)
         self._note_end()  # what ends the text is followed by the root
         suffix = [*self._text[-self.max_ngram :], last]

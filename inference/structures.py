@@ -39,18 +39,6 @@ class Extends(Protocol):
 
 
 @dataclass(frozen=True)
-class SampledTree(DraftTree):
-    """A sampled draft. draws: with replacement, per expanded node (or `ROOT`) the child that each draw hit.
-
-    Two equal draws are one node, listed twice: the rule with replacement must see x_1, …, x_k in order, because
-    every rejected draw, a repeated one too, takes q off the residual once more. Without replacement `draws` is
-    empty and the draws are the children in index order.
-    """
-
-    draws: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class OptimalTree(DraftTree):
     """An OPT-Tree. expected: E(A) = 1 + Σ p̂ over its nodes, known on the host."""
 
@@ -124,7 +112,7 @@ def k_config(
 ) -> DraftTree:
     """MCSD's tree: every node of level i gets up to widths[i] children; fewer where q has fewer tokens left.
 
-    mode "with_replacement": i.i.d. draws, equal ones share a node (see `SampledTree`); "without_replacement":
+    mode "with_replacement": i.i.d. draws, equal ones share a node (`DraftTree.draws`); "without_replacement":
     x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i); "top_k": the most probable tokens, deterministic.
     The sampled modes transfer once per level, top_k never. At most Σ_i Π_{j≤i} widths[j] rows.
     """
@@ -162,7 +150,7 @@ def k_config(
         levels.append(tokens)
         parent_rows = [rows[parents[node]] if depth else 0 for node in inner]
         rows += range(fed, fed + len(inner)) if depth + 1 < len(widths) else [-1] * len(inner)
-    return SampledTree(_cat(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
+    return DraftTree(_cat(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
 
 
 def _draw(probs: Tensor, count: int, generator: torch.Generator | None, replacement: bool) -> Tensor:

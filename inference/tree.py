@@ -15,7 +15,8 @@ class DraftTree:
     tree with parents (−1, 0, 1, …). rows: under which row number the source was fed each node, −1 where it
     never was. path_probs [n]: p̂, the product of q along each node's path, where the structure computed it.
     q: for sampled drafts, the distribution [V] that the children of a node (or `ROOT`) were drawn from, in
-    order of their index; empty for a deterministic draft, whose candidates are point masses.
+    order of their index; empty for a deterministic draft, whose candidates are point masses. draws: drawn with
+    replacement, the child that each draw of a node hit, in order: equal draws are one node, listed again.
     """
 
     tokens: Tensor
@@ -23,6 +24,7 @@ class DraftTree:
     rows: tuple[int, ...]
     path_probs: Tensor | None = None
     q: dict[int, Tensor] = field(default_factory=dict)
+    draws: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.parents)

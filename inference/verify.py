@@ -179,6 +179,7 @@ def verify_sampled(
     rule: NodeRule,
     chance: Chance,
     *,
+    draws: Mapping[int, Sequence[int]] | None = None,
     at_once: bool | None = None,
 ) -> tuple[list[int], int]:
     """Verification under sampling: apply `rule` from the root down, then to the children of what it accepted.
@@ -187,13 +188,15 @@ def verify_sampled(
     normalised. Returns (accepted nodes in order, the next token). The emitted tokens have exactly the law of
     sampling from p one by one.
 
+    draws: for candidates drawn with replacement, the child that each draw of a parent hit (`DraftTree.draws`).
     at_once: find the acceptance probabilities of all nodes in one batch, so that a round takes two transfers
     from the device; otherwise only those of visited nodes, one transfer each, which is less work. Default: at
     once unless p is on the CPU.
     """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
+    children: dict[int, Sequence[int]] = dict(draws or {})
+    if not children:
+        for node, parent in enumerate(parents):
+            children[parent] = [*children.get(parent, ()), node]
     families = {parent: [tokens[node] for node in nodes] for parent, nodes in children.items()}
     if at_once is None:
         at_once = isinstance(p, Tensor) and p.device.type != "cpu"

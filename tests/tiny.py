@@ -30,7 +30,7 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
 
 
 def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, kv_heads: int = 4, seed: int = 0,
-                shard: str = "5GB", **changes: object) -> Path:  # fmt: skip
+                shard: str = "5GB", peak: float = 1.0, **changes: object) -> Path:  # fmt: skip
     """Write a random target with peaked, input-dependent next tokens, and a byte tokenizer, to `path`."""
     kind, extra = ARCHITECTURES[architecture]
     settings = {
@@ -44,6 +44,7 @@ def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, 
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(5.0)
+        model.lm_head.weight.mul_(peak)  # how sure it is of its next token; an untied target stays otherwise the same
     model.save_pretrained(path, max_shard_size=shard)
     byte_tokenizer().save_pretrained(path)
     return path

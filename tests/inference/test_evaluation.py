@@ -258,7 +258,7 @@ def test_other_tokens_than_the_targets_end_with_status_1(
         accepted, bonus = right(tokens, parents, choices)
         return accepted, (bonus + 1) % 256
 
-    monkeypatch.setattr("inference.decode.verify_greedy", wrong)
+    monkeypatch.setattr("inference.choosing.verify_greedy", wrong)
     status, _, errors = command("checkpoint=drafter", "prompt_text=[some text]", "out_dir=wrong", "method=eesd_fixed")
     assert status == 1
     assert "not lossless: eesd_fixed" in errors

@@ -1,0 +1,231 @@
+"""Every source × structure emits the target's own text: token for token when greedy, in law when sampling."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draft_models.small_lm import load_small_lm
+from draft_models.target import LayerStack, load_tokenizer
+from inference.choosing import Chooser
+from inference.decode import Round, autoregressive, speculative
+from inference.drafting import Structure, make_structure
+from inference.sampling import Sampler
+from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.sources import DraftModel, EarlyExitSource, SmallLMSource
+from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
+
+STRUCTURES = {
+    "chain": StructureConfig(),
+    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
+    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
+    "opt_tree, deep": StructureConfig(kind="opt_tree", nodes=20, delta=0.3),
+    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
+    "token_graph, pruned": StructureConfig(kind="token_graph", nodes=30, tau=2),
+    "binary": StructureConfig(kind="static", shape="binary", nodes=14),
+    "eagle": StructureConfig(kind="static", shape="eagle"),
+}
+STOP = StopConfig(rule="fixed", max_draft=4)
+
+
+def structure_of(name: str, generator: torch.Generator | None = None) -> Structure:
+    return make_structure(MethodConfig(structure=STRUCTURES[name], stop=STOP), 0, generator)
+
+
+def tokens_of(rounds: list[Round]) -> list[int]:
+    return [token for r in rounds for token in r.tokens]
+
+
+def make_source(kind: str, path: Path, small: Path, dtype: torch.dtype = torch.float32) -> DraftModel:
+    if kind == "small_lm":
+        return SmallLMSource(load_small_lm(str(small), load_tokenizer(str(path)), dtype=dtype))
+    return EarlyExitSource(make_drafter(path, LAYERS - 1 if kind == "early_exit" else 1, noise=0.15, dtype=dtype))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """A target (windows shorter than the text), a small LM near it, a prompt and its reference continuation."""
+    folder = tmp_path_factory.mktemp("lossless")
+    path = save_target(folder / "target", request.param, kv_heads=2, peak=6.0)
+    model, stack = open_stack(path)
+    small = AutoModelForCausalLM.from_pretrained(path)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    small.save_pretrained(folder / "small")
+    load_tokenizer(str(path)).save_pretrained(folder / "small")
+    prompt = random_prompt(20)
+    return path, folder / "small", stack, prompt, reference_generate(model, prompt, 40)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("source", ["early_exit", "early_exit, first layer", "small_lm"])
+def test_greedy_equals_generate(target: tuple, source: str, structure: str) -> None:
+    path, small, stack, prompt, expected = target
+    drafting = structure_of(structure)
+    rounds = list(speculative(stack, make_source(source, path, small), drafting, prompt, max_new_tokens=40))
+    assert tokens_of(rounds) == expected
+    assert sum(r.drafted for r in rounds) > 20
+    if source != "early_exit, first layer":  # that one guesses next to nothing
+        assert sum(r.accepted for r in rounds) > 10
+        assert max(r.accepted for r in rounds) >= 2
+
+
+@pytest.mark.parametrize("structure", ["k_config", "opt_tree", "token_graph"])
+@pytest.mark.parametrize("source", ["early_exit", "small_lm"])
+def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: str) -> None:
+    """After a generation with trees, all caches hold what a prefill of the same text holds."""
+    path = save_target(tmp_path / "target", "qwen3", kv_heads=2)
+    _, stack = open_stack(path, torch.float64)
+    drafter = make_source(source, path, path, torch.float64)
+    prompt = random_prompt(9)
+    text = prompt + tokens_of(list(speculative(stack, drafter, structure_of(structure), prompt, max_new_tokens=30)))
+    fresh = make_source(source, path, path, torch.float64)
+
+    def caches(of: DraftModel) -> list:
+        return [of.cache, of.session.first, of.session.rest] if source == "early_exit" else [of.session.first]
+
+    known = caches(drafter)[0].length
+    next(speculative(stack, fresh, structure_of(structure), text[:known], max_new_tokens=2))
+    for ours, expected in zip(caches(drafter), caches(fresh), strict=True):
+        for pair, fresh_pair in zip(ours.content(), expected.content(), strict=True):
+            for tensor, fresh_tensor in zip(pair, fresh_pair, strict=True):
+                torch.testing.assert_close(tensor[:, :, :known], fresh_tensor[:, :, :known], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["chain", "opt_tree", "k_config"])
+def test_greedy_with_a_repetition_penalty_equals_generate(tmp_path: Path, structure: str) -> None:
+    path = save_target(tmp_path)
+    model, stack = open_stack(path)
+    prompt = random_prompt(15)
+    ids = torch.tensor([prompt])
+    model.generation_config.pad_token_id = 0
+    model.generation_config.repetition_penalty = 1.3
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
+    expected = out[0, len(prompt) :].tolist()
+    model.generation_config.repetition_penalty = 1.0
+    assert expected != reference_generate(model, prompt, 40)
+    sampler = Sampler(SamplingConfig(repetition_penalty=1.3))
+    source = make_source("early_exit", path, path)
+    rounds = speculative(stack, source, structure_of(structure), prompt, max_new_tokens=40, chooser=Chooser(sampler))
+    assert tokens_of(list(rounds)) == expected
+    assert tokens_of(list(autoregressive(stack, prompt, max_new_tokens=40, chooser=Chooser(sampler)))) == expected
+
+
+# --- sampling: the joint law of three tokens over a vocabulary of 6 -------------------------------------------------
+
+VOCABULARY, SAMPLES = 6, 3000
+
+
+@pytest.fixture(scope="module")
+def tiny_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, LayerStack, list[int], dict]:
+    """Target, another model as drafter, a prompt, and the exact law of the next three tokens."""
+    folder = tmp_path_factory.mktemp("law")
+    stacks = []
+    for seed in (0, 1):
+        path = save_target(folder / str(seed), vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, seed=seed,
+                           num_hidden_layers=1, bos_token_id=None)  # fmt: skip
+        _, stack = open_stack(path)
+        with torch.no_grad():
+            stack.head.weight *= 2.0
+        stacks.append(stack)
+    prompt = [1, 4, 2]
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    sampler = Sampler(SETTINGS)
+    for _ in range(3):
+        longer = {}
+        for path_so_far, weight in law.items():
+            logits = last_logits(stacks[0], [*prompt, *path_so_far])
+            p = sampler.probabilities(logits, [torch.tensor([*prompt, *path_so_far])])[0]
+            longer.update({(*path_so_far, token): weight * float(p[token]) for token in range(VOCABULARY)})
+        law = longer
+    return stacks[0], stacks[1], prompt, law
+
+
+SETTINGS = SamplingConfig(temperature=0.9, top_k=5, repetition_penalty=1.1)
+
+
+@torch.inference_mode()
+def last_logits(stack: LayerStack, text: list[int]) -> torch.Tensor:
+    stack.reserve(len(text))
+    positions = torch.arange(len(text))[None]
+    masks = stack.packed_masks(positions, torch.zeros_like(positions))
+    hidden = stack.run(stack.embed(torch.tensor([text])), 0, len(stack.layers), stack.rotary(positions), masks)
+    return stack.logits(hidden[:, -1])
+
+
+def chi_square(counts: Counter, law: dict[tuple[int, ...], float], total: int) -> float:
+    """Normal score of Pearson's statistic over outcomes expected at least five times, the rest pooled."""
+    pooled, statistic, cells, seen = 0.0, 0.0, 0, 0
+    for outcome, weight in law.items():
+        if weight * total >= 5:
+            statistic += (counts[outcome] - weight * total) ** 2 / (weight * total)
+            cells += 1
+            seen += counts[outcome]
+        else:
+            pooled += weight * total
+    if pooled >= 5:
+        statistic += (total - seen - pooled) ** 2 / pooled
+        cells += 1
+    freedom = cells - 1
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+def sample_law(make: Callable[[torch.Generator], list[int]]) -> Counter:
+    return Counter(tuple(make(torch.Generator().manual_seed(seed))[:3]) for seed in range(SAMPLES))
+
+
+@pytest.mark.parametrize("naive", [False, True])
+@pytest.mark.parametrize("draw", ["with_replacement", "without_replacement", "top_k"])
+def test_law_of_a_sampled_tree(tiny_vocabulary: tuple, draw: str, naive: bool) -> None:
+    stack, drafter, prompt, law = tiny_vocabulary
+    method = MethodConfig(structure=StructureConfig(kind="k_config", widths=(3, 2), draw=draw))
+
+    def run(generator: torch.Generator) -> list[int]:
+        drafting = make_structure(method, 0, generator)
+        chooser = Chooser(Sampler(SETTINGS), generator, naive=naive)
+        return tokens_of(
+            list(speculative(stack, SmallLMSource(drafter), drafting, prompt, max_new_tokens=4, chooser=chooser))
+        )
+
+    assert abs(chi_square(sample_law(run), law, SAMPLES)) < 4
+
+
+@pytest.mark.parametrize("structure", ["chain, drawn", "chain, likeliest", "opt_tree", "token_graph", "binary"])
+def test_law_of_other_structures(tiny_vocabulary: tuple, structure: str) -> None:
+    stack, drafter, prompt, law = tiny_vocabulary
+
+    def run(generator: torch.Generator) -> list[int]:
+        drafting = structure_of(structure.partition(",")[0], generator if structure == "chain, drawn" else None)
+        chooser = Chooser(Sampler(SETTINGS), generator)
+        return tokens_of(
+            list(speculative(stack, SmallLMSource(drafter), drafting, prompt, max_new_tokens=4, chooser=chooser))
+        )
+
+    assert abs(chi_square(sample_law(run), law, SAMPLES)) < 4
+
+
+def test_law_of_plain_sampling_and_the_power_of_the_test(tiny_vocabulary: tuple) -> None:
+    """Plain sampling passes; drafting by the wrong rule, or sampling at another temperature, does not."""
+    stack, drafter, prompt, law = tiny_vocabulary
+
+    def plain(settings: SamplingConfig) -> Callable[[torch.Generator], list[int]]:
+        return lambda generator: tokens_of(
+            list(autoregressive(stack, prompt, max_new_tokens=3, chooser=Chooser(Sampler(settings), generator)))
+        )
+
+    def accepts_everything(generator: torch.Generator) -> list[int]:
+        chooser = Chooser(Sampler(SETTINGS), generator)
+        chooser.chance.accept = lambda _probability: True  # type: ignore[method-assign]
+        drafting = make_structure(MethodConfig(stop=STOP), 0, generator)
+        return tokens_of(
+            list(speculative(stack, SmallLMSource(drafter), drafting, prompt, max_new_tokens=4, chooser=chooser))
+        )
+
+    assert abs(chi_square(sample_law(plain(SETTINGS)), law, SAMPLES)) < 4
+    assert chi_square(sample_law(plain(SamplingConfig(temperature=1.4, top_k=5))), law, SAMPLES) > 6
+    assert chi_square(sample_law(accepts_everything), law, SAMPLES) > 6
