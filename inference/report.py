@@ -101,10 +101,10 @@ def markdown(reports: Sequence[Report]) -> str:
         "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
         "|---|---|---|---|---|---|---|---|---|---|",
         f"| autoregressive | {first['lossless']['autoregressive_identical']}/{first['prompts']} | 1.00 | | | | | "
-        f"{speeds['autoregressive']:.1f} | 1.00 | |",
+        f"{_number(speeds['autoregressive'])} | 1.00 | |",
     ]
-    if speeds[TRANSFORMERS] is not None:
-        lines.append(f"| transformers generate | reference | 1.00 | | | | | {speeds[TRANSFORMERS]:.1f} | | 1.00 |")
+    if first["lossless"]["reference"] == TRANSFORMERS:
+        lines.append(f"| transformers generate | reference | 1.00 | | | | | {_number(speeds[TRANSFORMERS])} | | 1.00 |")
     lines += [_row(report) for report in reports]
     lines += ["", *(_sentence(report) for report in reports)]
     return "\n".join(lines) + "\n"
@@ -268,7 +268,7 @@ def _row(report: Report) -> str:
     return (
         f"| {report['method']} | {identical} | {report['tau']:.2f} | {report['acceptance_rate']:.2f} | "
         f"{report['draft_share']:.2f} | {100 * report['harmonic_mean']:.1f} | "
-        f"{report['drafted_tokens_per_round']:.2f} | {'–' if speed is None else f'{speed:.1f}'} | "
+        f"{report['drafted_tokens_per_round']:.2f} | {_number(speed)} | "
         f"{_interval(speedup)} | {_interval(speedup.get('vs_transformers_generate'))} |"
     )
 
@@ -281,6 +281,11 @@ def _sentence(report: Report) -> str:
         f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
         f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}."
     )
+
+
+def _number(value: float | None) -> str:
+    """One decimal, or a dash where nothing was decoded to be timed."""
+    return "–" if value is None else f"{value:.1f}"
 
 
 def _interval(speedup: Mapping[str, Any] | None) -> str:

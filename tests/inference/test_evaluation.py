@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from draft_models.checkpoint import fingerprint_target, save_pretrained
 from draft_models.target import load_config, load_tokenizer, open_target
+from inference.compare import end_tokens
 from inference.decode import Round
 from inference.evaluate_checkpoint import main
 from inference.evaluation import (
@@ -264,3 +265,26 @@ def test_other_tokens_than_the_targets_end_with_status_1(
     assert "not lossless: eesd_fixed" in errors
     report = json.loads((checkpoint / "wrong/report.json").read_text())
     assert report["lossless"]["identical"] == 0
+
+
+def test_end_tokens_and_ignoring_them(checkpoint: Path, command: Callable) -> None:
+    """generation_config.json's list comes first, config.json's next, the tokenizer's last; text ends there."""
+    target = checkpoint / "target"
+    config, tokenizer = load_config(str(target)), load_tokenizer(str(target))
+    generation = json.loads((target / "generation_config.json").read_text())
+    assert end_tokens(str(target), None, config, tokenizer) == {tokenizer.eos_token_id}
+    status, _, errors = command("checkpoint=drafter", "prompt_text=[some text]", "out_dir=free", "method=eesd_fixed")
+    assert status == 0, errors
+    tokens = json.loads((checkpoint / "free/generations.jsonl").read_text().splitlines()[0])["tokens"]
+    (target / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [tokens[5], 9]}))
+    try:
+        assert end_tokens(str(target), None, config, tokenizer) == {tokens[5], 9}
+        for overrides, expected in (([], tokens[: tokens.index(tokens[5]) + 1]), (["ignore_eos=true"], tokens)):
+            status, _, errors = command(
+                "checkpoint=drafter", "prompt_text=[some text]", "out_dir=ended", "method=eesd_fixed", *overrides
+            )
+            assert status == 0, errors
+            lines = (checkpoint / "ended/generations.jsonl").read_text().splitlines()
+            assert all(json.loads(line)["tokens"] == expected for line in lines)
+    finally:
+        (target / "generation_config.json").write_text(json.dumps(generation))

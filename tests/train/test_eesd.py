@@ -14,17 +14,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainingArguments
 
+from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
 from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, fingerprint_target, from_pretrained, read_meta
+from draft_models.early_exit import EarlyExitStudent
 from draft_models.errors import UserError
-from draft_models.target import load_config, load_tokenizer, open_target
+from draft_models.losses import IGNORE
+from draft_models.target import load_config, load_layers, load_tokenizer, open_target
 from inference.decode import speculative
 from inference.drafting import Chain
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
-from train.early_exit import default_exit_layer, train_early_exit
+from train import fit as fit_module
+from train.early_exit import Watch, default_exit_layer, heldout_prompt, train_early_exit
 from train.settings import EesdConfig, FitConfig, WandbConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -238,3 +243,87 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus:
 def test_default_exit_layer_is_in_the_papers_range() -> None:
     for layers, expected in ((4, 1), (12, 1), (32, 3), (40, 3), (80, 6)):
         assert default_exit_layer(type("Config", (), {"num_hidden_layers": layers})()) == expected
+
+
+def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> None:
+    """top1 and top1_target against predictions written out with stock models, tau against a decode of its own."""
+    path = save_target(tmp_path / "target", "mistral", kv_heads=2)
+    run = config(path, corpus, tmp_path / "eesd", decode_prompts=3, decode_tokens=12, eval_batch_rows=3)
+    files, target = open_target(str(path)), load_config(str(path))
+    heldout = load_rows(corpus, load_tokenizer(str(path)), 64, "heldout", max_rows=4)
+    student = EarlyExitStudent(load_layers(files, target, [0, 1, 3], dtype=torch.float32), 2, train_head=True)
+    drafter = load_layers(files, target, [0, 1, 3], dtype=torch.float32)
+    drafter.set_attn_implementation("eager")
+    whole = AutoModelForCausalLM.from_pretrained(path)
+    right = dict.fromkeys(("top1", "top1_target"), 0)
+    supervised = 0
+    for row in (heldout[i] for i in range(len(heldout))):
+        for document in set(row["documents"].tolist()) - {-1}:
+            part = row["documents"] == document
+            ids, labels = row["input_ids"][part][None], row["labels"][part]
+            with torch.no_grad():
+                guess, choice = drafter(ids).logits[0].argmax(-1), whole(ids).logits[0].argmax(-1)
+            keep = labels != IGNORE
+            right["top1"] += int((guess == labels)[keep].sum())
+            right["top1_target"] += int((guess == choice)[keep].sum())
+            supervised += int(keep.sum())
+    metrics = Watch(run, target, files, heldout, active=True)(student)
+    assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
+
+    _, stack = open_stack(path)
+    rounds = [
+        r
+        for i in range(3)
+        for r in list(
+            speculative(
+                stack,
+                EarlyExitSource(student.drafter.requires_grad_(False)),
+                Chain(FixedLength(4)),
+                heldout_prompt(heldout[i]),
+                max_new_tokens=12,
+            )
+        )[1:]
+    ]
+    assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
+    assert Watch(run, target, files, heldout, active=False)(student) == {}
+
+
+def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
+    labels = torch.full((300,), IGNORE)
+    labels[200:240] = 5
+    row = {"input_ids": torch.arange(300), "labels": labels, "documents": torch.zeros(300, dtype=torch.long)}
+    assert heldout_prompt(row) == list(range(201))  # position 200 predicts the answer's first token
+    labels[:] = 5
+    assert heldout_prompt(row) == list(range(128))  # plain text
+
+
+def test_one_process_uses_one_gpu(tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with several GPUs a plain script neither wraps the model nor multiplies the batch."""
+    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", property(lambda self: self._n_gpu))
+    original = TrainingArguments.__post_init__
+
+    def several(self: TrainingArguments) -> None:
+        original(self)
+        self._n_gpu = 2
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", several)
+    arguments = fit_module._arguments(FIT, 6, tmp_path)
+    assert arguments.n_gpu == 1
+    assert arguments.train_batch_size == FIT.batch_rows
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path: Path, corpus: DataConfig) -> None:
+    path = save_target(tmp_path / "target")
+    train_early_exit(config(path, corpus, tmp_path / "kept"))
+    train_early_exit(config(path, corpus, tmp_path / "recomputed", fit=replace(FIT, gradient_checkpointing=True)))
+    kept, recomputed = weights(tmp_path / "kept"), weights(tmp_path / "recomputed")
+    assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+
+
+def test_resume_with_other_text_is_refused(tmp_path: Path, corpus: DataConfig) -> None:
+    path = save_target(tmp_path / "target")
+    train_early_exit(config(path, corpus, tmp_path / "eesd"))
+    text = tmp_path / "text.jsonl"
+    text.write_text(Path(corpus.path[0]).read_text().replace("quick", "quiet"))
+    with pytest.raises(UserError, match="data_key"):
+        train_early_exit(config(path, replace(corpus, path=str(text)), tmp_path / "eesd", resume=True))
