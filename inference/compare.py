@@ -41,6 +41,7 @@ from inference.evaluation import (
     measure,
     prepare,
     synchronized_clock,
+    with_measured_delta,
 )
 from inference.packing import can_pack
 from inference.report import build_report, is_lossless, markdown, write_reports
@@ -98,24 +99,23 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     prepare(stack, drafters)
     eos = frozenset() if config.ignore_eos else end_tokens(source, revision, target_config, tokenizer)
 
+    waiting = synchronized_clock if device.type == "cuda" else time.perf_counter
+    methods = {
+        name: with_measured_delta(method, stack, drafters, rendered[0], waiting)
+        for name, method in config.methods.items()
+    }
+
     def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
-        return make_arms(
-            stack,
-            drafters,
-            config.methods,
-            plain,
-            max_new_tokens=max_new_tokens,
-            eos=eos,
-            seed=config.seed,
-            clock=clock,
-        )
+        reference = plain if config.compare_transformers else None
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos, "seed": config.seed, "clock": clock}
+        return make_arms(stack, drafters, methods, reference, **options)
 
     for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
         warm_up(rendered[0])
     profilers: dict[str, Arm] = {}
     if device.type == "cuda":
-        synchronized = arms_for(config.max_new_tokens, synchronized_clock)
-        profilers = {name: synchronized[name] for name in config.methods}
+        synchronized = arms_for(config.max_new_tokens, waiting)
+        profilers = {name: synchronized[name] for name in methods}
     results = run_prompts(config, prompts, render, tokenizer, plain, arms_for(config.max_new_tokens), profilers)
     facts: dict[str, Any] = {
         "target": source,
@@ -126,7 +126,7 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     }
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed)
-        for name, method in config.methods.items()
+        for name, method in methods.items()
     ]
     texts = {
         (r.prompt_id, arm): tokenizer.decode(list(g.tokens), skip_special_tokens=True)

@@ -103,6 +103,8 @@ def make_tree(settings: StructureConfig, generator: torch.Generator | None = Non
     """A tree structure with `settings` bound."""
     build: Callable[..., DraftTree]
     if settings.kind == "opt_tree":
+        if settings.delta is None:
+            raise ValueError("opt_tree needs a delta: measure one (inference.evaluation.with_measured_delta)")
         build = partial(opt_tree, nodes=settings.nodes, delta=settings.delta)
         return Tree(build, settings.nodes * settings.max_depth, settings.max_depth)
     if settings.kind == "token_graph":

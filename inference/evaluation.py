@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from inference.decode import Clock, Round, autoregressive, cut, speculative
 from inference.drafting import Structure, make_structure
 from inference.lookup import PromptLookup
 from inference.packing import can_pack, pack_linears
-from inference.settings import MethodConfig
+from inference.settings import MethodConfig, StopConfig, StructureConfig
 from inference.sources import Drafter, EarlyExitSource, SmallLMSource
 
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
@@ -76,6 +76,24 @@ def make_drafting(method: MethodConfig, drafters: Drafters, seed: int) -> tuple[
         return SmallLMSource(drafters.small_lm), structure
     assert drafters.early_exit is not None
     return EarlyExitSource(drafters.early_exit), structure
+
+
+def with_measured_delta(
+    method: MethodConfig, stack: LayerStack, drafters: Drafters, prompt: Sequence[int], clock: Clock
+) -> MethodConfig:
+    """`method` with OPT-Tree's δ set, where it is null, to μ = seconds of a draft step / of a decoding step.
+
+    Both are medians over a short generation on this device: of single-token draft steps, and of target steps.
+    """
+    if method.structure.kind != "opt_tree" or method.structure.delta is not None:
+        return method
+    chain = replace(method, structure=StructureConfig(), stop=StopConfig(rule="fixed", max_draft=4))
+    source, structure = make_drafting(chain, drafters, seed=0)
+    drafting = list(speculative(stack, source, structure, prompt, max_new_tokens=24, clock=clock))[1:]
+    plain = list(autoregressive(stack, prompt, max_new_tokens=12, clock=clock))[1:]
+    draft_step = statistics.median(r.draft_seconds / r.drafted for r in drafting if r.drafted)
+    mu = draft_step / statistics.median(r.seconds for r in plain)
+    return replace(method, structure=replace(method.structure, delta=min(1.0, mu)))
 
 
 def make_arms(

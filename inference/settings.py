@@ -37,7 +37,7 @@ class StructureConfig:
     nodes: int = 25  # opt_tree, token_graph: node budget; static shape=binary: its size
     widths: tuple[int, ...] = (4, 2, 2)  # k_config: children per node, level by level
     draw: str = "without_replacement"  # k_config when sampling: with_replacement | without_replacement | top_k
-    delta: float = 0.2  # opt_tree: stop when E(A) gains no more than this
+    delta: float | None = None  # opt_tree: stop when E(A) gains no more than this; null: μ, as measured here
     out_degree: int = 4  # token_graph, and its pruning and merging:
     theta_prob: float = 0.2
     theta_sibling: float = 0.3
@@ -50,7 +50,7 @@ class StructureConfig:
         for key in ("max_depth", "nodes", "out_degree", "tau"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "an integer ≥ 1")
         require(len(self.widths) > 0 and min(self.widths) >= 1, "widths", self.widths, "integers ≥ 1, e.g. [4,2,2]")
-        require(0 <= self.delta <= 1, "delta", self.delta, "0 to 1")
+        require(self.delta is None or 0 <= self.delta <= 1, "delta", self.delta, "0 to 1, or null")
         for key in ("theta_prob", "theta_sibling"):
             require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "a probability")
 

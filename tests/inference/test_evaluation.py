@@ -1,7 +1,9 @@
 """Measuring and reporting: statistics by hand, ties, and the command from checkpoint to report."""
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from inference.evaluate_checkpoint import main
 from inference.evaluation import (
     AUTOREGRESSIVE,
     TRANSFORMERS,
+    Drafters,
     Generation,
     PromptResult,
     acceptance_by_position,
@@ -24,10 +27,12 @@ from inference.evaluation import (
     excuse_ties,
     measure,
     transformers_generate,
+    with_measured_delta,
 )
 from inference.report import build_report, is_lossless, markdown
+from inference.settings import MethodConfig, StructureConfig
 from inference.verify import verify_greedy
-from tests.tiny import LAYERS, byte_tokenizer, make_drafter, random_prompt, reference_generate, save_target
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 
 def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generation:
@@ -288,3 +293,16 @@ def test_end_tokens_and_ignoring_them(checkpoint: Path, command: Callable) -> No
             assert all(json.loads(line)["tokens"] == expected for line in lines)
     finally:
         (target / "generation_config.json").write_text(json.dumps(generation))
+
+
+def test_delta_is_measured_where_it_is_null(tmp_path: Path) -> None:
+    """μ = a draft step's seconds over a decoding step's; a clock that ticks once a reading makes both countable."""
+    path = save_target(tmp_path)
+    _, stack = open_stack(path)
+    drafters = Drafters(early_exit=make_drafter(path, 2))
+    ticks = itertools.count()
+    method = MethodConfig(structure=StructureConfig(kind="opt_tree"))
+    measured = with_measured_delta(method, stack, drafters, random_prompt(9), lambda: float(next(ticks)))
+    assert measured.structure.delta == 1.0  # one tick around a draft step, one around a decoding step
+    given = replace(method, structure=replace(method.structure, delta=0.3))
+    assert with_measured_delta(given, stack, drafters, random_prompt(9), lambda: float(next(ticks))) is given
