@@ -184,7 +184,8 @@ def _new_session(
             f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceeds the target's context "
             f"of {limit}; shorten one of them"
         )
-    return TargetSession(stack, split, min(limit, len(prompt) + max_new_tokens + spare + 1))
+    # A tree needs more cache slots than positions: near the end of the context the slots go beyond it.
+    return TargetSession(stack, split, len(prompt) + max_new_tokens + spare + 1)
 
 
 def _prefill(session: TargetSession, prompt: Sequence[int]) -> Tensor:

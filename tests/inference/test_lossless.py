@@ -97,6 +97,16 @@ def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: st
                 torch.testing.assert_close(tensor[:, :, :known], fresh_tensor[:, :, :known], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("structure", ["eagle", "token_graph"])
+@pytest.mark.parametrize("source", ["early_exit", "small_lm"])
+def test_trees_up_to_the_last_position_of_the_context(tmp_path: Path, source: str, structure: str) -> None:
+    path = save_target(tmp_path, "llama", kv_heads=2)
+    model, stack = open_stack(path)
+    prompt = random_prompt(236)
+    rounds = speculative(stack, make_source(source, path, path), structure_of(structure), prompt, max_new_tokens=20)
+    assert tokens_of(list(rounds)) == reference_generate(model, prompt, 20)
+
+
 @pytest.mark.parametrize("structure", ["chain", "opt_tree", "k_config"])
 def test_greedy_with_a_repetition_penalty_equals_generate(tmp_path: Path, structure: str) -> None:
     path = save_target(tmp_path)
