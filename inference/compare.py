@@ -108,6 +108,7 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
         reference = plain if config.compare_transformers else None
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos, "seed": config.seed, "clock": clock}
+        options |= {"stops": config.stop_strings, "tokenizer": tokenizer}
         return make_arms(stack, drafters, methods, reference, **options)
 
     for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():

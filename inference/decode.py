@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -44,6 +44,24 @@ def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, 
         if token in eos:
             return tuple(tokens[: index + 1])
     return tuple(tokens[:budget])
+
+
+def until(rounds: Iterator[Round], stops: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[Round]:
+    """`rounds` up to and including the token that completes one of the `stops` in the new text.
+
+    Tokens behind it in the same round are dropped, as if they had never been decoded. decode: ids → text.
+    """
+    ids: list[int] = []
+    for r in rounds:
+        before = len(ids)
+        ids += r.tokens
+        if any(stop in decode(ids) for stop in stops):
+            count = 1
+            while not any(stop in decode(ids[: before + count]) for stop in stops):
+                count += 1
+            yield replace(r, tokens=r.tokens[:count], accepted=min(r.accepted, count))
+            return
+        yield r
 
 
 @torch.inference_mode()

@@ -1,8 +1,8 @@
 """Ways of drafting a round: a structure with its settings and, for a chain, its stop rule."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from inference.stop_rules import BetaThompson, Confidence, FixedLength, StopRule
 from inference.structures import (
     EAGLE_25,
     Extends,
+    GraphTree,
+    OptimalTree,
     ToProbs,
     binary_shape,
     chain,
@@ -45,6 +47,12 @@ class Structure(Protocol):
         """A draft under `root` [1] whose paths have at most `limit` nodes; empty at limit 0."""
         ...
 
+    @property
+    def totals(self) -> Mapping[str, float]:
+        """Sums over the rounds observed: expected_tau (OPT-Tree's E(A)), drafted_by_source (a token graph's nodes
+        before unmerging) and graph_success (rounds in which a copy was accepted)."""
+        ...
+
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """The round's draft and the nodes of it that were accepted."""
         ...
@@ -57,6 +65,7 @@ class Chain:
         self.rule = rule
         self.generator = generator
         self.max_rows = rule.max_draft
+        self.totals: Mapping[str, float] = {}
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
         limit = min(limit, self.rule.max_draft)
@@ -66,19 +75,27 @@ class Chain:
         self.rule.observe(len(tree), len(accepted))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tree:
-    """A tree structure with its settings bound."""
+    """A tree structure with its settings bound. `totals` sums up what the papers report of theirs, over rounds."""
 
     build: Callable[..., DraftTree]  # (source, root, limit=…, to_probs=…)
     max_rows: int
     max_depth: int
+    totals: dict[str, float] = field(default_factory=dict)
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
         return self.build(source, root, limit=min(limit, self.max_depth), to_probs=source.to_probs)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        pass
+        if isinstance(tree, OptimalTree):
+            self._add("expected_tau", tree.expected)
+        if isinstance(tree, GraphTree):
+            self._add("drafted_by_source", tree.drafted)
+            self._add("graph_success", any(node >= tree.drafted for node in accepted))
+
+    def _add(self, name: str, value: float) -> None:
+        self.totals[name] = self.totals.get(name, 0.0) + value
 
 
 def make_rule(stop: StopConfig, seed: int) -> StopRule:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from draft_models.early_exit import EarlyExit
 from draft_models.target import LayerStack
-from inference.decode import Clock, Round, autoregressive, cut, speculative
+from inference.decode import Clock, Round, autoregressive, cut, speculative, until
 from inference.drafting import Structure, make_structure
 from inference.lookup import PromptLookup
 from inference.packing import can_pack, pack_linears
@@ -31,6 +31,7 @@ class Generation:
     prefill_seconds: float
     decode_seconds: float
     rounds: tuple[Round, ...] = ()
+    totals: Mapping[str, float] = field(default_factory=dict)  # of the structure (see `Structure.totals`)
 
 
 @dataclass(frozen=True)
@@ -105,24 +106,38 @@ def make_arms(
     max_new_tokens: int,
     eos: Collection[int],
     seed: int,
+    stops: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Arm]:
-    """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`."""
+    """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
+
+    stops: strings that end a text, which need the `tokenizer`.
+    """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
 
+    def run(rounds: Iterator[Round]) -> Generation:
+        if not stops:
+            return collect(rounds, clock)
+        assert tokenizer is not None
+        return collect(until(rounds, stops, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))), clock)
+
     def autoregress(prompt: Sequence[int]) -> Generation:
-        return collect(autoregressive(stack, prompt, clock=clock, **options), clock)
+        return run(autoregressive(stack, prompt, clock=clock, **options))
 
     def drafting(method: MethodConfig) -> Arm:
-        def run(prompt: Sequence[int]) -> Generation:
+        def draft(prompt: Sequence[int]) -> Generation:
             source, structure = make_drafting(method, drafters, seed)
-            return collect(speculative(stack, source, structure, prompt, clock=clock, **options), clock)
+            generation = run(speculative(stack, source, structure, prompt, clock=clock, **options))
+            return replace(generation, totals=dict(structure.totals))
 
-        return run
+        return draft
 
     arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(method) for name, method in methods.items()}}
     if plain is not None:
-        arms[TRANSFORMERS] = lambda prompt: transformers_generate(plain, prompt, **options)
+        arms[TRANSFORMERS] = lambda prompt: transformers_generate(
+            plain, prompt, stops=stops, tokenizer=tokenizer, **options
+        )
     return arms
 
 
@@ -165,23 +180,30 @@ class _FirstToken(BaseStreamer):
 
 @torch.inference_mode()
 def transformers_generate(
-    model: PreTrainedModel, prompt: Sequence[int], *, max_new_tokens: int, eos: Collection[int]
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos: Collection[int],
+    stops: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Generation:
     """The target through transformers' own `generate`, greedy, with its own attention and cache."""
     ids = torch.tensor([prompt], device=model.device)
-    stops = sorted(eos)
+    ends_at = sorted(eos)
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
-        eos_token_id=stops or None,
-        pad_token_id=stops[0] if stops else 0,
+        eos_token_id=ends_at or None,
+        pad_token_id=ends_at[0] if ends_at else 0,
     )
     model.generation_config = settings
+    ends: dict[str, Any] = {"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}
     first = _FirstToken()
     with stock_attention(model):
         started = time.perf_counter()
         out = model.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first, **ends
         )
         ended = time.perf_counter()
     tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
@@ -291,6 +313,14 @@ def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
         "harmonic_mean": 2 * v * r / (v + r) if v + r else 0.0,
         "drafted_tokens_per_round": drafted / len(rounds) if rounds else 0.0,
     }
+
+
+def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
+    """Per-round means of what the structure summed up (see `Structure.totals`); empty for those that do not."""
+    generations = list(generations)
+    rounds = sum(len(g.rounds) for g in generations)
+    names = sorted({name for g in generations for name in g.totals})
+    return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}
 
 
 def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, float]]:

@@ -22,6 +22,7 @@ class PromptLookup:
     def __init__(self, max_ngram: int = 3, max_draft: int = 10):
         self.max_ngram = max_ngram
         self.max_rows = max_draft
+        self.totals: dict[str, float] = {}
 
     def begin(self, session: TargetSession) -> None:
         self._text: list[int] = []

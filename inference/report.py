@@ -22,6 +22,7 @@ from inference.evaluation import (
     acceptance_by_position,
     bootstrap_median,
     decode_statistics,
+    structure_statistics,
 )
 
 Report = dict[str, Any]
@@ -50,6 +51,7 @@ def build_report(method: str, results: Sequence[PromptResult], facts: Mapping[st
             "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in results),
         },
         **decode_statistics(mine),
+        "structure": structure_statistics(mine),
         "tokens_per_second": {
             name: _tokens_per_second(results, arm)
             for name, arm in (
@@ -277,9 +279,10 @@ def _sentence(report: Report) -> str:
     total = sum(report["seconds"].values()) or 1.0
     parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in report["seconds"].items())
     even = report["break_even_acceptance"]
+    structure = "".join(f"; {name} {value:.2f}" for name, value in report["structure"].items())
     return (
         f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
-        f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}."
+        f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}{structure}."
     )
 
 

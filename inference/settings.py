@@ -85,6 +85,7 @@ class EvaluateConfig:
     template: str = "auto"  # auto | tokenizer | vicuna | none
     max_new_tokens: int = 128
     ignore_eos: bool = False
+    stop_strings: list[str] = field(default_factory=list)  # text also ends with the first of these
     repeats: int = 1  # timed passes over every prompt; their median counts
     compare_transformers: bool = True  # also time model.generate
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
@@ -109,6 +110,7 @@ class EvaluateConfig:
             self.max_new_tokens,
             "≥ 2 (the first is the prefill's)",
         )
+        require(all(self.stop_strings), "stop_strings", self.stop_strings, "texts of at least one character")
         require(self.repeats >= 1, "repeats", self.repeats, "an integer ≥ 1")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "null or an integer ≥ 1")
         require_choice("template", self.template, ("auto", "tokenizer", "vicuna", "none"))

@@ -10,8 +10,8 @@ import torch
 from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
 from draft_models.errors import UserError
-from draft_models.target import LayerStack
-from inference.decode import Round, autoregressive, cut, speculative
+from draft_models.target import LayerStack, load_tokenizer
+from inference.decode import Round, autoregressive, cut, speculative, until
 from inference.drafting import Chain
 from inference.sources import EarlyExitSource
 from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
@@ -204,3 +204,33 @@ def test_cut() -> None:
     assert cut([1, 2, 3], {3}, 2) == (1, 2)
     assert cut([1, 2, 3], (), 5) == (1, 2, 3)
     assert cut([2], {2}, 1) == (2,)
+
+
+def test_stop_strings_anywhere_in_a_block(tmp_path: Path) -> None:
+    """Text ends with the token that completes the string, as with transformers' own `stop_strings`."""
+    path = save_target(tmp_path)
+    model, stack = open_stack(path)
+    tokenizer = load_tokenizer(str(path))
+    drafter = make_drafter(path, LAYERS - 1, noise=0.05)
+    prompt = random_prompt(12, seed=3)
+    full = reference_generate(model, prompt, 40)
+    ids = torch.tensor([prompt])
+    places = set()
+    for start in range(0, 36, 2):
+        text = tokenizer.decode(full[start : start + 2])
+        if "\ufffd" in text:
+            continue  # not text: half of a character
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, stop_strings=[text],
+            tokenizer=tokenizer,
+        )  # fmt: skip
+        expected = out[0, len(prompt) :].tolist()
+        rounds = list(
+            until(iter(decode(stack, drafter, FixedLength(4), prompt, max_new_tokens=40)), [text], tokenizer.decode)
+        )
+        assert tokens_of(rounds) == expected
+        assert rounds[-1].accepted <= len(rounds[-1].tokens)
+        places.add(len(rounds[-1].tokens))
+    assert len(places) > 1
+    untouched = decode(stack, drafter, FixedLength(4), prompt, max_new_tokens=40)
+    assert tokens_of(list(until(iter(untouched), ["no such text"], tokenizer.decode))) == full

@@ -16,6 +16,7 @@ from inference.drafting import Structure, make_structure
 from inference.sampling import Sampler
 from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import DraftModel, EarlyExitSource, SmallLMSource
+from inference.tree import DraftTree
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 STRUCTURES = {
@@ -73,6 +74,28 @@ def test_greedy_equals_generate(target: tuple, source: str, structure: str) -> N
     if source != "early_exit, first layer":  # that one guesses next to nothing
         assert sum(r.accepted for r in rounds) > 10
         assert max(r.accepted for r in rounds) >= 2
+
+
+def test_what_the_papers_report_of_their_structures(target: tuple) -> None:
+    """Totals against the trees themselves, recorded on the side."""
+    path, small, stack, prompt, _ = target
+    for name in ("opt_tree", "token_graph"):
+        drafting, seen = structure_of(name), []
+        observe = drafting.observe
+
+        def record(tree: DraftTree, accepted: list[int], observe: Callable = observe, seen: list = seen) -> None:
+            seen.append((tree, accepted))
+            observe(tree, accepted)
+
+        drafting.observe = record  # type: ignore[method-assign]
+        list(speculative(stack, make_source("small_lm", path, small), drafting, prompt, max_new_tokens=40))
+        if name == "opt_tree":
+            expected = sum(1 + float(tree.path_probs.sum()) for tree, _ in seen)
+            assert drafting.totals == pytest.approx({"expected_tau": expected}, rel=1e-5)
+        else:
+            fed = sum(tree.drafted for tree, _ in seen)
+            copies = sum(any(node >= tree.drafted for node in accepted) for tree, accepted in seen)
+            assert drafting.totals == {"drafted_by_source": fed, "graph_success": copies}
 
 
 @pytest.mark.parametrize("structure", ["k_config", "opt_tree", "token_graph"])
