@@ -21,6 +21,7 @@ from inference.structures import (
     chain,
     k_config,
     opt_tree,
+    plain_probs,
     read_shape,
     static,
     token_graph,
@@ -82,10 +83,12 @@ class Tree:
     build: Callable[..., DraftTree]  # (source, root, limit=…, to_probs=…)
     max_rows: int
     max_depth: int
+    greedy_probs: ToProbs = plain_probs  # q under greedy decoding
     totals: dict[str, float] = field(default_factory=dict)
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
-        return self.build(source, root, limit=min(limit, self.max_depth), to_probs=source.to_probs)
+        to_probs = source.to_probs or self.greedy_probs
+        return self.build(source, root, limit=min(limit, self.max_depth), to_probs=to_probs)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         if isinstance(tree, OptimalTree):
@@ -118,12 +121,16 @@ def make_structure(method: MethodConfig, seed: int, generator: torch.Generator |
 
 def make_tree(settings: StructureConfig, generator: torch.Generator | None = None) -> Tree:
     """A tree structure with `settings` bound."""
+
+    def greedy_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
+        return plain_probs(logits / settings.temperature, rows)
+
     build: Callable[..., DraftTree]
     if settings.kind == "opt_tree":
         if settings.delta is None:
             raise ValueError("opt_tree needs a delta: measure one (inference.evaluation.with_measured_delta)")
         build = partial(opt_tree, nodes=settings.nodes, delta=settings.delta)
-        return Tree(build, settings.nodes * settings.max_depth, settings.max_depth)
+        return Tree(build, settings.nodes * settings.max_depth, settings.max_depth, greedy_probs)
     if settings.kind == "token_graph":
         build = partial(
             token_graph,
@@ -133,7 +140,7 @@ def make_tree(settings: StructureConfig, generator: torch.Generator | None = Non
             theta_sibling=settings.theta_sibling,
             tau=settings.tau,
         )
-        return Tree(build, settings.nodes, settings.max_depth)
+        return Tree(build, settings.nodes, settings.max_depth, greedy_probs)
     if settings.kind == "k_config":
         rows = sum(math.prod(settings.widths[: depth + 1]) for depth in range(len(settings.widths)))
         mode = "top_k" if generator is None else settings.draw

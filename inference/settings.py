@@ -43,6 +43,8 @@ class StructureConfig:
     theta_sibling: float = 0.3
     tau: int = 2
     shape: str = "eagle"  # static: eagle | binary | a JSON file of rank paths
+    temperature: float = 1.0  # of q under greedy decoding, where q only ranks: the target takes its likeliest token
+    # far more often than q says, so a sharper q (below 1) makes opt_tree and token_graph draft deeper
 
     def __post_init__(self) -> None:
         require_choice("kind", self.kind, ("chain", "k_config", "opt_tree", "token_graph", "static"))
@@ -50,6 +52,7 @@ class StructureConfig:
         for key in ("max_depth", "nodes", "out_degree", "tau"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "an integer ≥ 1")
         require(len(self.widths) > 0 and min(self.widths) >= 1, "widths", self.widths, "integers ≥ 1, e.g. [4,2,2]")
+        require(0 < self.temperature < math.inf, "temperature", self.temperature, "a number > 0")
         require(self.delta is None or 0 <= self.delta <= 1, "delta", self.delta, "0 to 1, or null")
         for key in ("theta_prob", "theta_sibling"):
             require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "a probability")

@@ -12,7 +12,7 @@ from draft_models.small_lm import load_small_lm
 from draft_models.target import LayerStack, load_tokenizer
 from inference.choosing import Chooser
 from inference.decode import Round, autoregressive, speculative
-from inference.drafting import Structure, make_structure
+from inference.drafting import Structure, make_structure, make_tree
 from inference.sampling import Sampler
 from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import DraftModel, EarlyExitSource, SmallLMSource
@@ -26,6 +26,7 @@ STRUCTURES = {
     "opt_tree, deep": StructureConfig(kind="opt_tree", nodes=20, delta=0.3),
     "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
     "token_graph, pruned": StructureConfig(kind="token_graph", nodes=30, tau=2),
+    "opt_tree, sharp": StructureConfig(kind="opt_tree", nodes=12, delta=0.1, temperature=0.5),
     "binary": StructureConfig(kind="static", shape="binary", nodes=14),
     "eagle": StructureConfig(kind="static", shape="eagle"),
 }
@@ -96,6 +97,27 @@ def test_what_the_papers_report_of_their_structures(target: tuple) -> None:
             fed = sum(tree.drafted for tree, _ in seen)
             copies = sum(any(node >= tree.drafted for node in accepted) for tree, accepted in seen)
             assert drafting.totals == {"drafted_by_source": fed, "graph_success": copies}
+
+
+def test_a_sharper_q_drafts_deeper(target: tuple) -> None:
+    path, small, stack, prompt, _ = target
+
+    def mean_depth(temperature: float) -> float:
+        drafting, depths = make_tree(StructureConfig("opt_tree", nodes=12, delta=0.0, temperature=temperature)), []
+        observe = drafting.observe
+
+        def record(tree: DraftTree, accepted: list[int]) -> None:
+            depth = []
+            for parent in tree.parents:
+                depth.append(1 + (depth[parent] if parent >= 0 else 0))
+            depths.append(max(depth, default=0))
+            observe(tree, accepted)
+
+        drafting.observe = record  # type: ignore[method-assign]
+        list(speculative(stack, make_source("small_lm", path, small), drafting, prompt, max_new_tokens=40))
+        return sum(depths) / len(depths)
+
+    assert mean_depth(0.3) > mean_depth(1.0) > mean_depth(4.0)
 
 
 @pytest.mark.parametrize("structure", ["k_config", "opt_tree", "token_graph"])
