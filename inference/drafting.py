@@ -14,7 +14,6 @@ from inference.stop_rules import BetaThompson, Confidence, FixedLength, StopRule
 from inference.structures import (
     EAGLE_25,
     Extends,
-    GraphTree,
     OptimalTree,
     ToProbs,
     binary_shape,
@@ -24,8 +23,8 @@ from inference.structures import (
     plain_probs,
     read_shape,
     static,
-    token_graph,
 )
+from inference.token_graph import GraphTree, token_graph
 from inference.tree import DraftTree
 
 
@@ -83,7 +82,7 @@ class Tree:
     build: Callable[..., DraftTree]  # (source, root, limit=…, to_probs=…)
     max_rows: int
     max_depth: int
-    greedy_probs: ToProbs = plain_probs  # q under greedy decoding
+    greedy_probs: ToProbs | None = None  # q under greedy decoding; None where logits do, to rank by
     totals: dict[str, float] = field(default_factory=dict)
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:

@@ -88,6 +88,7 @@ def with_measured_delta(
     """
     if method.structure.kind != "opt_tree" or method.structure.delta is not None:
         return method
+    prompt = prompt[-(stack.config.max_position_embeddings - 24) :]
     chain = replace(method, structure=StructureConfig(), stop=StopConfig(rule="fixed", max_draft=4))
     source, structure = make_drafting(chain, drafters, seed=0)
     drafting = list(speculative(stack, source, structure, prompt, max_new_tokens=24, clock=clock))[1:]

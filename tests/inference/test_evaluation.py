@@ -306,3 +306,4 @@ def test_delta_is_measured_where_it_is_null(tmp_path: Path) -> None:
     assert measured.structure.delta == 1.0  # one tick around a draft step, one around a decoding step
     given = replace(method, structure=replace(method.structure, delta=0.3))
     assert with_measured_delta(given, stack, drafters, random_prompt(9), lambda: float(next(ticks))) is given
+    with_measured_delta(method, stack, drafters, random_prompt(250), lambda: float(next(ticks)))  # context: 256

@@ -24,7 +24,6 @@ from inference.structures import (
     _draw,
     binary_shape,
     chain,
-    draft_graph,
     full_shape,
     k_config,
     opt_tree,
@@ -32,8 +31,8 @@ from inference.structures import (
     plain_probs,
     read_shape,
     static,
-    token_graph,
 )
+from inference.token_graph import draft_graph, token_graph
 from inference.tree import ROOT, DraftTree
 
 Path_ = tuple[int, ...]
