@@ -2,12 +2,10 @@
 
 import copy
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
@@ -17,6 +15,7 @@ from draft_models.checkpoint import Fingerprint, fingerprint_target, save_pretra
 from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
+from draft_models.processes import join_processes
 from draft_models.target import (
     LayerStack,
     TensorFiles,
@@ -43,8 +42,7 @@ def train_early_exit(config: EesdConfig) -> None:
 
     Raises `UserError` for an unusable target, data set or directory, before any weight is read.
     """
-    # Evaluation happens on the main process alone; the others wait for it in their next collective.
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=6))
+    state = join_processes()
     out_dir = Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
     target = load_config(config.target, config.revision)

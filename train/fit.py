@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from draft_models.errors import UserError
 from draft_models.files import write_json
 from draft_models.losses import IGNORE
+from draft_models.processes import join_processes
 from train import run_dir
 from train.settings import FitConfig, WandbConfig
 
@@ -80,6 +81,7 @@ def fit(
     """
     if not len(rows):
         raise UserError("data: no rows to train on; check the data set, its split and the length limits")
+    join_processes()
     total = config.total_steps(len(rows))
     run = {"steps": total, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
     arguments = _arguments(config, total, out_dir)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import reduce
 from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -25,6 +24,7 @@ from draft_models.attention import packed_mask
 from draft_models.errors import UserError
 from draft_models.files import write_json
 from draft_models.losses import IGNORE, linear_cross_entropy
+from draft_models.processes import join_processes
 from train import run_dir
 from train.fit import fit, layer_matrices
 from train.settings import TOY_REPORT, ToyTargetConfig
@@ -57,7 +57,7 @@ def train_toy_target(config: ToyTargetConfig) -> None:
     """Tokenizer, training, held-out bits per byte; leaves a Hugging Face directory in `out_dir`."""
     began = time.perf_counter()
     transformers_logging.disable_progress_bar()
-    process, out_dir = PartialState(cpu=not torch.cuda.is_available()), Path(config.out_dir)
+    process, out_dir = join_processes(), Path(config.out_dir)
     tokenizer = train_tokenizer(_texts(config), config.vocabulary)
     rows = load_rows(config.data, tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
@@ -161,7 +161,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
 
 def bits_per_byte(model: nn.Module, rows: Rows, sizes: Tensor, batch_rows: int = 8) -> float:
     """Loss of `rows` in bits per byte of the text predicted (EOS costs bits too); split over processes."""
-    process = PartialState()
+    process = join_processes()
     sums = torch.zeros(2, dtype=torch.float64)
     mine = range(process.process_index, len(rows), process.num_processes)
     for start in range(0, len(mine), batch_rows):
