@@ -45,9 +45,12 @@ def read_records(config: DataConfig, split: Split, counts: Counter[str] | None =
 
     A record is held out if a hash of it (of its path for python_stdlib, else of its content, so that copies
     stay on one side) falls below `config.heldout_fraction`: the same on every machine, whatever else is read.
-    `counts` receives records, empty, malformed and unreadable. Raises `UserError` naming file and record.
+    `counts` receives records, empty, malformed and unreadable. Of a mix, all records of each source in turn.
+    Raises `UserError` naming file and record.
     """
     counts = Counter() if counts is None else counts
+    for _, _, part in config.parts():
+        yield from read_records(part, split, counts)
     detected: set[Layout] = set()
     seen = 0
     for name, rows in _sources(config, counts):
@@ -86,6 +89,9 @@ def content_digest(config: DataConfig) -> str:
     if config.source == "hub":
         named = [config.path, config.subset, config.data_dir, config.revision, config.split]
         digest.update(json.dumps(named).encode())
+    elif config.source == "mix":
+        for name, _, part in config.parts():
+            digest.update(name.encode() + content_digest(part).encode())
     elif config.source == "local":
         for path in resolve_paths(config.path):
             digest.update(path.suffix.encode() + _file_digest(path))
@@ -105,7 +111,7 @@ def _sources(config: DataConfig, counts: Counter[str]) -> Iterator[tuple[str, It
     elif config.source == "local":
         for path in resolve_paths(config.path):
             yield str(path), read_file(path, counts)
-    else:
+    elif config.source == "python_stdlib":
         for name, path in python_stdlib_files():
             yield name, _text_rows(path, counts)
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data_prep.conversations import Document, encode
 from data_prep.corpus import Split, content_digest, read_records
+from data_prep.mixing import interleave, rows_taken
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError, require
 from draft_models.losses import IGNORE
@@ -54,26 +55,21 @@ class Rows(Dataset[dict[str, Tensor]]):
     `counts` holds what `COUNTS` names, `key` identifies the content of all the rows.
     """
 
-    def __init__(self, folder: Path, max_rows: int | None = None) -> None:
-        self._source = (folder, max_rows)
-        meta = json.loads((folder / "meta.json").read_text())
-        self.key: str = meta["key"]
-        self.counts: dict[str, int] = meta["counts"]
-        self._tokens, self._documents, self._supervised = (
-            np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS
-        )
-        total = len(self._tokens)
-        kept = total if max_rows is None else min(max_rows, total)
-        self._kept = np.arange(kept) * total // max(kept, 1)  # evenly spread: neighbours share a document
+    def __init__(self, folders: Sequence[Path], kept: np.ndarray, key: str, counts: dict[str, int]) -> None:
+        """kept: int64 [rows, 2], a folder's number and the row in it."""
+        self._source = (folders, kept, key, counts)
+        self.key, self.counts = key, counts
+        self._arrays = [[np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS] for folder in folders]
+        self._kept = kept
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self._kept[index]
-        tokens = self._tokens[row].astype(np.int64)
-        documents = self._documents[row].astype(np.int64)
-        labels = _labels(tokens, documents, self._supervised[row])
+        folder, row = self._kept[index]
+        tokens, documents, supervised = (array[row] for array in self._arrays[folder])
+        tokens, documents = tokens.astype(np.int64), documents.astype(np.int64)
+        labels = _labels(tokens, documents, supervised)
         arrays = {
             "input_ids": tokens,
             "labels": labels,
@@ -99,11 +95,35 @@ def load_rows(
     The cache key is a hash of all that determines the content, so a hit is always right. Processes that call
     this at once build one copy: the others wait. Prints the counts on one line (on rank 0).
 
+    Of a mix, each source is cached by itself, and as many of its rows are taken as give it its share of the supervised
+    tokens (see `data_prep.mixing`): a function of the sources and weights alone. Tokens and supervised are then counted
+    by the sources' means.
+
     Raises `UserError` for bad input, a split without records, data without a supervised token, and a
     cache_dir that cannot be written.
     """
     require(seq_len >= 2, "seq_len", seq_len, "at least 2")
     require(max_rows is None or max_rows >= 1, "max_rows", max_rows, "at least 1, or null")
+    mix = list(config.parts()) or [(config.source, 1.0, config)]
+    folders = [_prepare(part, tokenizer, seq_len, split) for _, _, part in mix]
+    metas = [json.loads((folder / "meta.json").read_text()) for folder in folders]
+    weights = [weight for _, weight, _ in mix]
+    available = [meta["counts"]["rows"] for meta in metas]
+    taken = rows_taken(available, [meta["counts"]["supervised"] for meta in metas], weights)
+    counts = [_counts_of(meta["counts"], rows) for meta, rows in zip(metas, taken, strict=True)]
+    total = {name: sum(part[name] for part in counts) for name in COUNTS}
+    key = metas[0]["key"] if not config.mix else _digest([[meta["key"] for meta in metas], weights])
+    if config.mix and _is_main():
+        shares = (f"{part['rows']} rows ({part['supervised'] / total['supervised']:.1%})" for part in counts)
+        named = ", ".join(f"{name} {share}" for (name, _, _), share in zip(mix, shares, strict=True))
+        print(f"data mix split={split} rows={total['rows']}, of supervised tokens: {named}", flush=True)
+    order = interleave(taken, available)
+    kept = min(len(order), max_rows or len(order))
+    return Rows(folders, order[np.arange(kept) * len(order) // kept], key, total)
+
+
+def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
+    """The cache's folder with the rows of one source, built if it is not there; prints its counts."""
     key = _cache_key(config, tokenizer, seq_len, split)
     folder = config.cache / "rows" / key[:32]
     if not _is_complete(folder):
@@ -112,11 +132,21 @@ def load_rows(
             with _locked(folder.with_suffix(".lock")):
                 if not _is_complete(folder):
                     _build(folder, key, config, tokenizer, seq_len, split)
-    rows = Rows(folder, max_rows)
-    if int(os.environ.get("RANK", "0")) == 0:
-        counts = " ".join(f"{name}={rows.counts[name]}" for name in COUNTS)
+    if _is_main():
+        found = json.loads((folder / "meta.json").read_text())["counts"]
+        counts = " ".join(f"{name}={found[name]}" for name in COUNTS)
         print(f"data source={config.source} split={split} {counts}", flush=True)
-    return rows
+    return folder
+
+
+def _counts_of(counts: dict[str, int], rows: int) -> dict[str, int]:
+    """The counts of a source of which only so many rows are taken."""
+    scaled = {name: round(counts[name] * rows / counts["rows"]) for name in ("tokens", "supervised")}
+    return {**counts, **scaled, "rows": rows}
+
+
+def _is_main() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 # ------------------------------------------------------------------------------------------------- packing
@@ -328,7 +358,11 @@ def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: 
         "seq_len": seq_len,
         "split": split,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return _digest(parts)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _is_complete(folder: Path) -> bool:

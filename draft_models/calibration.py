@@ -1,28 +1,79 @@
-"""EESD's calibration head: how likely is the token just drafted to be right?"""
+"""EESD's calibration head: how likely is the token just drafted to be right? And its file beside the drafter's."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
-POSITIONS = 10  # draft positions with a matrix of their own; later ones share the last
+from draft_models.errors import UserError
+from draft_models.files import write_atomically, write_json
+
+POSITIONS = 10  # draft positions with weights of their own; later ones share the last
+WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
 
 
 class CalibrationHead(nn.Module):
     """θ_M = sigmoid(W_p [W^i H_t^(T) ; H_{t+i}^(D)]), EESD §3.3, as a logit.
 
     H_t^(T) [d_T]: the target's last hidden state at the last verified position; H_{t+i}^(D) [d_D]: the
-    drafter's at draft position i; W^i ∈ R^{d_T × d_T} for i = min(i, 10); W_p to one logit. Inputs are
-    detached: the head never trains what feeds it. Starts with W^i = 1, so position matters only once learnt.
+    drafter's at draft position i. W_p [1, d_T + d_D] follows W^i ∈ R^{d_T × d_T}, i = min(i, 10), with nothing
+    between, so the two are one vector per position, w_T W^i: stored as `target` [10, d_T], and θ_M costs two dot
+    products. `bias` [10] is per position too. Inputs are detached: the head never trains what feeds it.
     """
 
     def __init__(self, target_width: int, draft_width: int):
         super().__init__()
-        self.position = nn.Parameter(torch.eye(target_width).repeat(POSITIONS, 1, 1))
-        self.out = nn.Linear(target_width + draft_width, 1)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
+        self.target = nn.Parameter(torch.zeros(POSITIONS, target_width))
+        self.draft = nn.Parameter(torch.zeros(draft_width))
+        self.bias = nn.Parameter(torch.zeros(POSITIONS))
 
     def forward(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor) -> Tensor:
         """Logits [n] for target_hidden [n, d_T], draft_hidden [n, d_D] and draft positions [n], counted from 1."""
-        matrices = self.position[position.clamp(1, POSITIONS) - 1]
-        seen = torch.einsum("nij,nj->ni", matrices, target_hidden.detach().to(matrices.dtype))
-        return self.out(torch.cat([seen, draft_hidden.detach().to(seen.dtype)], dim=-1))[:, 0]
+        index = position.clamp(1, POSITIONS) - 1
+        seen = (self.target[index] * target_hidden.detach().to(self.target.dtype)).sum(-1)
+        return seen + draft_hidden.detach().to(self.draft.dtype) @ self.draft + self.bias[index]
+
+
+def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, Any]) -> None:
+    """Store `head` in the drafter's directory `path`, bound to the weights whose digest is `drafter_sha256`.
+
+    facts: how it was made and how good it is; kept as it is. A crash leaves the previous head or none.
+    """
+    blob = save({name: value.detach().float().cpu().contiguous() for name, value in head.state_dict().items()})
+    meta = {**facts, "drafter_sha256": drafter_sha256, "weights_sha256": hashlib.sha256(blob).hexdigest()}
+    write_atomically(path / WEIGHTS_FILE, blob)
+    write_json(path / META_FILE, meta)
+
+
+def load_calibration(path: Path | str, drafter_sha256: str, device: torch.device | str = "cpu") -> CalibrationHead:
+    """The head stored in the drafter's directory `path`, in float32.
+
+    Raises `UserError` when there is none, when it was trained on other weights than `drafter_sha256`, or when its
+    files are damaged.
+    """
+    remedy = f"run train/calibrate.py checkpoint={path}"
+    try:
+        meta = json.loads((Path(path) / META_FILE).read_text())
+        blob = (Path(path) / WEIGHTS_FILE).read_bytes()
+        expected, drafter = meta["weights_sha256"], meta["drafter_sha256"]
+    except OSError as error:
+        raise UserError(f"checkpoint={path}: no calibration head there ({error.strerror}); {remedy}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{Path(path) / META_FILE}: damaged ({error}); {remedy}") from None
+    if drafter != drafter_sha256:
+        raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
+    if hashlib.sha256(blob).hexdigest() != expected:
+        raise UserError(f"{Path(path) / WEIGHTS_FILE}: truncated or altered; {remedy}")
+    try:
+        weights = load(blob)
+        head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
+        head.load_state_dict(weights)
+    except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
+        raise UserError(f"{Path(path) / WEIGHTS_FILE}: not a calibration head ({error}); {remedy}") from None
+    return head.to(device).requires_grad_(False)

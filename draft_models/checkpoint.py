@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from draft_models.early_exit import EarlyExit
+from draft_models.early_exit import EarlyExit, NoLayer
 from draft_models.errors import UserError
 from draft_models.files import require_writable, write_atomically, write_json
-from draft_models.target import TensorFiles, tokenizer_digest
+from draft_models.target import TensorFiles, anatomy, tokenizer_digest
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
 FORMAT = 1
@@ -73,13 +73,13 @@ class DrafterMeta:
     training: dict[str, Any] = field(default_factory=dict)
     made_with: dict[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
+    own_layer: bool = True  # false: norm and head right on the target's first layers
     format: int = FORMAT
 
 
 def fingerprint_target(files: TensorFiles, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
     """The fingerprint of a target, from a few rows of the tensors that training reads, so it needs no whole model."""
-    last = f"model.layers.{config.num_hidden_layers - 1}."
-    wanted = ("model.layers.0.", last, "model.embed_tokens.", "model.norm.", "lm_head.")
+    wanted = anatomy(config).prefixes((0, config.num_hidden_layers - 1))
     names = [name for name in files.file_of if name.startswith(wanted)]
     template = tokenizer.chat_template
     return Fingerprint(
@@ -105,6 +105,7 @@ def save_pretrained(
         kind="early_exit",
         exit_layer=drafter.exit_layer,
         own_head=drafter.head is not None,
+        own_layer=not isinstance(drafter.layer, NoLayer),
         dtype=str(dtype).removeprefix("torch."),
         fingerprint=fingerprint,
         training=dict(training),
@@ -149,7 +150,7 @@ def from_pretrained(
         raise UserError(f"checkpoint={path}: a {meta.kind!r} drafter, expected 'early_exit'")
     meta.fingerprint.require_match(fingerprint, path)
     weights = _read_weights(Path(path) / WEIGHTS_FILE, meta.weights_sha256)
-    drafter = EarlyExit.empty(config, meta.exit_layer, own_head=meta.own_head)
+    drafter = EarlyExit.empty(config, meta.exit_layer, own_head=meta.own_head, own_layer=meta.own_layer)
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if expected != found:

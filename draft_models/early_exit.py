@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE, linear_cross_entropy, linear_kl
-from draft_models.target import LayerStack, empty_model, layer_windows, select_layers
+from draft_models.target import LayerStack, backbone, empty_model, final_norm, layer_windows, select_layers
 
 
 def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
@@ -23,6 +23,13 @@ def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
             "the paper uses 5–10 % of them"
         )
     return [*range(exit_layer), config.num_hidden_layers - 1]
+
+
+class NoLayer(nn.Module):
+    """In the place of an exit layer: hidden states pass through."""
+
+    def forward(self, hidden: Tensor, **_: object) -> Tensor:
+        return hidden
 
 
 class EarlyExit(nn.Module):
@@ -43,21 +50,30 @@ class EarlyExit(nn.Module):
         self.shared_head: list[nn.Linear] = []
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, exit_layer: int, *, own_head: bool) -> "EarlyExit":
-        """Copies of the last layer, the norm and, if `own_head`, the head of `model`, to sit on `exit_layer` layers."""
-        layer = copy.deepcopy(model.model.layers[-1])
-        layer.self_attn.layer_idx = exit_layer
+    def from_model(
+        cls, model: PreTrainedModel, exit_layer: int, *, own_head: bool, own_layer: bool = True
+    ) -> "EarlyExit":
+        """Copies of the last layer, the norm and, if `own_head`, the head of `model`, to sit on `exit_layer` layers.
+
+        Without `own_layer` norm and head sit on those layers directly: the paper's ablation.
+        """
+        layer: nn.Module = copy.deepcopy(backbone(model).layers[-1]) if own_layer else NoLayer()
+        if own_layer:
+            layer.self_attn.layer_idx = exit_layer  # type: ignore[union-attr]
         head = copy.deepcopy(model.lm_head) if own_head else None
-        drafter = cls(layer, copy.deepcopy(model.model.norm), head, exit_layer, layer_windows(model.config)[-1])
+        drafter = cls(layer, copy.deepcopy(final_norm(model)), head, exit_layer, layer_windows(model.config)[-1])
         if not own_head:
             drafter.use_head(model.lm_head)
         return drafter
 
     @classmethod
-    def empty(cls, config: PreTrainedConfig, exit_layer: int, *, own_head: bool) -> "EarlyExit":
+    def empty(
+        cls, config: PreTrainedConfig, exit_layer: int, *, own_head: bool, own_layer: bool = True
+    ) -> "EarlyExit":
         """An exit layer for a target of `config`, without weights (meta device)."""
         layers = exit_layers(config, exit_layer)
-        return cls.from_model(empty_model(select_layers(config, layers)), exit_layer, own_head=own_head)
+        model = empty_model(select_layers(config, layers))
+        return cls.from_model(model, exit_layer, own_head=own_head, own_layer=own_layer)
 
     def use_head(self, head: nn.Linear) -> None:
         """Share the target's `head` (only where the drafter has none of its own)."""
@@ -88,10 +104,18 @@ class EarlyExitStudent(nn.Module):
     run as well, on the hidden states that are there already.
     """
 
-    def __init__(self, model: PreTrainedModel, exit_layer: int, *, train_head: bool, distill: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        exit_layer: int,
+        *,
+        train_head: bool,
+        train_layer: bool = True,
+        distill: bool = False,
+    ):
         super().__init__()
         self.distill = distill
-        self.drafter = EarlyExit.from_model(model, exit_layer, own_head=train_head).float()
+        self.drafter = EarlyExit.from_model(model, exit_layer, own_head=train_head, own_layer=train_layer).float()
         self.stack = LayerStack(model, rotary_dtype=torch.float32)
         if not distill:
             self.stack.layers = self.stack.layers[:exit_layer]
@@ -103,7 +127,7 @@ class EarlyExitStudent(nn.Module):
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute the exit layer in the backward pass instead of keeping its activations."""
-        layer: Any = self.drafter.layer
+        layer: Any = self.drafter.layer  # without one of its own there is nothing to recompute
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
@@ -115,7 +139,7 @@ class EarlyExitStudent(nn.Module):
         exit_layer = self.drafter.exit_layer
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             frozen = (rotary[0].to(self.stack.dtype), rotary[1].to(self.stack.dtype))
-            trunk = self.stack.run(self.stack.embed(input_ids), 0, exit_layer, frozen, masks)
+            trunk = self.stack.run(self.stack.embed(input_ids, positions), 0, exit_layer, frozen, masks)
             target = None
             if self.distill:
                 target = self.stack.run(trunk, exit_layer, len(self.stack.layers), frozen, masks)

@@ -1,12 +1,16 @@
 """Training losses that never hold a whole [tokens, vocabulary] logit matrix."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100  # label of a position that is not supervised
+HALF_PRECISION_ZERO = 2.0**-25  # what float16 rounds to 0 is smaller than this, and 0 has no logarithm
+DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation")
 
 # (logits of some rows, which rows, whether a gradient is wanted) → (summed loss, its gradient by the logits)
 _Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
@@ -76,24 +80,104 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
 def linear_kl(
     hidden: Tensor, weight: Tensor, target_hidden: Tensor, target_weight: Tensor, labels: Tensor, chunk: int = 1024
 ) -> Tensor:
-    """Sum over supervised positions of KL(p‖q), with p = softmax(target_hidden · target_weightᵀ) and
-    q = softmax(hidden · weightᵀ).
+    """Sum over supervised positions of KL(p‖q): `linear_divergence` of kind forward_kl."""
+    return linear_divergence(hidden, weight, target_hidden, target_weight, labels, "forward_kl", chunk)
 
-    Forward KL from the target to the drafter: its gradient by q's logits is q − p. hidden, target_hidden
-    [..., d]; weight, target_weight [V, d]; labels [...] only say, by `IGNORE`, which positions count. No
-    gradient reaches the target's side. Chunks and dtypes as in `linear_cross_entropy`.
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    target_hidden: Tensor,
+    target_weight: Tensor,
+    labels: Tensor,
+    kind: str,
+    chunk: int = 1024,
+) -> Tensor:
+    """Sum over supervised positions of D(p, q), with p = softmax(target_hidden · target_weightᵀ) the target's and
+    q = softmax(hidden · weightᵀ) the drafter's distribution; `kind` is one of `DIVERGENCES`:
+
+    forward_kl: Σ p log(p/q). reverse_kl: Σ q log(q/p). jensen_shannon: (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q)/2.
+    total_variation: ½ Σ |p − q| = 1 − Σ min(p, q), the probability that a token drawn from q is rejected.
+
+    hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']; labels [...] only say, by
+    `IGNORE`, which positions count. Where V ≠ V' (padded embeddings) both are taken over the ids they share. No
+    gradient reaches the target's side. Neither side's [tokens, V] logits exist at once: chunks and dtypes as in
+    `linear_cross_entropy`.
     """
     keep = labels != IGNORE
-    known, target_matrix = target_hidden[keep].detach(), target_weight.detach()
+    shared = min(weight.shape[0], target_weight.shape[0])
+    known, target_matrix = target_hidden[keep].detach(), target_weight[:shared].detach()
+    padding = weight.shape[0] - shared
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        log_q = logits.log_softmax(-1)
+        log_q = logits[:, :shared].log_softmax(-1)
         log_p = (known[rows] @ target_matrix.T).to(logits.dtype).log_softmax(-1)
-        p = log_p.exp()
-        value = (p * (log_p - log_q)).sum()
-        return value, log_q.exp_().sub_(p) if need_grad else None
+        value, slope = _divergence(kind, log_p, log_q)
+        if not need_grad:
+            return value, None
+        grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
+        return value, F.pad(grad, (0, padding)) if padding else grad
 
     return _apply(hidden, weight, keep, objective, chunk)
+
+
+def linear_topk_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    top_ids: Tensor,
+    top_logprobs: Tensor,
+    tail: Tensor,
+    labels: Tensor,
+    kind: str,
+    chunk: int = 1024,
+) -> Tensor:
+    """`linear_divergence` where only the target's k likeliest tokens are known: D over k + 1 buckets.
+
+    top_ids, top_logprobs [..., k]; tail [...]: the probability of all other tokens, one bucket for p and for q. At
+    most the full divergence, and equal to it where p and q agree on the ratios within the tail. p is normalised
+    again, since it may have been stored in half precision. hidden, weight, labels, `kind` as there.
+    """
+    keep = labels != IGNORE
+    ids, logprobs, rest = top_ids[keep], top_logprobs[keep], tail[keep]
+
+    def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
+        picked = ids[rows]
+        mass = rest[rows].to(logits.dtype)
+        mass = torch.where(mass > 0, mass, HALF_PRECISION_ZERO)
+        log_p = torch.cat([logprobs[rows].to(logits.dtype), mass.log()[:, None]], -1).log_softmax(-1)
+        log_all = logits.log_softmax(-1)
+        others = log_all.scatter(-1, picked, -torch.inf)
+        log_q = torch.cat([log_all.gather(-1, picked), others.logsumexp(-1, keepdim=True)], -1)
+        value, slope = _divergence(kind, log_p, log_q)
+        if not need_grad:
+            return value, None
+        # by a token's logit: its share of its bucket's slope, less its probability of all slopes
+        share = (others - log_q[:, -1:]).exp_().mul_(slope[:, -1:]).scatter_(-1, picked, slope[:, :-1])
+        return value, share - log_all.exp_() * slope.sum(-1, keepdim=True)
+
+    return _apply(hidden, weight, keep, objective, chunk)
+
+
+def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed divergence of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q, the q taken as free.
+
+    By the logits z of q the gradient is slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j.
+    """
+    if kind == "forward_kl":
+        p = log_p.exp()
+        return (p * (log_p - log_q)).sum(), -p
+    q = log_q.exp()
+    if kind == "reverse_kl":
+        slope = q * (log_q - log_p)
+        return slope.sum(), slope
+    if kind == "jensen_shannon":
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        slope = q * (log_q - log_m) / 2
+        return slope.sum() + (log_p.exp() * (log_p - log_m)).sum() / 2, slope
+    if kind == "total_variation":
+        difference = q - log_p.exp()
+        return difference.abs().sum() / 2, q * difference.sign() / 2
+    raise ValueError(f"kind={kind!r}: expected one of {', '.join(DIVERGENCES)}")
 
 
 def _apply(hidden: Tensor, weight: Tensor, keep: Tensor, objective: _Objective, chunk: int) -> Tensor:

@@ -1,10 +1,21 @@
-"""A small causal LM as a drafter: any supported architecture that shares the target's vocabulary."""
+"""A small causal LM as a drafter: any that shares the target's vocabulary and can run a tree."""
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from draft_models.errors import UserError
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target
+from draft_models.plain_lm import PlainLM, load_plain_lm
+from draft_models.target import (
+    LayerStack,
+    layer_windows,
+    load_layers,
+    load_tokenizer,
+    open_target,
+    read_config,
+    why_not_by_layers,
+)
+
+SmallLM = LayerStack | PlainLM
 
 
 def load_small_lm(
@@ -14,14 +25,18 @@ def load_small_lm(
     revision: str | None = None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-) -> LayerStack:
+) -> SmallLM:
     """The causal LM in `source` (local directory or Hub), frozen, for a target with `tokenizer`.
 
-    Its embedding may be padded to another size than the target's; the tokens themselves must agree. Raises
-    `UserError` with both sizes and the first differing token where they do not, before reading weights.
+    Layer by layer where this toolkit knows the architecture, otherwise by its own forward. Its embedding may be
+    padded to another size than the target's; the tokens themselves must agree. Raises `UserError` with both
+    sizes and the first differing token where they do not, before reading weights, and where it cannot run trees.
     """
-    config = load_config(source, revision)
+    config = read_config(source, revision, role="small_lm")
     require_same_vocabulary(load_tokenizer(source, revision), tokenizer)
+    if why_not_by_layers(config) is not None:
+        return load_plain_lm(source, config, revision, dtype, device)
+    layer_windows(config)
     files = open_target(source, revision)
     return LayerStack(load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device))
 
@@ -38,7 +53,7 @@ def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrained
     )
     _, token = differing[0]
     raise UserError(
-        f"drafter={drafter.name_or_path}: its vocabulary ({len(mine)} tokens) is not the target's "
+        f"small_lm={drafter.name_or_path}: its vocabulary ({len(mine)} tokens) is not the target's "
         f"({target.name_or_path}: {len(theirs)} tokens); {len(differing)} tokens differ, first {token!r}: drafter id "
         f"{mine.get(token)}, target id {theirs.get(token)}. Use a drafter of the target's own family"
     )

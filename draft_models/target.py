@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
@@ -26,19 +26,44 @@ from draft_models.attention import ATTENTION, packed_mask
 from draft_models.errors import UserError
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+BASE_PREFIX = "model."
 # These rescale every position by the longest one seen, so a cached key depends on later text.
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where a causal LM keeps its parts: `base` from the model, `norm` and `positions` from there."""
+
+    base: str = "model"
+    norm: str = "norm"
+    positions: str | None = None  # the table of learned positions; None: positions are rotary
+
+    def prefixes(self, layers: Iterable[int]) -> tuple[str, ...]:
+        """What the names of all tensors outside the layers, and of those in `layers`, begin with."""
+        parts = ["embed_tokens", self.norm, *([self.positions] if self.positions else [])]
+        parts += [f"layers.{index}" for index in layers]
+        return ("lm_head.", *(f"{self.base}.{part}." for part in parts))
+
+
 # Whose layers this toolkit runs itself and is tested on. Others scale or cap in places it does not know of.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Anatomy()),
+    "opt": Anatomy("model.decoder", "final_layer_norm", "embed_positions"),
+}
 
 
 @dataclass
 class TensorFiles:
-    """The safetensors of a checkpoint by tensor name. Files are located, and on the Hub fetched, only on `read`."""
+    """The safetensors of a checkpoint by tensor name. Files are located, and on the Hub fetched, only on `read`.
+
+    Names are those of the causal LM, also where the checkpoint was saved without the head and its "model." prefix.
+    """
 
     source: str
     revision: str | None
     file_of: dict[str, str]  # tensor name → file name
+    headless: bool = False  # saved without the prefix
     bytes_read: int = field(default=0)
     tensors_read: int = field(default=0)
 
@@ -53,7 +78,7 @@ class TensorFiles:
         for file, wanted in by_file.items():
             with self._open(file) as handle:
                 for name in wanted:
-                    tensors[name] = handle.get_tensor(name)
+                    tensors[name] = handle.get_tensor(self._stored(name))
                     self.bytes_read += tensors[name].nbytes
                     self.tensors_read += 1
         return tensors
@@ -63,12 +88,15 @@ class TensorFiles:
         digest = hashlib.sha256()
         for name in sorted(names):
             with self._open(self.file_of[name]) as handle:
-                rows = handle.get_slice(name)
+                rows = handle.get_slice(self._stored(name))
                 count = rows.get_shape()[0]
                 for row in sorted({0, count // 2, count - 1}):
                     piece = rows[row : row + 1].contiguous().flatten().view(torch.uint8)
                     digest.update(name.encode() + piece.numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(BASE_PREFIX) if self.headless else name
 
     def _open(self, file: str) -> safe_open:
         path = cached_file(self.source, file, revision=self.revision, _raise_exceptions_for_missing_entries=False)
@@ -84,38 +112,88 @@ def open_target(source: str, revision: str | None = None) -> TensorFiles:
     """The tensor index of a local directory or Hub repository; reads no weights. Raises `UserError`."""
     index = _find(source, INDEX_FILE, revision)
     if index is not None:
-        return TensorFiles(source, revision, json.loads(Path(index).read_text())["weight_map"])
+        return _named(source, revision, json.loads(Path(index).read_text())["weight_map"])
     single = _find(source, SINGLE_FILE, revision)
     if single is None:
         raise UserError(
             f"{source}: no {SINGLE_FILE} or {INDEX_FILE} there; expected a safetensors checkpoint "
             "(convert other formats with model.save_pretrained)"
         )
-    files = TensorFiles(source, revision, {})
-    files.file_of = dict.fromkeys([""], SINGLE_FILE)
-    with files._open(SINGLE_FILE) as handle:
-        files.file_of = dict.fromkeys(handle.keys(), SINGLE_FILE)
-    return files
+    with TensorFiles(source, revision, {})._open(SINGLE_FILE) as handle:
+        return _named(source, revision, dict.fromkeys(handle.keys(), SINGLE_FILE))
+
+
+def _named(source: str, revision: str | None, file_of: dict[str, str]) -> TensorFiles:
+    if any(name.startswith(BASE_PREFIX) for name in file_of):
+        return TensorFiles(source, revision, file_of)
+    named = {name if name.startswith("lm_head.") else BASE_PREFIX + name: file for name, file in file_of.items()}
+    return TensorFiles(source, revision, named, headless=True)
 
 
 def load_config(source: str, revision: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The target's config, refused with a `UserError` where the runtime could not be exact."""
+    config = read_config(source, revision, trust_remote_code=trust_remote_code)
+    reason = why_not_by_layers(config)
+    if reason is not None:
+        raise UserError(f"target={source}: {reason}")
+    layer_windows(config)
+    return config
+
+
+def read_config(
+    source: str, revision: str | None = None, *, trust_remote_code: bool = False, role: str = "target"
+) -> PreTrainedConfig:
+    """The config of a causal LM of any architecture. Raises `UserError`, also where cached keys would go stale."""
     path = Path(source)
     local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
     if local and not path.exists():
-        raise UserError(f"target={source}: no such directory; give a Hugging Face model directory or a Hub name")
+        raise UserError(f"{role}={source}: no such directory; give a Hugging Face model directory or a Hub name")
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
-        raise UserError(f"target={source}: {where}no usable config.json ({str(error).splitlines()[0]})") from None
-    if config.model_type not in ARCHITECTURES:
-        raise UserError(f"target={source}: architecture {config.model_type!r}; supported: {', '.join(ARCHITECTURES)}")
+        raise UserError(f"{role}={source}: {where}no usable config.json ({str(error).splitlines()[0]})") from None
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in UNSUPPORTED_ROPE:
-        raise UserError(f"target={source}: rope_type={rope!r} rescales positions as text grows; not supported")
-    layer_windows(config)
+        raise UserError(f"{role}={source}: rope_type={rope!r} rescales positions as text grows; not supported")
     return config
+
+
+def why_not_by_layers(config: PreTrainedConfig) -> str | None:
+    """Why `LayerStack` cannot run a model of `config`, None if it can."""
+    if config.model_type not in ARCHITECTURES:
+        return f"architecture {config.model_type!r}; supported: {', '.join(ARCHITECTURES)}"
+    if config.model_type == "opt":
+        if not config.do_layer_norm_before or config._remove_final_layer_norm:
+            return "an OPT with layer norms behind its layers (do_layer_norm_before=false), as opt-350m; not supported"
+        if config.word_embed_proj_dim != config.hidden_size:
+            return (
+                f"an OPT with projected embeddings (word_embed_proj_dim={config.word_embed_proj_dim}, "
+                f"hidden_size={config.hidden_size}), as opt-350m; not supported"
+            )
+    return None
+
+
+def anatomy(config: PreTrainedConfig) -> Anatomy:
+    """Where a supported model keeps its parts; `UserError` for others."""
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(str(why_not_by_layers(config)))
+    return ARCHITECTURES[config.model_type]
+
+
+def backbone(model: PreTrainedModel) -> Any:
+    """The module of a supported model that holds its embedding and `layers`."""
+    return model.get_submodule(anatomy(model.config).base)
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm behind the last layer of a supported model."""
+    return backbone(model).get_submodule(anatomy(model.config).norm)
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has in a learned table, None where they are rotary and have no end."""
+    return None if getattr(config, "rope_parameters", None) else config.max_position_embeddings
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -159,14 +237,15 @@ def load_layers(
     proves it. Frozen, in eval mode, with this toolkit's attention.
     """
     model = empty_model(select_layers(config, layers))
-    source_of = {name: _source_name(name, layers) for name in model.state_dict()}
+    prefix = f"{anatomy(config).base}.layers."
+    source_of = {name: _source_name(name, prefix, layers) for name in model.state_dict()}
     if config.tie_word_embeddings or "lm_head.weight" not in files.file_of:
         source_of.pop("lm_head.weight", None)
     stored = files.read(source_of.values())
     weights = {name: stored[source].to(device, dtype) for name, source in source_of.items()}
     model.load_state_dict(weights, strict=False, assign=True)
     if "lm_head.weight" not in weights:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.lm_head.weight = model.get_input_embeddings().weight
     model.requires_grad_(False).eval()
     return model.to(device)  # type: ignore[arg-type]  # the rope buffers; its stub is a decorator's
 
@@ -202,6 +281,7 @@ class LayerStack(nn.Module):
 
     Rotary tables are computed once (`reserve`) and indexed, which gives the same values as computing them in
     every pass. They are kept in `rotary_dtype`, by default the model's, as the model itself would use them.
+    Where positions are learned, `embed` adds them, and the rotary tables have no columns.
     """
 
     cos: Tensor
@@ -209,34 +289,46 @@ class LayerStack(nn.Module):
 
     def __init__(self, model: PreTrainedModel, rotary_dtype: torch.dtype | None = None):
         super().__init__()
-        self.embed = model.model.embed_tokens
-        self.layers = model.model.layers
-        self.norm = model.model.norm
+        parts = anatomy(model.config)
+        base = backbone(model)
+        self.embed_tokens = base.embed_tokens
+        self.embed_positions = base.get_submodule(parts.positions) if parts.positions else None
+        self.layers = base.layers
+        self.norm = final_norm(model)
         self.head = model.lm_head
         self.config = model.config
         self.windows = layer_windows(model.config)
-        self._rotary_emb = model.model.rotary_emb
-        self._rotary_dtype = rotary_dtype or self.embed.weight.dtype
+        self._rotary_emb = None if parts.positions else base.rotary_emb
+        self._rotary_dtype = rotary_dtype or self.dtype
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embed.weight.device
+        return self.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the weights are."""
-        return self.embed.weight.dtype
+        return self.embed_tokens.weight.dtype
 
     def reserve(self, positions: int) -> None:
         """Make `rotary` ready for positions 0..positions−1."""
         if positions > self.cos.shape[0]:
-            every = torch.arange(positions, device=self.device)
-            like = torch.empty(0, dtype=self._rotary_dtype, device=self.device)
-            cos, sin = self._rotary_emb(like, position_ids=every[None])
-            self.cos, self.sin = cos[0], sin[0]
+            like = torch.empty(positions, 0, dtype=self._rotary_dtype, device=self.device)
+            self.cos, self.sin = like, like
+            if self._rotary_emb is not None:
+                every = torch.arange(positions, device=self.device)
+                cos, sin = self._rotary_emb(like, position_ids=every[None])
+                self.cos, self.sin = cos[0], sin[0]
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The first layer's input [B, Q, d] for tokens at positions [B, Q], unused where they are rotary."""
+        hidden = self.embed_tokens(tokens)
+        if self.embed_positions is None:
+            return hidden
+        return hidden + self.embed_positions(None, position_ids=positions)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B, Q, head_dim] for positions [B, Q], which must have been reserved."""
@@ -283,8 +375,7 @@ def _find(source: str, file: str, revision: str | None) -> str | None:
     )
 
 
-def _source_name(name: str, layers: Sequence[int]) -> str:
-    prefix = "model.layers."
+def _source_name(name: str, prefix: str, layers: Sequence[int]) -> str:
     if not name.startswith(prefix):
         return name
     index, _, rest = name[len(prefix) :].partition(".")

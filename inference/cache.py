@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of layers `layers`, one buffer [1, heads, capacity, head_dim] each, allocated on first use.
+    """Keys and values of layers `layers` in one buffer [layers, 2, heads, capacity, head_dim], allocated on first use.
 
     Speaks the part of transformers' `Cache` protocol that attention modules use (`update`). `length` counts
     the positions that are in; a pass writes its positions behind them, then `advance` makes them count.
@@ -17,20 +17,20 @@ class KVCache:
         self.layers = layers
         self.capacity = capacity
         self.length = 0
-        self._keys: list[Tensor | None] = [None] * len(layers)
-        self._values: list[Tensor | None] = [None] * len(layers)
+        self._buffer: Tensor | None = None
+        self._views: list[tuple[Tensor, Tensor]] = []  # of each layer, [1, heads, capacity, head_dim]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write key, value [1, heads, q, head_dim] behind `length`; returns views of all length + q positions."""
-        slot = layer_idx - self.layers.start
-        if self._keys[slot] is None:
-            self._keys[slot] = key.new_empty((*key.shape[:2], self.capacity, key.shape[3]))
-            self._values[slot] = value.new_empty((*value.shape[:2], self.capacity, value.shape[3]))
-        keys, values = self._keys[slot], self._values[slot]
+        if self._buffer is None:
+            shape = (len(self.layers), 2, key.shape[1], self.capacity, key.shape[3])
+            self._buffer = key.new_empty(shape)
+            self._views = [(layer[0, None], layer[1, None]) for layer in self._buffer]
+        keys, values = self._views[layer_idx - self.layers.start]
         stop = self.length + key.shape[2]
-        keys[:, :, self.length : stop] = key  # type: ignore[index]
-        values[:, :, self.length : stop] = value  # type: ignore[index]
-        return keys[:, :, :stop], values[:, :, :stop]  # type: ignore[index]
+        keys[:, :, self.length : stop] = key
+        values[:, :, self.length : stop] = value
+        return keys[:, :, :stop], values[:, :, :stop]
 
     def advance(self, count: int) -> None:
         """Count the `count` positions that the last pass wrote."""
@@ -39,19 +39,14 @@ class KVCache:
     def keep(self, base: int, rows: Sequence[int]) -> None:
         """Keep the first `base` positions and, behind them in this order, positions base + r for r in `rows`.
 
-        `rows` ascends, so a row only ever moves towards the front; a chain's prefix moves nothing.
+        `rows` ascends, so a row only ever moves towards the front; those that are in place stay untouched.
         """
-        if list(rows) != list(range(len(rows))):
-            for buffer in (*self._keys, *self._values):
-                if buffer is not None:
-                    chosen = torch.tensor(rows, device=buffer.device) + base
-                    buffer[:, :, base : base + len(rows)] = buffer[:, :, chosen]
+        settled = next((place for place, row in enumerate(rows) if row != place), len(rows))
+        if settled < len(rows) and self._buffer is not None:
+            chosen = torch.tensor(rows[settled:], device=self._buffer.device) + base
+            self._buffer[..., base + settled : base + len(rows), :] = self._buffer.index_select(3, chosen)
         self.length = base + len(rows)
 
     def content(self) -> list[tuple[Tensor, Tensor]]:
         """Views of the filled part of every layer, (keys, values)."""
-        return [
-            (keys[:, :, : self.length], values[:, :, : self.length])
-            for keys, values in zip(self._keys, self._values, strict=True)
-            if keys is not None and values is not None
-        ]
+        return [(keys[:, :, : self.length], values[:, :, : self.length]) for keys, values in self._views]

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from transformers import (
 )
 
 from draft_models.attention import ATTENTION
+from draft_models.calibration import load_calibration
+from draft_models.card import add_report
 from draft_models.checkpoint import fingerprint_target, from_pretrained, read_meta
 from draft_models.errors import UserError
 from draft_models.files import require_writable
@@ -29,7 +32,9 @@ from draft_models.target import (
     open_target,
     pick_device,
     pick_dtype,
+    position_limit,
 )
+from draft_models.trigram import vocabulary_digest
 from inference.decode import Clock
 from inference.evaluation import (
     AUTOREGRESSIVE,
@@ -39,12 +44,13 @@ from inference.evaluation import (
     excuse_ties,
     make_arms,
     measure,
+    open_table,
     prepare,
     synchronized_clock,
     with_measured_delta,
 )
 from inference.packing import can_pack
-from inference.report import build_report, is_lossless, markdown, write_reports
+from inference.report import build_report, is_lossless, markdown, relate_to_chain, write_reports
 from inference.settings import EvaluateConfig
 
 Messages = list[dict[str, str]]
@@ -80,15 +86,22 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     tokenizer = load_tokenizer(source, revision)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, target_config, device)
-    early_exit = small_lm = None
+    early_exit = small_lm = calibration = None
     if config.checkpoint is not None:
         fingerprint = fingerprint_target(files, target_config, tokenizer)
         early_exit = from_pretrained(config.checkpoint, target_config, fingerprint, dtype=dtype, device=device)
-    if config.drafter is not None:
-        small_lm = load_small_lm(config.drafter, tokenizer, dtype=dtype, device=device)
-    drafters = Drafters(early_exit, small_lm)
+    if config.small_lm is not None:
+        small_lm = load_small_lm(config.small_lm, tokenizer, dtype=dtype, device=device)
+    if any(method.stop.rule == "calibrated" for method in config.methods.values()):
+        assert config.checkpoint is not None
+        calibration = load_calibration(config.checkpoint, read_meta(config.checkpoint).weights_sha256, device)
+    table = open_table(config, vocabulary_digest(tokenizer.get_vocab()), target_config.vocab_size)
+    drafters = Drafters(early_exit, small_lm, calibration, table)
     rendered = [render(tokenizer, [{"role": "user", "content": p.turns[0]}], p.chat) for p in prompts]
-    require_fits(prompts, rendered, target_config.max_position_embeddings - config.max_new_tokens)
+    context = target_config.max_position_embeddings
+    if small_lm is not None:
+        context = min(context, position_limit(small_lm.config) or context)
+    require_fits(prompts, rendered, context - config.max_new_tokens)
 
     plain = load_plain(source, revision, dtype, device)
     if can_pack(device, dtype):  # ours is another copy then, and transformers runs the checkpoint as it is
@@ -108,7 +121,7 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
         reference = plain if config.compare_transformers else None
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos, "seed": config.seed, "clock": clock}
-        options |= {"stops": config.stop_strings, "tokenizer": tokenizer}
+        options |= {"sampling": config.sampling, "stops": config.stop_strings, "tokenizer": tokenizer}
         return make_arms(stack, drafters, methods, reference, **options)
 
     for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
@@ -120,15 +133,18 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     results = run_prompts(config, prompts, render, tokenizer, plain, arms_for(config.max_new_tokens), profilers)
     facts: dict[str, Any] = {
         "target": source,
-        "drafter": " + ".join(name for name in (config.checkpoint, config.drafter) if name) or "none",
+        "drafter": " + ".join(name for name in (config.checkpoint, config.small_lm, config.table) if name) or "none",
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
         "max_new_tokens": config.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "sampling": asdict(config.sampling),
     }
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed)
         for name, method in methods.items()
     ]
+    relate_to_chain(reports)
     texts = {
         (r.prompt_id, arm): tokenizer.decode(list(g.tokens), skip_special_tokens=True)
         for r in results
@@ -136,6 +152,9 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     }
     write_reports(out_dir, reports, results, texts)
     print(markdown(reports))
+    for drafter in (config.checkpoint, config.small_lm):
+        if config.card and drafter is not None and Path(drafter).is_dir():
+            add_report(Path(drafter), markdown(reports))
     wrong = [report["method"] for report in reports if not is_lossless(report)]
     if wrong:
         print(f"error: not lossless: {', '.join(wrong)}; see {out_dir}/generations.jsonl", file=sys.stderr)
@@ -195,7 +214,8 @@ def run_prompts(
                 turn=len(results),
                 profilers=profilers,
             )
-            results.append(replace(result, excused=excuse_ties(plain, result)))
+            excused = frozenset() if config.sampling.temperature else excuse_ties(plain, result)
+            results.append(replace(result, excused=excused))
             answer = tokenizer.decode(list(result.generations[AUTOREGRESSIVE].tokens), skip_special_tokens=True)
             messages.append({"role": "assistant", "content": str(answer)})
     return results
@@ -220,6 +240,6 @@ def require_fits(prompts: Sequence[PromptLike], rendered: Sequence[Sequence[int]
     for prompt, ids in zip(prompts, rendered, strict=True):
         if not 1 <= len(ids) <= limit:
             raise UserError(
-                f"prompt {prompt.id}: {len(ids)} tokens, expected 1 to {limit} (the target's context less "
+                f"prompt {prompt.id}: {len(ids)} tokens, expected 1 to {limit} (the models' context less "
                 "max_new_tokens); drop or shorten it"
             )

@@ -203,7 +203,8 @@ def _new_session(
             f"of {limit}; shorten one of them"
         )
     # A tree needs more cache slots than positions: near the end of the context the slots go beyond it.
-    return TargetSession(stack, split, len(prompt) + max_new_tokens + spare + 1)
+    context = len(prompt) + max_new_tokens
+    return TargetSession(stack, split, context + spare + 1, context)
 
 
 def _prefill(session: TargetSession, prompt: Sequence[int]) -> Tensor:

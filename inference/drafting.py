@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draft_models.calibration import CalibrationHead
 from inference.settings import MethodConfig, StopConfig, StructureConfig
-from inference.stop_rules import BetaThompson, Confidence, FixedLength, StopRule
+from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
 from inference.structures import (
     EAGLE_25,
     Extends,
@@ -25,7 +26,9 @@ from inference.structures import (
     static,
 )
 from inference.token_graph import GraphTree, token_graph
-from inference.tree import DraftTree
+from inference.tree import ROOT, DraftTree
+
+TRIED, CANDIDATE = "nodes_tried", "accepted_candidate_"  # names in `Structure.totals`
 
 
 class RoundSource(Extends, Protocol):
@@ -50,7 +53,8 @@ class Structure(Protocol):
     @property
     def totals(self) -> Mapping[str, float]:
         """Sums over the rounds observed: expected_tau (OPT-Tree's E(A)), drafted_by_source (a token graph's nodes
-        before unmerging) and graph_success (rounds in which a copy was accepted)."""
+        before unmerging), graph_success (rounds in which a copy was accepted), and for a k-config tree `TRIED` nodes
+        and `CANDIDATE`k of them at which the k-th draw was accepted."""
         ...
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -83,6 +87,7 @@ class Tree:
     max_rows: int
     max_depth: int
     greedy_probs: ToProbs | None = None  # q under greedy decoding; None where logits do, to rank by
+    count_candidates: bool = False
     totals: dict[str, float] = field(default_factory=dict)
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
@@ -95,26 +100,50 @@ class Tree:
         if isinstance(tree, GraphTree):
             self._add("drafted_by_source", tree.drafted)
             self._add("graph_success", any(node >= tree.drafted for node in accepted))
+        if self.count_candidates:
+            self._count_candidates(tree, accepted)
+
+    def _count_candidates(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """At every node the target went through: was one of the candidates accepted, and the how-manyeth draw?"""
+        for node, child in zip([ROOT, *accepted], [*accepted, None], strict=True):
+            candidates = tree.draws.get(node) or [i for i, parent in enumerate(tree.parents) if parent == node]
+            if candidates:
+                self._add(TRIED, 1)
+                if child is not None:
+                    self._add(f"{CANDIDATE}{list(candidates).index(child) + 1}", 1)
 
     def _add(self, name: str, value: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + value
 
 
-def make_rule(stop: StopConfig, seed: int) -> StopRule:
-    """The stop rule of `stop`, fresh: what it learns belongs to one generation."""
+def make_rule(stop: StopConfig, seed: int, head: CalibrationHead | None = None) -> StopRule:
+    """The stop rule of `stop`, fresh: what it learns belongs to one generation. head: for rule=calibrated."""
     if stop.rule == "fixed":
         return FixedLength(stop.max_draft)
     if stop.rule == "confidence":
         return Confidence(stop.max_draft, stop.threshold)
     generator = torch.Generator().manual_seed(seed)
-    return BetaThompson(stop.max_draft, stop.alpha, stop.beta, stop.update, generator)
+    if stop.rule == "beta":
+        return BetaThompson(stop.max_draft, stop.alpha, stop.beta, stop.update, generator)
+    if head is None:
+        raise ValueError("rule=calibrated needs the drafter's calibration head")
+    sigmas = (stop.model_sigma, stop.sample_sigma)
+    return CalibratedThompson(head, stop.max_draft, *sigmas, stop.prior, stop.mean, generator, stop.evidence)
 
 
-def make_structure(method: MethodConfig, seed: int, generator: torch.Generator | None = None) -> Structure:
-    """The structure of `method`, fresh. `generator`: draw the draft from q (sampling); None: the likeliest tokens."""
+def make_structure(
+    method: MethodConfig,
+    seed: int,
+    generator: torch.Generator | None = None,
+    head: CalibrationHead | None = None,
+) -> Structure:
+    """The structure of `method`, fresh.
+
+    generator: draw the draft from q (sampling); None: the likeliest tokens. head: for stop.rule=calibrated.
+    """
     settings = method.structure
     if settings.kind == "chain":
-        return Chain(make_rule(method.stop, seed), generator)
+        return Chain(make_rule(method.stop, seed, head), generator)
     return make_tree(settings, generator)
 
 
@@ -143,9 +172,8 @@ def make_tree(settings: StructureConfig, generator: torch.Generator | None = Non
     if settings.kind == "k_config":
         rows = sum(math.prod(settings.widths[: depth + 1]) for depth in range(len(settings.widths)))
         mode = "top_k" if generator is None else settings.draw
-        return Tree(
-            partial(k_config, widths=settings.widths, mode=mode, generator=generator), rows, len(settings.widths)
-        )
+        build = partial(k_config, widths=settings.widths, mode=mode, generator=generator)
+        return Tree(build, rows, len(settings.widths), count_candidates=True)
     shapes = {"eagle": EAGLE_25, "binary": binary_shape(settings.nodes)}
     shape = shapes[settings.shape] if settings.shape in shapes else read_shape(settings.shape)
     return Tree(partial(static, shape=shape), len(shape), len(shape))

@@ -1,7 +1,9 @@
 """Measuring: several ways of decoding, run in turn on the same prompts, and whether they emit the same tokens."""
 
+import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,15 +13,23 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
+from draft_models.errors import require
+from draft_models.small_lm import SmallLM
 from draft_models.target import LayerStack
+from draft_models.trigram import TrigramTable
+from inference.choosing import Chooser
 from inference.decode import Clock, Round, autoregressive, cut, speculative, until
-from inference.drafting import Structure, make_structure
+from inference.drafting import CANDIDATE, TRIED, Structure, make_structure
 from inference.lookup import PromptLookup
+from inference.ngrams import make_ngram_drafter
 from inference.packing import can_pack, pack_linears
-from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.sampling import Sampler
+from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import Drafter, EarlyExitSource, SmallLMSource
 
+GREEDY = SamplingConfig()
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
 
 
@@ -63,20 +73,44 @@ class Drafters:
     """The trained drafters at hand."""
 
     early_exit: EarlyExit | None = None
-    small_lm: LayerStack | None = None
+    small_lm: SmallLM | None = None
+    calibration: CalibrationHead | None = None  # of the early-exit drafter
+    ngrams: TrigramTable | None = None
 
 
-def make_drafting(method: MethodConfig, drafters: Drafters, seed: int) -> tuple[Drafter, Structure]:
-    """The source and structure of `method`, fresh for one generation."""
+def make_drafting(
+    method: MethodConfig, drafters: Drafters, seed: int, generator: torch.Generator | None = None
+) -> tuple[Drafter, Structure]:
+    """The source and structure of `method`, fresh for one generation. generator: draw drafts from q (sampling)."""
     if method.source == "prompt_lookup":
         lookup = PromptLookup(method.max_ngram, method.stop.max_draft)
         return lookup, lookup
-    structure = make_structure(method, seed)
+    if method.source == "ngrams":
+        assert drafters.ngrams is not None
+        ngrams = make_ngram_drafter(drafters.ngrams, method.ngrams, seed)
+        return ngrams, ngrams
+    structure = make_structure(method, seed, generator, drafters.calibration)
     if method.source == "small_lm":
         assert drafters.small_lm is not None
         return SmallLMSource(drafters.small_lm), structure
     assert drafters.early_exit is not None
     return EarlyExitSource(drafters.early_exit), structure
+
+
+def open_table(config: EvaluateConfig, digest: str, vocabulary: int | None = None) -> TrigramTable | None:
+    """The n-gram table of `config`, None where no method needs one.
+
+    digest: `vocabulary_digest` of the target's tokenizer; vocabulary: the target's, which every id must be in. Raises
+    `UserError` for a table of another tokenizer, or a damaged one.
+    """
+    if all(method.source != "ngrams" for method in config.methods.values()):
+        return None
+    assert config.table is not None
+    table = TrigramTable.open(config.table)
+    table.require_tokenizer(digest, f"table={config.table}")
+    limit = table.vocabulary if vocabulary is None else vocabulary
+    require(table.vocabulary <= limit, "table", config.table, f"ids below the target's {limit}, not {table.vocabulary}")
+    return table
 
 
 def with_measured_delta(
@@ -107,14 +141,17 @@ def make_arms(
     max_new_tokens: int,
     eos: Collection[int],
     seed: int,
+    sampling: SamplingConfig = GREEDY,
     stops: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
-    stops: strings that end a text, which need the `tokenizer`.
+    sampling: how all of them choose tokens; when it samples, every generation starts from `seed` again. stops:
+    strings that end a text, which need the `tokenizer`.
     """
+    sampler = None if sampling == GREEDY else Sampler(sampling)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
 
     def run(rounds: Iterator[Round]) -> Generation:
@@ -123,13 +160,19 @@ def make_arms(
         assert tokenizer is not None
         return collect(until(rounds, stops, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))), clock)
 
+    def fresh_generator() -> torch.Generator | None:
+        return torch.Generator(stack.device).manual_seed(seed) if sampling.temperature else None
+
     def autoregress(prompt: Sequence[int]) -> Generation:
-        return run(autoregressive(stack, prompt, clock=clock, **options))
+        chooser = Chooser(sampler, fresh_generator())
+        return run(autoregressive(stack, prompt, chooser=chooser, clock=clock, **options))
 
     def drafting(method: MethodConfig) -> Arm:
         def draft(prompt: Sequence[int]) -> Generation:
-            source, structure = make_drafting(method, drafters, seed)
-            generation = run(speculative(stack, source, structure, prompt, clock=clock, **options))
+            generator = fresh_generator()
+            source, structure = make_drafting(method, drafters, seed, generator)
+            chooser = Chooser(sampler, generator, naive=method.verify == "naive")
+            generation = run(speculative(stack, source, structure, prompt, chooser=chooser, clock=clock, **options))
             return replace(generation, totals=dict(structure.totals))
 
         return draft
@@ -137,7 +180,7 @@ def make_arms(
     arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(method) for name, method in methods.items()}}
     if plain is not None:
         arms[TRANSFORMERS] = lambda prompt: transformers_generate(
-            plain, prompt, stops=stops, tokenizer=tokenizer, **options
+            plain, prompt, sampling=sampling, seed=seed, stops=stops, tokenizer=tokenizer, **options
         )
     return arms
 
@@ -186,14 +229,16 @@ def transformers_generate(
     *,
     max_new_tokens: int,
     eos: Collection[int],
+    sampling: SamplingConfig = GREEDY,
+    seed: int = 0,
     stops: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Generation:
-    """The target through transformers' own `generate`, greedy, with its own attention and cache."""
+    """The target through transformers' own `generate`, with its own attention and cache."""
     ids = torch.tensor([prompt], device=model.device)
     ends_at = sorted(eos)
     settings = GenerationConfig(
-        do_sample=False,
+        **generate_options(sampling),
         max_new_tokens=max_new_tokens,
         eos_token_id=ends_at or None,
         pad_token_id=ends_at[0] if ends_at else 0,
@@ -201,7 +246,8 @@ def transformers_generate(
     model.generation_config = settings
     ends: dict[str, Any] = {"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}
     first = _FirstToken()
-    with stock_attention(model):
+    with stock_attention(model), torch.random.fork_rng():
+        torch.manual_seed(seed)
         started = time.perf_counter()
         out = model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first, **ends
@@ -209,6 +255,15 @@ def transformers_generate(
         ended = time.perf_counter()
     tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
     return Generation(tokens, first.at - started, ended - first.at)
+
+
+def generate_options(sampling: SamplingConfig) -> dict[str, Any]:
+    """`sampling` as transformers' GenerationConfig names it."""
+    penalty = {"repetition_penalty": sampling.repetition_penalty}
+    if not sampling.temperature:
+        return {"do_sample": False, **penalty}
+    warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return {"do_sample": True, **warpers, "min_p": sampling.min_p or None, **penalty}
 
 
 def synchronized_clock() -> float:
@@ -317,11 +372,28 @@ def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
 
 
 def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
-    """Per-round means of what the structure summed up (see `Structure.totals`); empty for those that do not."""
+    """Per-round means of what the structure summed up (see `Structure.totals`); empty for those that do not.
+
+    Candidates are not among them, see `acceptance_by_candidates`.
+    """
     generations = list(generations)
     rounds = sum(len(g.rounds) for g in generations)
-    names = sorted({name for g in generations for name in g.totals})
+    names = sorted({name for g in generations for name in g.totals if name != TRIED and CANDIDATE not in name})
     return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}
+
+
+def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
+    """MCSD's acceptance by k: the share of nodes at which one of the first k = 1, 2, … candidates was accepted.
+
+    Candidates are tried one after the other, so this is what a tree with k of them would have accepted there.
+    Empty for structures without candidates.
+    """
+    totals: Counter[str] = Counter()
+    for generation in generations:
+        totals.update(generation.totals)
+    widest = max((int(name.removeprefix(CANDIDATE)) for name in totals if CANDIDATE in name), default=0)
+    accepted = itertools.accumulate(totals[f"{CANDIDATE}{k}"] for k in range(1, widest + 1))
+    return [count / totals[TRIED] for count in accepted]
 
 
 def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, float]]:

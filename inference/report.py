@@ -19,18 +19,20 @@ from inference.evaluation import (
     TRANSFORMERS,
     Generation,
     PromptResult,
+    acceptance_by_candidates,
     acceptance_by_position,
     bootstrap_median,
     decode_statistics,
     structure_statistics,
 )
+from inference.settings import SamplingConfig
 
 Report = dict[str, Any]
 MIN_PROMPTS = 5  # fewer have no interval worth the name, so no verdict
 
 
 def build_report(method: str, results: Sequence[PromptResult], facts: Mapping[str, Any], seed: int) -> Report:
-    """The report of one method over all prompts; `facts` (target, drafter, dtype, …) go in as they are."""
+    """The report of one method over all prompts; `facts` (target, temperature, settings, …) go in as they are."""
     mine = [r.generations[method] for r in results]
     seconds = _seconds([r.profiles.get(method, r.generations[method]) for r in results])
     speedups = _speedups(results, method, AUTOREGRESSIVE)
@@ -41,17 +43,11 @@ def build_report(method: str, results: Sequence[PromptResult], facts: Mapping[st
         "made_with": provenance(),
         "prompts": len(results),
         "tokens": sum(len(g.tokens) for g in mine),
-        "temperature": 0.0,
         "seed": seed,
-        "lossless": {
-            "reference": results[0].reference,
-            "checked": len(results),
-            "identical": sum(r.identical(method) for r in results),
-            "excused_ties": sum(method in r.excused for r in results),
-            "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in results),
-        },
+        "lossless": _lossless(results, method, sampled=facts["temperature"] > 0),
         **decode_statistics(mine),
         "structure": structure_statistics(mine),
+        "acceptance_by_candidates": acceptance_by_candidates(mine),
         "tokens_per_second": {
             name: _tokens_per_second(results, arm)
             for name, arm in (
@@ -84,8 +80,33 @@ def build_report(method: str, results: Sequence[PromptResult], facts: Mapping[st
     return report
 
 
+def _lossless(results: Sequence[PromptResult], method: str, *, sampled: bool) -> dict[str, Any]:
+    """How many prompts were compared token by token: none when sampling, where only the law is the same."""
+    checked = [] if sampled else results
+    return {
+        "reference": None if sampled else results[0].reference,
+        "checked": len(checked),
+        "identical": sum(r.identical(method) for r in checked),
+        "excused_ties": sum(method in r.excused for r in checked),
+        "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in checked),
+    }
+
+
+def relate_to_chain(reports: Sequence[Report]) -> None:
+    """Add GSD's drafted_vs_chain: what the source drafted a round over what a chain of the same source did."""
+    chains = {
+        r["settings"]["source"]: r["drafted_tokens_per_round"]
+        for r in reports
+        if r["settings"]["structure"]["kind"] == "chain"
+    }
+    for report in reports:
+        drafted, chain = report["structure"].get("drafted_by_source"), chains.get(report["settings"]["source"])
+        if drafted and chain:
+            report["structure"]["drafted_vs_chain"] = drafted / chain
+
+
 def is_lossless(report: Report) -> bool:
-    """Every prompt identical to the reference, or excused as a rounding tie."""
+    """Every prompt compared was identical to the reference, or excused as a rounding tie."""
     lossless = report["lossless"]
     return lossless["identical"] + lossless["excused_ties"] == lossless["checked"]
 
@@ -97,16 +118,17 @@ def markdown(reports: Sequence[Report]) -> str:
     lines = [
         f"# {first['drafter']} on {first['target']}",
         "",
-        f"{first['prompts']} prompts × up to {first['max_new_tokens']} tokens, greedy, {first['dtype']} on "
+        f"{first['prompts']} prompts × up to {first['max_new_tokens']} tokens, {_choice(first)}, {first['dtype']} on "
         f"{first['machine']['device']} ({first['machine']['threads']} threads), arms interleaved prompt by prompt.",
         "",
         "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
         "|---|---|---|---|---|---|---|---|---|---|",
-        f"| autoregressive | {first['lossless']['autoregressive_identical']}/{first['prompts']} | 1.00 | | | | | "
+        f"| autoregressive | {_identical(first, 'autoregressive_identical')} | 1.00 | | | | | "
         f"{_number(speeds['autoregressive'])} | 1.00 | |",
     ]
-    if first["lossless"]["reference"] == TRANSFORMERS:
-        lines.append(f"| transformers generate | reference | 1.00 | | | | | {_number(speeds[TRANSFORMERS])} | | 1.00 |")
+    if speeds[TRANSFORMERS] is not None:
+        role = "sampled" if first["temperature"] else "reference"
+        lines.append(f"| transformers generate | {role} | 1.00 | | | | | {_number(speeds[TRANSFORMERS])} | | 1.00 |")
     lines += [_row(report) for report in reports]
     lines += ["", *(_sentence(report) for report in reports)]
     return "\n".join(lines) + "\n"
@@ -263,7 +285,7 @@ def _verdict(report: Report) -> str:
 
 def _row(report: Report) -> str:
     lossless, speedup = report["lossless"], report["speedup"]
-    identical = f"{lossless['identical']}/{lossless['checked']}"
+    identical = _identical(report, "identical")
     if lossless["excused_ties"]:
         identical += f" (+{lossless['excused_ties']} ties)"
     speed = report["tokens_per_second"]["speculative"]
@@ -280,10 +302,26 @@ def _sentence(report: Report) -> str:
     parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in report["seconds"].items())
     even = report["break_even_acceptance"]
     structure = "".join(f"; {name} {value:.2f}" for name, value in report["structure"].items())
+    if report["acceptance_by_candidates"]:
+        shares = ", ".join(f"{share:.2f}" for share in report["acceptance_by_candidates"])
+        structure += f"; accepted by the first 1, 2, … candidates {shares}"
     return (
         f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
         f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}{structure}."
     )
+
+
+def _choice(report: Report) -> str:
+    """How tokens were chosen, in words."""
+    settings = {key: value for key, value in report["sampling"].items() if value != getattr(SamplingConfig(), key)}
+    said = ", ".join(f"{key} {value:g}" for key, value in settings.items())
+    if report["temperature"]:
+        return f"sampled ({said}; the same law, so no tokens to compare)"
+    return f"greedy ({said})" if said else "greedy"
+
+
+def _identical(report: Report, key: str) -> str:
+    return "sampled" if report["temperature"] else f"{report['lossless'][key]}/{report['lossless']['checked']}"
 
 
 def _number(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,18 +21,20 @@ class TargetSession:
     A *row* is a token of the current round: row 0 is the last committed token, the others are draft tokens
     under it. `base` counts the committed positions before row 0; all caches hold exactly those between
     rounds. `target_hidden` [1, d] is the hidden state after the last layer at the last committed position.
+    `capacity` counts the slots of the caches, `context` (by default as many) the positions the text may reach.
     """
 
     target_hidden: Tensor
 
-    def __init__(self, stack: LayerStack, split: int, capacity: int):
+    def __init__(self, stack: LayerStack, split: int, capacity: int, context: int | None = None):
         self.stack = stack
         self.split = split
         self.capacity = capacity
+        self.context = capacity if context is None else context
         self.first = KVCache(range(split), capacity)
         self.rest = KVCache(range(split, len(stack.layers)), capacity)
         self.base = 0
-        self._positions = torch.arange(capacity, device=stack.device)
+        self._places = torch.arange(capacity, device=stack.device)
         stack.reserve(capacity)
         self.parents: list[int] = []
         self.depths: list[int] = []
@@ -67,10 +70,11 @@ class TargetSession:
         for parent in parents:
             self.parents.append(parent)
             self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
-        hidden = self.stack.embed(tokens[None])
+        positions = self.positions(start, self.rows)
+        hidden = self.stack.embed(tokens[None], positions)
         if self.split:
             masks = self.masks(start, self.rows)
-            hidden = self.stack.run(hidden, 0, self.split, self.rotary(start, self.rows), masks, self.first)
+            hidden = self.stack.run(hidden, 0, self.split, self.stack.rotary(positions), masks, self.first)
         self.first.advance(len(parents))
         self._hidden.append(hidden)
         self._tokens.append(tokens)
@@ -105,12 +109,16 @@ class TargetSession:
         self.parents, self.depths, self._is_chain = [], [], True
         self._tokens, self._hidden, self._finished = [], [], []
 
-    def rotary(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Rotary cos and sin of rows start..stop−1; a negative start reaches into the committed positions."""
+    def positions(self, start: int, stop: int) -> Tensor:
+        """Positions [1, stop − start] of rows start..stop−1; a negative start reaches into the committed ones."""
         if self._is_chain or stop <= 1:
-            return self.stack.rotary(self._positions[None, self.base + start : self.base + stop])
-        depths = torch.tensor(self.depths[start:stop], device=self._positions.device)
-        return self.stack.rotary((self.base + depths)[None])
+            return self._places[None, self.base + start : self.base + stop]
+        depths = torch.tensor(self.depths[start:stop], device=self._places.device)
+        return (self.base + depths)[None]
+
+    def rotary(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Rotary cos and sin of rows start..stop−1, as `positions`."""
+        return self.stack.rotary(self.positions(start, stop))
 
     def masks(self, start: int, stop: int) -> dict[int | None, Tensor | None]:
         """Additive masks [1, 1, queries, base + stop] for rows start..stop−1, by window size of the layers.
@@ -133,33 +141,34 @@ class TargetSession:
     ) -> tuple[dict[int | None, Tensor | None], tuple[Tensor, Tensor]]:
         """The masks and rotary tables of all rows, cut down to the finished ones."""
         rows = torch.tensor(self._finished, device=self.stack.device)
-        columns = torch.cat([self._positions[: self.base], self.base + rows])
+        columns = torch.cat([self._places[: self.base], self.base + rows])
         cut = {w: None if m is None else m[:, :, rows[:, None], columns] for w, m in masks.items()}
         return cut, (rotary[0][:, rows], rotary[1][:, rows])
 
     def _mask(self, past: int, keys: int, window: int | None) -> Tensor:
         device, dtype = self.stack.device, self.stack.dtype
+        lowest = torch.finfo(dtype).min
+        mask = torch.zeros(keys - past, keys, dtype=dtype, device=device)
+        columns = self._places[:keys]
         if self._is_chain:
-            columns = self._positions[:keys]
-            places = self._positions[past:keys, None]
-            visible = columns <= places
+            mask.masked_fill_(columns > columns[past:, None], lowest)
         else:
-            depths = torch.tensor(self.depths, device=device)
-            columns = torch.cat([self._positions[: self.base], self.base + depths])[:keys]
-            places = columns[past:keys, None]
-            visible = torch.ones(keys - past, keys, dtype=torch.bool, device=device)
-            closure = ancestors(self.parents, device)
-            visible[:, self.base :] = closure[past - self.base : keys - self.base, : keys - self.base]
+            closure = ancestors(self.parents)[past - self.base : keys - self.base, : keys - self.base]
+            mask[:, self.base :].masked_fill_(~closure.to(device), lowest)
         if window is not None:
-            visible = visible & (columns > places - window)
-        mask = torch.zeros(visible.shape, dtype=dtype, device=device)
-        return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
+            if not self._is_chain:
+                depths = torch.tensor(self.depths[: keys - self.base], device=device)
+                columns = torch.cat([columns[: self.base], self.base + depths])
+            mask.masked_fill_(columns <= columns[past:, None] - window, lowest)
+        return mask[None, None]
 
 
 def ancestors(parents: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """bool [n, n]: entry (i, j) says that j is i or an ancestor of i: the transitive closure of `parents`."""
-    closure = torch.eye(len(parents), dtype=torch.bool)
+    lineages: list[int] = []  # of each node as bits: a round builds several of these, and tensor steps cost more
     for node, parent in enumerate(parents):
-        if parent >= 0:
-            closure[node] |= closure[parent]
-    return closure.to(device)
+        lineages.append((lineages[parent] if parent >= 0 else 0) | 1 << node)
+    count, width = len(lineages), -(-len(lineages) // 8)
+    packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in lineages), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(count, width), axis=1, count=count, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_)).to(device)

@@ -6,22 +6,33 @@ from dataclasses import dataclass, field
 from draft_models.errors import require, require_choice
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+ARCHITECTURES = ("llama", "mistral", "opt", "qwen2", "qwen3")  # of the random models of debug=true
 
 
 @dataclass(frozen=True)
 class StopConfig:
     """When a chain stops drafting (see inference/stop_rules.py)."""
 
-    rule: str = "fixed"  # fixed | confidence | beta
+    rule: str = "fixed"  # fixed | confidence | beta | calibrated (early_exit, after train/calibrate.py)
     max_draft: int = 8  # drafted tokens per round at most; rule=fixed drafts exactly this many
     threshold: float = 0.4  # confidence: stop below this probability
     alpha: float = 4.0  # beta: the prior, as successes …
     beta: float = 2.0  # … and failures already seen
     update: str = "natural"  # beta: natural | printed
+    evidence: str = "both"  # calibrated: both | model (the head alone) | sample (what was observed alone)
+    model_sigma: float = 0.15  # calibrated: σ_M and σ_S, how far head and sample are trusted
+    sample_sigma: float = 1.0
+    prior: float = 0.7  # calibrated: θ̂ before anything was observed
+    mean: str = "sample"  # calibrated: θ̂ is the share of tested tokens that were right; printed: the paper's formula
 
     def __post_init__(self) -> None:
-        require_choice("rule", self.rule, ("fixed", "confidence", "beta"))
+        require_choice("rule", self.rule, ("fixed", "confidence", "beta", "calibrated"))
         require_choice("update", self.update, ("natural", "printed"))
+        require_choice("evidence", self.evidence, ("both", "model", "sample"))
+        require_choice("mean", self.mean, ("sample", "printed"))
+        for key in ("model_sigma", "sample_sigma"):
+            require(0 < getattr(self, key) < math.inf, key, getattr(self, key), "a number > 0")
+        require(0 <= self.prior <= 1, "prior", self.prior, "a probability")
         require(self.max_draft >= 1, "max_draft", self.max_draft, "an integer ≥ 1")
         require(0 < self.threshold < 1, "threshold", self.threshold, "a probability between 0 and 1")
         require(0 < self.alpha < math.inf, "alpha", self.alpha, "a number > 0")
@@ -59,65 +70,61 @@ class StructureConfig:
 
 
 @dataclass(frozen=True)
-class MethodConfig:
-    """One way of decoding: who drafts, in what shape, until when."""
+class NgramConfig:
+    """Drafting from an n-gram table (see inference/ngrams.py)."""
 
-    source: str = "early_exit"  # early_exit | small_lm | prompt_lookup (its own structure)
-    structure: StructureConfig = field(default_factory=StructureConfig)
-    stop: StopConfig = field(default_factory=StopConfig)  # structure.kind=chain
-    max_ngram: int = 3  # prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens
+    evidence: str = "table"  # table: one order of it, adapted (ADED) | mixed: its orders 2 to 4 and the text so far
+    nodes: int = 64  # node budget
+    depth: int = 4  # tokens ahead at most
+    order: int = 3  # table: the n of its n-grams
+    adapt: bool = True  # table: raise the n-grams of prompt and output (Algorithm 2), and with it:
+    increment: float = 0.4
+    max_probability: float = 0.7
+    search: str = "best_first"  # table: best_first | puct; the paper's search has these settings:
+    iterations: int = 150  # puct: s
+    sentences: int = 24  # puct: n, the best ones that make the tree
+    widest: int = 12  # puct: t, likeliest successors of a state in the table that count
+    c1: float = 32.0  # puct: more explores more
+    c2: float = 8.0
+    longest: int = 8  # mixed: longest context that is looked up in the text
+    decay: float = 0.85  # mixed: what a count keeps when its context occurs again
+    strength: float = 20.0  # mixed: how many tokens' evidence the prior weight of a source counts for
 
     def __post_init__(self) -> None:
-        require_choice("source", self.source, ("early_exit", "small_lm", "prompt_lookup"))
-        require(self.max_ngram >= 1, "max_ngram", self.max_ngram, "an integer ≥ 1")
+        require_choice("evidence", self.evidence, ("table", "mixed"))
+        require_choice("search", self.search, ("best_first", "puct"))
+        for key in ("nodes", "depth", "iterations", "sentences", "widest", "longest"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "an integer ≥ 1")
+        require(2 <= self.order <= 4, "order", self.order, "2, 3 or 4")
+        require(0 < self.increment <= 1, "increment", self.increment, "a number in (0, 1]")
+        require(self.increment <= self.max_probability <= 1, "max_probability", self.max_probability, "increment to 1")
+        require(0 <= self.c1 < math.inf, "c1", self.c1, "a number ≥ 0")
+        require(0 < self.c2 < math.inf, "c2", self.c2, "a number > 0")
+        require(0 < self.decay <= 1, "decay", self.decay, "a number in (0, 1]")
+        require(0 < self.strength < math.inf, "strength", self.strength, "a number > 0")
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
+class MethodConfig:
+    """One way of decoding: who drafts, in what shape, until when."""
 
-    checkpoint: str | None = None  # early-exit drafter directory, for methods with source=early_exit
-    drafter: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
-    target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for
-    revision: str | None = None
-    methods: dict[str, MethodConfig] = field(default_factory=dict)
-    prompts: str = "python_stdlib"  # held-out standard-library files, or a JSONL/JSON file of prompts
-    prompt_text: list[str] = field(default_factory=list)  # inline prompts instead
-    prompt_chars: int = 1000  # python_stdlib: characters of a file to continue from
-    num_prompts: int | None = 24  # evenly spread; null: all
-    template: str = "auto"  # auto | tokenizer | vicuna | none
-    max_new_tokens: int = 128
-    ignore_eos: bool = False
-    stop_strings: list[str] = field(default_factory=list)  # text also ends with the first of these
-    repeats: int = 1  # timed passes over every prompt; their median counts
-    compare_transformers: bool = True  # also time model.generate
-    dtype: str = "auto"  # auto: float32 on CPU, else the target's own
-    device: str = "auto"
-    threads: int | None = None  # CPU threads; null: torch's choice
-    seed: int = 0
-    out_dir: str = "runs/evaluate"
+    source: str = "early_exit"  # early_exit | small_lm | prompt_lookup, ngrams (their own structures)
+    structure: StructureConfig = field(default_factory=StructureConfig)
+    stop: StopConfig = field(default_factory=StopConfig)  # structure.kind=chain
+    verify: str = "exact"  # when sampling; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline
+    max_ngram: int = 3  # prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens
+    ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams
 
     def __post_init__(self) -> None:
-        require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_beta")
-        sources = {method.source for method in self.methods.values()}
-        for source, key in (("early_exit", "checkpoint"), ("small_lm", "drafter")):
-            using = ", ".join(name for name, method in self.methods.items() if method.source == source)
-            given = getattr(self, key)
-            require(source not in sources or given is not None, key, given, f"a drafter directory for {using}")
-        require(self.target is not None or self.checkpoint is not None, "target", None, "the model that is to decode")
-        require(self.prompt_chars >= 1, "prompt_chars", self.prompt_chars, "an integer ≥ 1")
-        require(self.num_prompts is None or self.num_prompts >= 1, "num_prompts", self.num_prompts, "null or ≥ 1")
+        require_choice("source", self.source, ("early_exit", "small_lm", "prompt_lookup", "ngrams"))
+        require_choice("verify", self.verify, ("exact", "naive"))
         require(
-            self.max_new_tokens >= 2,
-            "max_new_tokens",
-            self.max_new_tokens,
-            "≥ 2 (the first is the prefill's)",
+            self.stop.rule != "calibrated" or self.source == "early_exit",
+            "stop.rule",
+            self.stop.rule,
+            f"another rule for source={self.source}: the calibration head belongs to an early-exit drafter",
         )
-        require(all(self.stop_strings), "stop_strings", self.stop_strings, "texts of at least one character")
-        require(self.repeats >= 1, "repeats", self.repeats, "an integer ≥ 1")
-        require(self.threads is None or self.threads >= 1, "threads", self.threads, "null or an integer ≥ 1")
-        require_choice("template", self.template, ("auto", "tokenizer", "vicuna", "none"))
-        require_choice("dtype", self.dtype, DTYPES)
+        require(self.max_ngram >= 1, "max_ngram", self.max_ngram, "an integer ≥ 1")
 
 
 @dataclass(frozen=True)
@@ -141,3 +148,65 @@ class SamplingConfig:
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
         require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "a number > 0")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
+
+    checkpoint: str | None = None  # early-exit drafter directory, for methods with source=early_exit
+    small_lm: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
+    table: str | None = None  # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
+    target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for; or "replay":
+    transcripts: str | None = None  # recorded greedy answers to `prompts` (see inference/replay.py), and
+    tokenizer: str | None = None  # their tokenizer, a Hugging Face directory or a SentencePiece .model
+    revision: str | None = None
+    methods: dict[str, MethodConfig] = field(default_factory=dict)
+    prompts: str = "python_stdlib"  # held-out standard-library files, or a JSONL/JSON file of prompts
+    prompt_text: list[str] = field(default_factory=list)  # inline prompts instead
+    prompt_chars: int = 1000  # python_stdlib: characters of a file to continue from
+    num_prompts: int | None = 24  # evenly spread; null: all
+    template: str = "auto"  # auto | tokenizer | vicuna | none
+    max_new_tokens: int = 128
+    ignore_eos: bool = False
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    stop_strings: list[str] = field(default_factory=list)  # text also ends with the first of these
+    repeats: int = 1  # timed passes over every prompt; their median counts
+    compare_transformers: bool = True  # also time model.generate
+    dtype: str = "auto"  # auto: float32 on CPU, else the target's own
+    device: str = "auto"
+    threads: int | None = None  # CPU threads; null: torch's choice
+    seed: int = 0
+    card: bool = False  # also put the table into README.md of the drafters evaluated
+    out_dir: str = "runs/evaluate"
+    debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, few tokens
+    debug_architecture: str = "llama"  # see ARCHITECTURES
+
+    def __post_init__(self) -> None:
+        require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_beta")
+        sources = {method.source for method in self.methods.values()}
+        for source, key in (("early_exit", "checkpoint"), ("small_lm", "small_lm"), ("ngrams", "table")):
+            using = ", ".join(name for name, method in self.methods.items() if method.source == source)
+            given = getattr(self, key)
+            require(source not in sources or given is not None, key, given, f"a drafter directory for {using}")
+        replayed = self.target == "replay"
+        for key in ("transcripts", "tokenizer"):
+            expected = "a file for target=replay" if replayed else "null unless target=replay"
+            require((getattr(self, key) is not None) == replayed, key, getattr(self, key), expected)
+        blind = sources <= {"prompt_lookup", "ngrams"}
+        require(not replayed or blind, "target", self.target, "a model: a recording has no hidden states or logits")
+        require(self.target is not None or self.checkpoint is not None, "target", None, "the model that is to decode")
+        require(self.prompt_chars >= 1, "prompt_chars", self.prompt_chars, "an integer ≥ 1")
+        require(self.num_prompts is None or self.num_prompts >= 1, "num_prompts", self.num_prompts, "null or ≥ 1")
+        require(
+            self.max_new_tokens >= 2,
+            "max_new_tokens",
+            self.max_new_tokens,
+            "≥ 2 (the first is the prefill's)",
+        )
+        require(all(self.stop_strings), "stop_strings", self.stop_strings, "texts of at least one character")
+        require(self.repeats >= 1, "repeats", self.repeats, "an integer ≥ 1")
+        require(self.threads is None or self.threads >= 1, "threads", self.threads, "null or an integer ≥ 1")
+        require_choice("template", self.template, ("auto", "tokenizer", "vicuna", "none"))
+        require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
+        require_choice("dtype", self.dtype, DTYPES)

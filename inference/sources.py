@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_models.early_exit import EarlyExit
-from draft_models.target import LayerStack
+from draft_models.errors import UserError
+from draft_models.plain_lm import PlainLM, RowCache
+from draft_models.small_lm import SmallLM
+from draft_models.target import position_limit
 from inference.cache import KVCache
-from inference.session import TargetSession
+from inference.session import TargetSession, ancestors
 from inference.tree import chain_parents
 
 
@@ -113,7 +116,7 @@ class EarlyExitSource:
 class SmallLMSource:
     """A small LM that shares nothing with the target but the vocabulary.
 
-    It runs as a session of its own whose first half is the whole model. A row that was verified without
+    It runs as a session of its own, over all its layers or by its own forward. A row that was verified without
     having been extended is unknown to it; its token waits in `_pending` and goes in, in front of the root, with
     the next extension. Logits are cut or padded with −∞ to the target's vocabulary size.
     """
@@ -121,16 +124,27 @@ class SmallLMSource:
     split = 0
     hidden: Tensor
 
-    def __init__(self, stack: LayerStack):
-        self.stack = stack
+    def __init__(self, lm: SmallLM):
+        self.lm = lm
 
     def begin(self, session: TargetSession) -> None:
+        """Raises `UserError` where the text may grow beyond the positions that the model has learned."""
+        limit = position_limit(self.lm.config)
+        if limit is not None and session.context > limit:
+            raise UserError(
+                f"prompt + max_new_tokens = {session.context} positions, but the drafter has learned only {limit}; "
+                "shorten one of them, or use a drafter with a longer context"
+            )
         self.target = session
         self.vocabulary = session.stack.config.vocab_size
-        self.session = TargetSession(self.stack, len(self.stack.layers), session.capacity)
-        prompt = session.tokens.to(self.stack.device)
-        self.session.feed(prompt, chain_parents(0, len(prompt)))
-        self.session.commit(range(len(prompt)))
+        prompt = session.tokens.to(self.lm.device)
+        self.session: TargetSession | PlainSession
+        if isinstance(self.lm, PlainLM):
+            self.session = PlainSession(self.lm, prompt, session.capacity)
+        else:
+            self.session = TargetSession(self.lm, len(self.lm.layers), session.capacity)
+            self.session.feed(prompt, chain_parents(0, len(prompt)))
+            self.session.commit(range(len(prompt)))
         self._pending = prompt[:0]
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -140,9 +154,14 @@ class SmallLMSource:
             tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, waiting + len(parents))
         elif waiting:
             parents = [parent + waiting for parent in parents]
-        hidden = self.session.feed(tokens, parents)[:, waiting if first else 0 :]
-        self.hidden = hidden[0]
-        return fit_vocabulary(self.stack.logits(hidden)[0], self.vocabulary)
+        skip = waiting if first else 0
+        if isinstance(self.session, PlainSession):
+            hidden, logits = (rows[skip:] for rows in self.session.feed(tokens, parents))
+        else:
+            hidden = self.session.feed(tokens, parents)[0, skip:]
+            logits = self.session.stack.logits(hidden)
+        self.hidden = hidden
+        return fit_vocabulary(logits, self.vocabulary)
 
     @property
     def target_hidden(self) -> Tensor:
@@ -152,12 +171,47 @@ class SmallLMSource:
         waiting = len(self._pending)
         extended = self.session.rows - waiting  # not positive: nothing was, and the pending ones go on waiting
         known = [row for row in rows if 0 <= row < extended]
-        unknown = torch.tensor(tokens[len(known) :], dtype=torch.long, device=self.stack.device)
+        unknown = torch.tensor(tokens[len(known) :], dtype=torch.long, device=self.lm.device)
         if extended > 0:
             self.session.commit([*range(waiting), *(row + waiting for row in known)])
             self._pending = unknown
         else:
             self._pending = torch.cat([self._pending, unknown])
+
+
+class PlainSession:
+    """What `SmallLMSource` needs of a `TargetSession`, over a model that is run by its own forward."""
+
+    def __init__(self, lm: PlainLM, prompt: Tensor, capacity: int):
+        self.lm = lm
+        self.cache = RowCache(capacity)
+        self.base = len(prompt)
+        self._parents: list[int] = []
+        self._depths: list[int] = []
+        places = torch.arange(len(prompt), device=lm.device)
+        lm.rows(prompt, places, places <= places[:, None], self.cache, last_only=True)
+
+    @property
+    def rows(self) -> int:
+        """Rows of this round that have been fed."""
+        return len(self._parents)
+
+    def feed(self, tokens: Tensor, parents: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Add rows as `TargetSession.feed` does; returns their hidden states [n, d] and next-token logits [n, V]."""
+        start = self.rows
+        for parent in parents:
+            self._parents.append(parent)
+            self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
+        device = self.lm.device
+        closure = ancestors(self._parents, device)[start:]
+        visible = torch.cat([closure.new_ones(len(parents), self.base), closure], dim=1)
+        return self.lm.rows(tokens, self.base + torch.tensor(self._depths[start:], device=device), visible, self.cache)
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """End the round: keep `rows`, an ascending path from row 0, and drop the others."""
+        self.cache.keep(self.base, rows)
+        self.base += len(rows)
+        self._parents, self._depths = [], []
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:

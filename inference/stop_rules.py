@@ -116,7 +116,8 @@ class CalibratedThompson:
     θ_M is the calibration head's probability for this very token, θ̂ what has been observed, n the number of
     verifications, so the head rules at first and experience later. mean="sample": θ̂ is the share of tested
     tokens that were right, θ̂_0 counting as one; mean="printed": the paper's running mean, which only ever sees
-    successes and so rises to 1. One transfer per drafted token.
+    successes and so rises to 1. evidence="model" keeps n at 0 (the head alone), "sample" takes σ_M to infinity (what
+    was observed alone): the paper's ablations. One transfer per drafted token.
     """
 
     def __init__(
@@ -128,29 +129,37 @@ class CalibratedThompson:
         prior: float,
         mean: str,
         generator: torch.Generator,
+        evidence: str = "both",
     ):
         self.head = head
         self.max_draft = max_draft
         self.model_variance, self.sample_variance = model_sigma**2, sample_sigma**2
         self.estimate = prior
         self.mean = mean
+        self.evidence = evidence
         self.verifications = 0
         self._tested = 1  # the prior's own weight
         self._random = random.Random(int(torch.randint(2**62, (), generator=generator)))
 
     def stop(self, step: Step) -> bool:
-        hidden = step.source.hidden
-        position = torch.tensor([step.drafted], device=hidden.device)
-        model = float(self.head(step.source.target_hidden, hidden, position).sigmoid())
-        mean, variance = self.posterior(model)
+        mean, variance = self.posterior(0.0 if self.evidence == "sample" else self._model_says(step))
         theta = min(1.0, max(0.0, self._random.gauss(mean, variance**0.5)))
         return step.drafted >= self.max_draft or self._random.random() >= theta
 
     def posterior(self, model: float) -> tuple[float, float]:
         """Mean and variance of θ when the head says `model`."""
+        if self.evidence == "model":
+            return model, self.model_variance
+        if self.evidence == "sample":
+            return self.estimate, self.sample_variance / self.verifications if self.verifications else 0.0
         total = self.verifications * self.model_variance + self.sample_variance
         weight = self.sample_variance / total
         return weight * model + (1 - weight) * self.estimate, self.model_variance * self.sample_variance / total
+
+    def _model_says(self, step: Step) -> float:
+        hidden = step.source.hidden[-1:]
+        position = torch.tensor([step.drafted], device=hidden.device)
+        return float(self.head(step.source.target_hidden, hidden, position).sigmoid())
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.verifications += 1

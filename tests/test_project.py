@@ -9,7 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("conf", "data_prep", "draft_models", "inference", "train")
-ENTRIES = {"inference/evaluate_checkpoint.py", "train/eesd.py", "train/toy_target.py"}
+ENTRIES = {
+    "data_prep/build_trigrams.py",
+    "data_prep/generate_responses.py",
+    "inference/evaluate_checkpoint.py",
+    "train/calibrate.py",
+    "train/eesd.py",
+    "train/finetune_drafter.py",
+    "train/toy_target.py",
+}
 MAY_IMPORT = {
     "draft_models": {"draft_models"},
     "inference": {"inference", "draft_models"},

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -16,16 +16,18 @@ from transformers import (
     Qwen3Config,
 )
 
+from draft_models import tiny_model
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target import LayerStack, load_config, load_layers, open_target
 
 LAYERS = 4
-VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
+VOCABULARY = tiny_model.VOCABULARY
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": 12}),
     "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "opt": (OPTConfig, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
 }
 
 
@@ -44,6 +46,10 @@ def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, 
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(5.0)
+            elif architecture == "opt":
+                parameter.add_(0.1 * torch.randn_like(parameter))  # it starts with biases of zero
+        if architecture == "opt":
+            model.model.decoder.embed_positions.weight.mul_(4.0)  # or it repeats one token for ever
         model.lm_head.weight.mul_(peak)  # how sure it is of its next token; an untied target stays otherwise the same
     model.save_pretrained(path, max_shard_size=shard)
     byte_tokenizer().save_pretrained(path)
@@ -52,13 +58,9 @@ def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, 
 
 def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """One token per byte, no merges, plus <s>, </s> and <pad>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    fast.chat_template = chat_template
-    return fast
+    tokenizer = tiny_model.byte_tokenizer()
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def open_stack(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, LayerStack]:

@@ -11,10 +11,10 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
 from data_prep.rows import Rows, load_rows
+from draft_models.card import write_card
 from draft_models.checkpoint import Fingerprint, fingerprint_target, save_pretrained
 from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.errors import UserError
-from draft_models.losses import IGNORE
 from draft_models.processes import join_processes
 from draft_models.target import (
     LayerStack,
@@ -25,16 +25,15 @@ from draft_models.target import (
     open_target,
     pick_dtype,
 )
-from inference.decode import speculative
-from inference.drafting import Chain
-from inference.evaluation import Drafters, collect, decode_statistics, prepare
+from draft_models.tiny_model import debugged
+from inference.evaluation import Drafters, prepare
 from inference.sources import EarlyExitSource
-from inference.stop_rules import FixedLength
 from train import run_dir
+from train.debug import small_eesd
 from train.fit import fit
+from train.plan import describe_plan, make_plan
 from train.settings import EesdConfig
-
-WATCHED_DRAFT = 4  # draft length of the τ watched while training: fixed, so that τ depends on the weights alone
+from train.watch import decode_metrics, heldout_prompts, target_choices
 
 
 def train_early_exit(config: EesdConfig) -> None:
@@ -42,11 +41,16 @@ def train_early_exit(config: EesdConfig) -> None:
 
     Raises `UserError` for an unusable target, data set or directory, before any weight is read.
     """
+    if config.debug:
+        config = debugged(config, small_eesd)
+    target = load_config(config.target, config.revision)
+    exit_layer = config.exit_layer or default_exit_layer(target)
+    if config.plan:
+        print(describe_plan(make_plan(config, target, exit_layer), exit_layer, target.num_hidden_layers), flush=True)
+        return
     state = join_processes()
     out_dir = Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
-    target = load_config(config.target, config.revision)
-    exit_layer = config.exit_layer or default_exit_layer(target)
     layers = exit_layers(target, exit_layer)
     if config.objective == "kl":
         layers = list(range(target.num_hidden_layers))
@@ -67,6 +71,7 @@ def train_early_exit(config: EesdConfig) -> None:
         load_layers(files, target, layers, dtype=getattr(torch, config.frozen_dtype), device=state.device),
         exit_layer,
         train_head=config.train_head,
+        train_layer=config.train_layer,
         distill=config.objective == "kl",
     )
     if state.is_main_process:
@@ -74,6 +79,7 @@ def train_early_exit(config: EesdConfig) -> None:
     recipe = {
         "exit_layer": exit_layer,
         "train_head": config.train_head,
+        "train_layer": config.train_layer,
         "objective": config.objective,
         "frozen_dtype": config.frozen_dtype,
         "seq_len": config.seq_len,
@@ -92,6 +98,8 @@ def train_early_exit(config: EesdConfig) -> None:
     if state.is_main_process:
         training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "metrics": result.metrics}
         save_drafter(out_dir, student, fingerprint, training, target)
+        facts = {key: recipe[key] for key in ("exit_layer", "objective", "train_head", "seq_len")}
+        write_card(out_dir, "early_exit", config.target, {**facts, "data": config.data.source, "steps": result.steps})
         print(f"saved drafter={out_dir} exit_layer={exit_layer} of {target.num_hidden_layers}", flush=True)
     state.wait_for_everyone()
 
@@ -127,8 +135,8 @@ class Watch:
     """What is watched while training, on the main process: the number that training is for.
 
     top1: share of held-out supervised positions at which the drafter's argmax is the text's next token. With
-    `decode_prompts` the whole target is loaded, at the first evaluation, for two more: top1_target, the same
-    share against the target's own argmax, and tau, tokens per target pass of real decoding.
+    `decode_prompts` the whole target is loaded, at the first evaluation, for more: top1_target, the same share
+    against the target's own argmax, and real decoding's tau and acceptance by position (`decode_metrics`).
     """
 
     def __init__(self, config: EesdConfig, target: PreTrainedConfig, files: TensorFiles, heldout: Rows, active: bool):
@@ -139,8 +147,7 @@ class Watch:
             default_collate([heldout[i] for i in range(start, min(start + size, len(heldout)))]) for start in starts
         ]
         room = target.max_position_embeddings - config.decode_tokens
-        count = min(config.decode_prompts, len(heldout))
-        self.prompts = [heldout_prompt(heldout[i])[-room:] for i in range(count)]
+        self.prompts = heldout_prompts(heldout, config.decode_prompts, room)
         self.whole: LayerStack | None = None
         self.choices: list[Tensor] = []  # the target's argmax at the supervised positions of each batch
 
@@ -154,7 +161,7 @@ class Watch:
                 self.whole = self._load_whole(student.stack.device)
                 self.choices = [target_choices(self.whole, batch) for batch in self.batches]
             metrics["top1_target"] = self._agreement(student, self.choices)
-            metrics["tau"] = decode_tau(student, self.whole, self.prompts, self.config.decode_tokens)
+            metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens)
         return metrics
 
     def _agreement(self, student: EarlyExitStudent, wanted: list[Tensor]) -> float:
@@ -171,46 +178,14 @@ class Watch:
         return LayerStack(load_layers(self.files, self.target, every, dtype=dtype, device=device))
 
 
-@torch.inference_mode()
-def target_choices(stack: LayerStack, batch: dict[str, Tensor]) -> Tensor:
-    """The target's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere."""
-    moved = {key: value.to(stack.device) for key, value in batch.items()}
-    positions = moved["positions"]
-    stack.reserve(positions.shape[1])
-    masks = stack.packed_masks(positions, moved["documents"])
-    hidden = stack.embed(moved["input_ids"])
-    hidden = stack.run(hidden, 0, len(stack.layers), stack.rotary(positions), masks)
-    keep = moved["labels"] != IGNORE
-    choices = moved["labels"].clone()
-    choices[keep] = torch.cat([stack.logits(part).argmax(-1) for part in hidden[keep].split(1024)])
-    return choices
-
-
-def decode_tau(student: EarlyExitStudent, stack: LayerStack, prompts: list[list[int]], max_new_tokens: int) -> float:
-    """τ of the student's drafter at a fixed draft length, over continuations of `prompts` by the whole target."""
+def decode_student(
+    student: EarlyExitStudent, stack: LayerStack, prompts: list[list[int]], max_new_tokens: int
+) -> dict[str, float]:
+    """What `decode_metrics` says of the student's drafter, over continuations of `prompts` by the whole target."""
     shared = {id(head): head for head in student.drafter.shared_head}  # the target's: not to be copied
     drafter = copy.deepcopy(student.drafter, shared).to(stack.dtype).requires_grad_(False)
     prepare(stack, Drafters(early_exit=drafter))
-    generations = [
-        collect(
-            speculative(
-                stack,
-                EarlyExitSource(drafter),
-                Chain(FixedLength(WATCHED_DRAFT)),
-                prompt,
-                max_new_tokens=max_new_tokens,
-            )
-        )
-        for prompt in prompts
-    ]
-    return decode_statistics(generations)["tau"]
-
-
-def heldout_prompt(row: dict[str, Tensor], length: int = 128) -> list[int]:
-    """The start of a held-out row as a prompt: up to its first answer, or `length` tokens of plain text."""
-    first = int((row["labels"] != IGNORE).nonzero()[0]) + 1
-    document = int((row["documents"] == row["documents"][0]).sum())
-    return row["input_ids"][: max(first, min(length, document // 2))].tolist()
+    return decode_metrics(stack, EarlyExitSource(drafter), prompts, max_new_tokens)
 
 
 def _recipe(data: dict[str, Any]) -> dict[str, Any]:

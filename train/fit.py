@@ -10,32 +10,34 @@ import hashlib
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
+from accelerate.utils import save_fsdp_optimizer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, default_collate
-from tqdm import tqdm
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.trainer import SCHEDULER_NAME
 
 from draft_models.errors import UserError
 from draft_models.files import write_json
 from draft_models.losses import IGNORE
 from draft_models.processes import join_processes
-from train import run_dir
-from train.settings import FitConfig, WandbConfig
+from train import run_dir, sharding
+from train.optimizers import build_optimizer
+from train.progress import Report
+from train.settings import FitConfig
 
 Evaluate = Callable[[nn.Module], dict[str, float]]
 WEIGHTS_FILE = "model.safetensors"
-LOG_FILE = "log.jsonl"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def fit(
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
     evaluate: Evaluate | None = None,
+    on_step: Callable[[int], None] | None = None,
 ) -> FitResult:
     """Train `model` in place on `rows`; call it on every process.
 
@@ -73,6 +76,7 @@ def fit(
     must agree on it.
     evaluate: called with the model in eval mode, without gradients, on every process, every `eval_every`
     steps and at the end; its numbers are logged as eval_<name>.
+    on_step: told, on every process, the number (from 0) of each optimizer step before it begins.
 
     Leaves in `out_dir`: checkpoint-<step> directories and log.jsonl. A killed run continued with
     `resume=True` ends with the bits of an uninterrupted one (same machine, same number of processes). Raises
@@ -94,10 +98,11 @@ def fit(
 
     if config.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
-    trainer = _FitTrainer(model, rows, config, arguments, run, evaluate)
-    trainer.train(resume_from_checkpoint=None if start is None else str(start))
-    # accelerate left its autocast wrapper on model.forward
-    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    sharding.mark_layers(model)
+    trainer = _FitTrainer(model, rows, config, arguments, run, evaluate, on_step)
+    with _autocast(model, config.precision, arguments.device.type):
+        trainer.train(resume_from_checkpoint=None if start is None else str(start))
+    sharding.make_whole(model)
     return FitResult(total, 0 if start is None else run_dir.step_of(start), trainer.metrics)
 
 
@@ -123,74 +128,6 @@ class RowOrder(Sampler[int]):
             yield from epoch_order(self.count, self.seed, start // self.count)[: self.length - start]
 
 
-class MuonAdamW(torch.optim.Optimizer):
-    """Muon for the layers' matrices and AdamW for everything else, as one optimizer with one state.
-
-    The two parts work on views of this optimizer's groups and state, so a scheduler, a state dict and a
-    launcher see an ordinary optimizer.
-    """
-
-    def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon) -> None:
-        self._parts = (adamw, muon)
-        self._sizes = (len(adamw.param_groups), len(muon.param_groups))
-        super().__init__([*adamw.param_groups, *muon.param_groups], {})
-        self._share()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share()
-
-    def _share(self) -> None:
-        begin = 0
-        for part, size in zip(self._parts, self._sizes, strict=True):
-            part.param_groups = self.param_groups[begin : begin + size]
-            part.state = self.state
-            begin += size
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for part in self._parts:
-            part.step()
-
-
-def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors are never decayed."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = layer_matrices(model) if config.optimizer == "muon" else []
-    taken = {id(p) for p in matrices}
-    rest = [p for p in trained if id(p) not in taken]
-    groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True) if groups else None
-    if config.optimizer == "adamw":
-        if adamw is None:
-            raise UserError("model: no parameter requires a gradient; there is nothing to train")
-        return adamw
-    if not matrices:
-        raise UserError("optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw")
-    # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)), so
-    # muon_lr keeps its meaning across widths; "match_rms_adamw" would tie it to AdamW's scale instead.
-    muon = torch.optim.Muon(
-        matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
-    )
-    return muon if adamw is None else MuonAdamW(adamw, muon)
-
-
-def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trained 2-D parameters inside transformer layers: neither embedding nor head, nor norms."""
-    inside = (
-        parameter
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer)
-        for parameter in module.parameters()
-    )
-    return list(dict.fromkeys(p for p in inside if p.requires_grad and p.ndim == 2))
-
-
 class _FitTrainer(Trainer):
     def __init__(
         self,
@@ -200,18 +137,20 @@ class _FitTrainer(Trainer):
         arguments: TrainingArguments,
         run: dict[str, Any],
         evaluate: Evaluate | None,
+        on_step: Callable[[int], None] | None,
     ) -> None:
         self.fitted, self.rows, self.config = model, rows, config
         self.out_dir, self.run, self.evaluate_model = Path(arguments.output_dir or "."), run, evaluate
         self.metrics: dict[str, float] = {}
-        super().__init__(model=model, args=arguments, train_dataset=rows, callbacks=[_Schedule(config, evaluate)])
+        schedule = _Schedule(config, evaluate, on_step)
+        super().__init__(model=model, args=arguments, train_dataset=rows, callbacks=[schedule])
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = True  # so that Trainer counts the global batch's supervised tokens
         self.loss_is_scaled_for_ga = True
         self._items: Tensor | int | None = None  # supervised tokens of the current global batch
         self._interval: list[Tensor] = []  # [summed loss, supervised tokens, tokens] since the last log line
         self._interval_start = self._train_start = time.perf_counter()
-        self.add_callback(_Report(self.out_dir, config.wandb, run))
+        self.add_callback(Report(self.out_dir, config.wandb, run))
 
     def get_train_dataloader(self) -> DataLoader:
         length = self.args.max_steps * self.config.batch_rows
@@ -225,7 +164,19 @@ class _FitTrainer(Trainer):
         )
         return self.accelerator.prepare(loader)
 
+    def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: Any) -> Any:
+        if resume_from_checkpoint is None or not self.is_deepspeed_enabled:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        # Trainer insists on finding the frozen weights in the checkpoint too.
+        engine: Any = self.model_wrapped
+        engine.load_checkpoint(resume_from_checkpoint, load_module_strict=False)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.config.optimizer == "muon" and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            raise UserError("optimizer=muon: works on whole matrices; use adamw with DeepSpeed and FSDP, or DDP")
         self.optimizer = build_optimizer(model or self.fitted, self.config)
         return self.optimizer
 
@@ -315,7 +266,7 @@ class _FitTrainer(Trainer):
         began = time.perf_counter()
         assert self.evaluate_model is not None
         self.fitted.eval()
-        with torch.no_grad():
+        with torch.no_grad(), sharding.whole(self.fitted, self.model_wrapped):
             self.metrics = self.evaluate_model(self.fitted)
         self.fitted.train()
         named = {f"eval_{key}": value for key, value in self.metrics.items()}
@@ -349,15 +300,27 @@ class _FitTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         self._interval_start += time.perf_counter() - began
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if not self.args.should_save:
-            return
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         assert output_dir is not None
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        trained = trained_parameters(self.fitted)
-        gathered = state_dict or trained
-        save_file({name: gathered[name].detach().contiguous() for name in trained}, folder / WEIGHTS_FILE)
+        weights = sharding.whole_parameters(trained_parameters(self.fitted).items())
+        if self.args.should_save:
+            folder = Path(output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS_FILE)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # By itself Trainer has both engines save the frozen weights as well.
+        if self.is_fsdp_enabled:
+            plugin = self.accelerator.state.fsdp_plugin
+            save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+            if self.args.should_save:
+                assert self.lr_scheduler is not None
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            return
+        if self.is_deepspeed_enabled:
+            engine: Any = self.model_wrapped
+            engine.save_checkpoint = partial(type(engine).save_checkpoint, engine, exclude_frozen_parameters=True)
+        super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         _load_trained(model or self.fitted, Path(resume_from_checkpoint))
@@ -366,59 +329,21 @@ class _FitTrainer(Trainer):
 class _Schedule(TrainerCallback):
     """When to evaluate; and a resumed run logs and saves as it is told now, not as the checkpoint was."""
 
-    def __init__(self, config: FitConfig, evaluate: Evaluate | None) -> None:
-        self.every, self.active = config.eval_every, evaluate is not None
+    def __init__(self, config: FitConfig, evaluate: Evaluate | None, on_step: Callable[[int], None] | None) -> None:
+        self.every, self.active, self.on_step = config.eval_every, evaluate is not None, on_step
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        if self.on_step is not None:
+            self.on_step(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
         last = state.global_step == state.max_steps
         due = self.every is not None and state.global_step % self.every == 0
         control.should_evaluate = self.active and (due or last)
         control.should_log = control.should_log or last
-
-
-class _Report(TrainerCallback):
-    """One line per logging step on stdout and in log.jsonl, a progress bar on a terminal, and W&B if asked for."""
-
-    def __init__(self, out_dir: Path, wandb: WandbConfig, run: Mapping[str, Any]) -> None:
-        self.out_dir, self.config, self.run = out_dir, wandb, run
-        self.bar: tqdm | None = None
-        self.wandb: Any = None
-
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        self.wandb = _start_wandb(self.config, self.out_dir, self.run)
-        if sys.stderr.isatty():
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", leave=False)
-
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        if self.bar is not None:
-            self.bar.update()
-
-    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        values = {key: float(value) for key, value in logs.items() if key != "epoch"}
-        line = f"step={state.global_step}/{state.max_steps} " + " ".join(
-            f"{key}={_FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items()
-        )
-        tqdm.write(line) if self.bar is not None else print(line, flush=True)
-        with (self.out_dir / LOG_FILE).open("a") as log:
-            log.write(json.dumps({"step": state.global_step, **values}) + "\n")
-        if self.wandb is not None:
-            self.wandb.log(values, step=state.global_step)
-
-    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        if self.wandb is not None:
-            self.wandb.finish()
-
-
-_FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta": "{:.0f}s"}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -433,9 +358,8 @@ def _load_trained(model: nn.Module, checkpoint: Path) -> None:
     )
     if wrong:
         raise UserError(f"{checkpoint}: does not fit the model to train; they differ in {', '.join(wrong[:5])}")
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            parameter.copy_(saved[name])
+    for name, parameter in trained.items():
+        sharding.assign(parameter, saved[name])
 
 
 def _last_metrics(checkpoint: Path) -> dict[str, float]:
@@ -445,34 +369,25 @@ def _last_metrics(checkpoint: Path) -> dict[str, float]:
     return {key.removeprefix("eval_"): value for key, value in last.items() if key.startswith("eval_")}
 
 
+@contextmanager
+def _autocast(model: nn.Module, precision: str, device: str) -> Iterator[None]:
+    """`model.forward` in bf16 over float32 masters, whatever trains it.
+
+    Not Trainer's bf16: DeepSpeed and FSDP take that for weights in bf16.
+    """
+    if precision == "bf16":
+        model.forward = torch.autocast(device, dtype=torch.bfloat16)(model.forward)
+    try:
+        yield
+    finally:
+        model.__dict__.pop("forward", None)
+
+
 def _enable_gradient_checkpointing(model: nn.Module) -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise UserError("gradient_checkpointing=true: this model does not support it")
     enable()
-
-
-def _start_wandb(config: WandbConfig, out_dir: Path, run: Mapping[str, Any]) -> Any:
-    mode = config.resolved_mode()
-    if mode == "disabled":
-        return None
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled") from None
-    id_file = out_dir / "wandb_run_id"
-    known = id_file.read_text().strip() if id_file.exists() else None  # a resumed run continues its curves
-    started = wandb.init(
-        project=config.project,
-        name=config.name,
-        mode=mode,  # type: ignore[arg-type]
-        dir=str(out_dir),
-        config=dict(run),
-        id=known,
-        resume="allow" if known else None,
-    )
-    id_file.write_text(started.id)
-    return started
 
 
 def _arguments(config: FitConfig, total: int, out_dir: Path) -> TrainingArguments:
@@ -482,7 +397,6 @@ def _arguments(config: FitConfig, total: int, out_dir: Path) -> TrainingArgument
         max_steps=total,
         learning_rate=config.lr,
         max_grad_norm=config.max_grad_norm,
-        bf16=config.precision == "bf16",
         use_cpu=not cuda,
         logging_steps=config.log_every,
         save_strategy="steps",

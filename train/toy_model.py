@@ -15,7 +15,14 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 from data_prep.corpus import read_records
@@ -26,7 +33,8 @@ from draft_models.files import write_json
 from draft_models.losses import IGNORE, linear_cross_entropy
 from draft_models.processes import join_processes
 from train import run_dir
-from train.fit import fit, layer_matrices
+from train.fit import fit
+from train.optimizers import layer_matrices
 from train.settings import TOY_REPORT, ToyTargetConfig
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -191,7 +199,7 @@ def greedy_sample(
     return f"{decode(text[: prompt.shape[1]])}⟫{decode(text[prompt.shape[1] :])}"
 
 
-def export(lm: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out_dir: Path) -> None:
+def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
     """Write the Hugging Face directory; config.json appears last, so a half-written one does not load."""
     staged = out_dir / run_dir.STAGING
     shutil.rmtree(staged, ignore_errors=True)

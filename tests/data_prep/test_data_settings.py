@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from data_prep.settings import DataConfig, default_cache_dir
+from data_prep.settings import DataConfig, MixPart, default_cache_dir
 from draft_models.errors import UserError
 
 GROUP = Path(__file__).parents[2] / "conf" / "data"
@@ -42,6 +42,11 @@ def test_path_is_a_tuple():
 @pytest.mark.parametrize("file", sorted(GROUP.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_choice_of_the_data_group_is_valid(file):
     values = OmegaConf.to_container(OmegaConf.load(file))
+    for default in values.pop("defaults", []):
+        ((place, name),) = default.items()
+        part = OmegaConf.to_container(OmegaConf.load(GROUP / f"{name}.yaml"))
+        values["mix"][place.removeprefix("/data@mix.")] |= part
+    values["mix"] = {name: MixPart(**part) for name, part in values.get("mix", {}).items()}
     if file.stem == "local":
         assert values.pop("path") == "???"
         values["path"] = "mine.jsonl"

@@ -83,7 +83,8 @@ def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -
     whole.reserve(24)
     masks = whole.packed_masks(batch["positions"], batch["documents"])
     keep = batch["labels"] != IGNORE
-    target = whole.run(whole.embed(batch["input_ids"]), 0, LAYERS, whole.rotary(batch["positions"]), masks)
+    positions = batch["positions"]
+    target = whole.run(whole.embed(batch["input_ids"], positions), 0, LAYERS, whole.rotary(positions), masks)
     p = whole.logits(target)[keep].log_softmax(-1)
     student.zero_grad()
     hidden, _ = student.hidden(batch["input_ids"], batch["positions"], batch["documents"])

@@ -15,6 +15,7 @@ from draft_models.target import LayerStack, TensorFiles, layer_windows, load_con
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
 
 VARIANTS = list(itertools.product(ARCHITECTURES, (False, True), (4, 2)))
+LAYER_NAMES = {"opt": ("model.decoder.layers.", "fc1.weight")}
 
 
 def window_masks(stack: LayerStack, length: int) -> dict:
@@ -36,7 +37,7 @@ def test_layer_split_equals_the_full_forward(tmp_path: Path, architecture: str, 
         expected = model(ids).logits
         model.set_attn_implementation("outrider")
         for split in range(LAYERS + 1):
-            hidden = stack.run(stack.embed(ids), 0, split, stack.rotary(positions), masks)
+            hidden = stack.run(stack.embed(ids, positions), 0, split, stack.rotary(positions), masks)
             hidden = stack.run(hidden, split, LAYERS, stack.rotary(positions), masks)
             torch.testing.assert_close(stack.logits(hidden), expected, rtol=1e-5, atol=1e-5)
 
@@ -53,14 +54,15 @@ def test_bytes_read_are_those_of_the_named_tensors(
         files.bytes_read = 0
         layers = exit_layers(config, exit_layer)
         model = load_layers(files, config, layers, dtype=torch.float32)
-        prefixes = tuple(f"model.layers.{i}." for i in layers)
-        needed = {n for n in stored if n.startswith(prefixes) or not n.startswith("model.layers.")}
+        prefix, weight_name = LAYER_NAMES.get(architecture, ("model.layers.", "mlp.up_proj.weight"))
+        prefixes = tuple(f"{prefix}{i}." for i in layers)
+        needed = {n for n in stored if n.startswith(prefixes) or not n.startswith(prefix)}
         assert files.bytes_read == sum(stored[name].nbytes for name in needed)
         assert files.bytes_read < sum(t.nbytes for t in stored.values()) or exit_layer == LAYERS - 1
         for i, layer in enumerate(layers):
-            weight = model.model.layers[i].mlp.up_proj.weight
-            assert torch.equal(weight, stored[f"model.layers.{layer}.mlp.up_proj.weight"])
-        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+            weight = model.get_parameter(f"{prefix}{i}.{weight_name}")
+            assert torch.equal(weight, stored[f"{prefix}{layer}.{weight_name}"])
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
         assert not any(p.requires_grad or p.is_meta for p in model.parameters())
 
 
@@ -112,8 +114,30 @@ def test_unusable_targets_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="not a readable safetensors file"):
         open_target(str(path))
+    path = save_target(tmp_path / "opt", "opt", do_layer_norm_before=False)
+    with pytest.raises(UserError, match="do_layer_norm_before=false"):
+        load_config(str(path))
+    path = save_target(tmp_path / "opt", "opt", word_embed_proj_dim=32)
+    with pytest.raises(UserError, match="word_embed_proj_dim=32, hidden_size=64"):
+        load_config(str(path))
     with pytest.raises(UserError, match=r"no tensor 'model\.embed_tokens\.weight'"):
         TensorFiles("x", None, {}).read(["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_a_checkpoint_without_the_causal_lm_around_it(tmp_path: Path, architecture: str) -> None:
+    """Saved from the base model, its tensors lack a prefix and the head, as those of OPT on the Hub do."""
+    path = save_target(tmp_path / "whole", architecture, tied=True)
+    model, _ = open_stack(path)
+    model.model.save_pretrained(tmp_path / "base")
+    names = set(load_file(tmp_path / "base" / "model.safetensors"))
+    assert not any(name.startswith("model.") for name in names)
+    files, whole = open_target(str(tmp_path / "base")), open_target(str(path))
+    again = load_layers(files, load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    assert {n: p.sum() for n, p in again.named_parameters()} == {n: p.sum() for n, p in model.named_parameters()}
+    assert again.lm_head.weight is again.get_input_embeddings().weight
+    name = next(name for name in whole.file_of if "layers.2." in name)
+    assert files.digest([name]) == whole.digest([name])
 
 
 @pytest.mark.parametrize("exit_layer", [0, LAYERS, LAYERS + 3])

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from inference.evaluation import (
     Drafters,
     Generation,
     PromptResult,
+    acceptance_by_candidates,
     acceptance_by_position,
     bootstrap_median,
     decode_statistics,
@@ -29,8 +30,8 @@ from inference.evaluation import (
     transformers_generate,
     with_measured_delta,
 )
-from inference.report import build_report, is_lossless, markdown
-from inference.settings import MethodConfig, StructureConfig
+from inference.report import build_report, is_lossless, markdown, relate_to_chain
+from inference.settings import MethodConfig, SamplingConfig, StructureConfig
 from inference.verify import verify_greedy
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
@@ -81,7 +82,10 @@ def results() -> list[PromptResult]:
 
 
 def facts() -> dict[str, object]:
-    return {"target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 9}
+    return {
+        "target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 9,
+        "temperature": 0.0, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
+    }  # fmt: skip
 
 
 def test_report_by_hand() -> None:
@@ -230,6 +234,53 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
         assert (out / plot).read_bytes().startswith(b"\x89PNG")
 
 
+def test_command_samples_when_told_to(checkpoint: Path, command: Callable) -> None:
+    """Sampled arms have no tokens to compare; the same seed gives the same texts, another one others."""
+    texts = []
+    for number, seed in enumerate((0, 0, 1)):
+        options = ("sampling.temperature=0.8", "sampling.top_k=50", f"seed={seed}", f"out_dir=sampled{number}")
+        methods = ["method=[eesd_beta,mcsd,mcsd_naive]", "methods.mcsd.source=early_exit"]
+        methods += ["methods.mcsd_naive.source=early_exit", "methods.mcsd_naive.structure.widths=[3,2]"]
+        status, _, errors = command("checkpoint=drafter", "prompt_text=[hello]", *methods, *options)
+        assert status == 0, errors
+        reports = json.loads((checkpoint / f"sampled{number}/report.json").read_text())["reports"]
+        lines = (checkpoint / f"sampled{number}/generations.jsonl").read_text().splitlines()
+        texts.append({line["arm"]: line["tokens"] for line in map(json.loads, lines)})
+    assert texts[0] == texts[1]
+    assert all(texts[0][arm] != texts[2][arm] for arm in texts[0])
+    assert all(report["temperature"] == 0.8 and report["lossless"]["checked"] == 0 for report in reports)
+    assert "sampled (temperature 0.8, top_k 50" in (checkpoint / "sampled0/report.md").read_text()
+    shares = {r["method"]: r["acceptance_by_candidates"] for r in reports}
+    assert shares["eesd_beta"] == []
+    assert 1 <= len(shares["mcsd"]) <= 4
+    assert 1 <= len(shares["mcsd_naive"]) <= 3
+    assert shares["mcsd"] == sorted(shares["mcsd"])
+
+
+def test_acceptance_by_candidates_by_hand() -> None:
+    made = [
+        replace(generation([(6, 1)], 1.0), totals={"nodes_tried": 4, "accepted_candidate_1": 1}),
+        replace(generation([(6, 1)], 1.0), totals={"nodes_tried": 6, "accepted_candidate_3": 4, "other": 2.0}),
+        generation([(6, 1)], 1.0),
+    ]
+    assert acceptance_by_candidates(made) == pytest.approx([0.1, 0.1, 0.5])
+
+
+def test_a_graph_is_related_to_the_chain_of_its_source() -> None:
+    def report(source: str, kind: str, drafted: float, **structure: float) -> dict:
+        settings = {"source": source, "structure": {"kind": kind}}
+        return {"settings": settings, "drafted_tokens_per_round": drafted, "structure": dict(structure)}
+
+    reports = [
+        report("small_lm", "token_graph", 30.0, drafted_by_source=12.0),
+        report("small_lm", "chain", 8.0),
+        report("early_exit", "token_graph", 30.0, drafted_by_source=12.0),
+    ]
+    relate_to_chain(reports)
+    assert reports[0]["structure"]["drafted_vs_chain"] == 1.5
+    assert "drafted_vs_chain" not in reports[2]["structure"]
+
+
 def test_command_refuses_bad_input(checkpoint: Path, command: Callable) -> None:
     """Each says what is wrong, exits with 2 and leaves no report behind."""
     other = save_target(checkpoint / "other", seed=5)
@@ -244,6 +295,7 @@ def test_command_refuses_bad_input(checkpoint: Path, command: Callable) -> None:
         ("checkpoint=drafter", "prompts=long.jsonl"): "300 tokens, expected 1 to 244",
         ("checkpoint=drafter", "prompts=none.jsonl"): "none.jsonl",
         ("checkpoint=drafter", "prompt_text=[hi]", "out_dir=file/out"): "out_dir=file/out: cannot be written",
+        ("checkpoint=drafter", "method=eesd_cali"): "no calibration head there",
         ("checkpoint=drafter", "prompt_text=[hi]", "device=cuda:77"): "device=cuda:77: not usable here",
     }
     for overrides, message in bad.items():

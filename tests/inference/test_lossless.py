@@ -209,7 +209,8 @@ def last_logits(stack: LayerStack, text: list[int]) -> torch.Tensor:
     stack.reserve(len(text))
     positions = torch.arange(len(text))[None]
     masks = stack.packed_masks(positions, torch.zeros_like(positions))
-    hidden = stack.run(stack.embed(torch.tensor([text])), 0, len(stack.layers), stack.rotary(positions), masks)
+    hidden = stack.embed(torch.tensor([text]), positions)
+    hidden = stack.run(hidden, 0, len(stack.layers), stack.rotary(positions), masks)
     return stack.logits(hidden[:, -1])
 
 

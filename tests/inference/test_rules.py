@@ -130,7 +130,7 @@ def test_confidence() -> None:
 
 def calibrated(mean: str = "sample", seed: int = 0, bias: float = 0.0, **changes: float) -> CalibratedThompson:
     head = CalibrationHead(2, 2).requires_grad_(False)
-    head.out.bias.fill_(bias)
+    head.bias.fill_(bias)
     settings = {"model_sigma": 0.3, "sample_sigma": 0.6, "prior": 0.5, **changes}
     return CalibratedThompson(head, 50, mean=mean, generator=torch.Generator().manual_seed(seed), **settings)
 
@@ -161,6 +161,20 @@ def test_the_printed_mean_only_rises() -> None:
     assert fair.estimate < 0.05
 
 
+def test_evidence_of_one_kind_alone() -> None:
+    """The paper's ablations: the head alone never moves, the sample alone never asks the head."""
+    model, sample = calibrated(), calibrated(prior=0.2)
+    model.evidence, sample.evidence = "model", "sample"
+    assert sample.posterior(0.9) == (0.2, 0.0)
+    for rule in (model, sample):
+        for _ in range(30):
+            rule.observe(4, 2)
+    assert model.posterior(0.9) == pytest.approx((0.9, 0.3**2))
+    assert sample.posterior(0.9) == sample.posterior(0.1) == pytest.approx((sample.estimate, 0.6**2 / 30))
+    sample.head = None  # type: ignore[assignment]
+    assert draft_length(sample) >= 1
+
+
 def test_the_head_decides_the_length_at_first() -> None:
     means = []
     for bias in (-2.0, 0.0, 2.0):
@@ -171,19 +185,23 @@ def test_the_head_decides_the_length_at_first() -> None:
 
 
 def test_calibration_head_is_the_formula() -> None:
-    """θ_M's logit = W_p [W^i H^(T) ; H^(D)], i capped at 10, no gradient to the inputs."""
+    """θ_M's logit = W_p [W^i H^(T) ; H^(D)] for any W_p, W^i, i capped at 10, no gradient to the inputs."""
     generator = torch.Generator().manual_seed(0)
     head = CalibrationHead(3, 2)
-    for parameter in head.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
+    matrices = torch.randn(POSITIONS, 3, 3, generator=generator)
+    out = torch.randn(5, generator=generator)
+    with torch.no_grad():
+        head.target.copy_(out[:3] @ matrices)
+        head.draft.copy_(out[3:])
+        head.bias.fill_(0.25)
     target, draft = torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
     target.requires_grad_()
     places = torch.tensor([1, 4, 10, 25])
     logits = head(target, draft, places)
     for n, place in enumerate(places.tolist()):
-        matrix = head.position[min(place, POSITIONS) - 1]
-        expected = head.out.weight[0] @ torch.cat([matrix @ target[n], draft[n]]) + head.out.bias[0]
+        matrix = matrices[min(place, POSITIONS) - 1]
+        expected = out @ torch.cat([matrix @ target[n], draft[n]]) + 0.25
         torch.testing.assert_close(logits[n], expected)
     logits.sum().backward()
     assert target.grad is None
-    assert head.position.grad is not None
+    assert head.target.grad is not None

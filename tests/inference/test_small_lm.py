@@ -34,7 +34,7 @@ def load(path: Path, target: Path, dtype: torch.dtype = torch.float32) -> LayerS
 def test_greedy_equals_generate(tmp_path: Path, architecture: str, drafter: str) -> None:
     path = save_target(tmp_path / "target", architecture, kv_heads=2)
     model, stack = open_stack(path)
-    family = {"llama": "qwen3", "qwen3": "llama", "mistral": "llama"}.get(architecture, architecture)
+    family = {"llama": "qwen3", "qwen3": "opt", "mistral": "llama", "opt": "llama"}.get(architecture, architecture)
     family = family if drafter == "another family" else architecture
     changes = {"wider vocabulary": {"vocab_size": VOCABULARY + 60}, "narrower vocabulary": {"vocab_size": 259}}
     small = path

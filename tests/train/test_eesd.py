@@ -29,8 +29,9 @@ from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from train import fit as fit_module
-from train.early_exit import Watch, default_exit_layer, heldout_prompt, train_early_exit
+from train.early_exit import Watch, default_exit_layer, train_early_exit
 from train.settings import EesdConfig, FitConfig, WandbConfig
+from train.watch import heldout_prompt
 
 ROOT = Path(__file__).parent.parent.parent
 FIT = FitConfig(steps=6, batch_rows=4, lr=3e-3, precision="fp32", save_every=2, wandb=WandbConfig(mode="disabled"))
@@ -327,3 +328,20 @@ def test_resume_with_other_text_is_refused(tmp_path: Path, corpus: DataConfig) -
     text.write_text(Path(corpus.path[0]).read_text().replace("quick", "quiet"))
     with pytest.raises(UserError, match="data_key"):
         train_early_exit(config(path, replace(corpus, path=str(text)), tmp_path / "eesd", resume=True))
+
+
+def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
+    """The paper's ablation: norm and head alone are trained, stored, and draft losslessly."""
+    path = save_target(tmp_path / "target")
+    run = config(path, corpus, tmp_path / "eesd", train_layer=False)
+    train_early_exit(replace(run, fit=replace(FIT, steps=20)))
+    assert set(weights(tmp_path / "eesd")) == {"norm.weight", "head.weight"}
+    target = load_config(str(path))
+    fingerprint = fingerprint_target(open_target(str(path)), target, load_tokenizer(str(path)))
+    drafter = from_pretrained(tmp_path / "eesd", target, fingerprint, dtype=torch.float32)
+    model, stack = open_stack(path)
+    prompt = random_prompt(20)
+    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(3)), prompt, max_new_tokens=20))
+    assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
+    with pytest.raises(UserError, match=r"fit\.optimizer='muon': expected adamw"):
+        replace(run, fit=replace(FIT, optimizer="muon"))

@@ -20,16 +20,14 @@ from draft_models.losses import IGNORE
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
 from train import run_dir
 from train.fit import (
-    LOG_FILE,
     WEIGHTS_FILE,
-    MuonAdamW,
     RowOrder,
-    build_optimizer,
     epoch_order,
     fit,
-    layer_matrices,
     trained_parameters,
 )
+from train.optimizers import MuonAdamW, build_optimizer, layer_matrices
+from train.progress import LOG_FILE
 
 REPOSITORY = Path(__file__).parents[2]
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}

@@ -1,0 +1,168 @@
+"""Seconds of the parts of a round of speculative decoding, by timers set from outside around the runtime's functions.
+
+A part's seconds leave out the parts inside it. Forward parts are the modules' own work (cache writes included); rows
+are what it takes to call them: masks, rotary tables, bookkeeping.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from transformers import PreTrainedModel
+
+from draft_models.early_exit import EarlyExit
+from draft_models.plain_lm import PlainLM
+from draft_models.target import LayerStack
+from inference.choosing import Chooser
+from inference.decode import Clock, Round, autoregressive, speculative
+from inference.drafting import Structure
+from inference.evaluation import Drafters, make_drafting
+from inference.session import TargetSession
+from inference.settings import MethodConfig
+from inference.sources import Drafter, EarlyExitSource
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target ready to decode, its drafters, the same models as transformers runs them, and prompts of ids."""
+
+    name: str
+    stack: LayerStack
+    drafters: Drafters
+    plain: PreTrainedModel
+    assistant: PreTrainedModel
+    prompts: list[list[int]]
+
+
+class Stopwatch:
+    """Seconds by part since the last `lap`, each part without the parts inside it; "other" is outside of all."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._running = ["other"]
+        self._drafting = 0
+        self._since = clock()
+        self._seconds: dict[str, float] = {}
+
+    def lap(self) -> dict[str, float]:
+        """The seconds so far; starts anew."""
+        self._turn()
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def wrap(self, part: str, function: Callable[..., Any], *, drafting: bool = False) -> Callable[..., Any]:
+        """`function`, timed as `part`; "forward" and "rows" are told apart by whether a source is drafting."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._drafting += drafting
+            side = "draft_" if self._drafting else "target_"
+            self._turn()
+            self._running.append(side + part if part in ("forward", "rows") else part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._turn()
+                self._running.pop()
+                self._drafting -= drafting
+
+        return timed
+
+    def _turn(self) -> None:
+        now = self._clock()
+        part = self._running[-1]
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._since
+        self._since = now
+
+
+@contextmanager
+def timers(watch: Stopwatch, source: Drafter | None, structure: Structure | None) -> Iterator[None]:
+    """Timers around the functions a round consists of, for as long as the context lasts."""
+    places: list[tuple[Any, str, str]] = [
+        (LayerStack, "embed", "forward"),
+        (LayerStack, "run", "forward"),
+        (LayerStack, "logits", "forward"),
+        (EarlyExit, "logits", "forward"),
+        (PlainLM, "rows", "forward"),
+        (TargetSession, "feed", "rows"),
+        (TargetSession, "finish", "rows"),
+        (TargetSession, "commit", "cache"),
+        (Chooser, "verify", "verify"),
+        (Chooser, "next_token", "verify"),
+    ]
+    if isinstance(source, EarlyExitSource):
+        places.append((source.drafter.layer, "forward", "forward"))
+    if source is not None:
+        places.append((type(source), "commit", "cache"))
+    if structure is not None:
+        places += [(type(structure), "draft", "structure"), (type(structure), "observe", "structure")]
+    with ExitStack() as patches:
+        for owner, name, part in places:
+            patches.enter_context(patch.object(owner, name, watch.wrap(part, getattr(owner, name))))
+        extend: Any = getattr(type(source), "extend", None)
+        if extend is not None:
+            patches.enter_context(patch.object(type(source), "extend", watch.wrap("rows", extend, drafting=True)))
+        yield
+
+
+@dataclass
+class Profile:
+    """Rounds of one method without prefills and last rounds, which the end of a text cuts short.
+
+    parts: each round's seconds by part; untimed: the same rounds' seconds in a run without timers.
+    """
+
+    rounds: list[Round] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
+    untimed: list[float] = field(default_factory=list)
+
+
+def profile(
+    subject: Subject, methods: Mapping[str, MethodConfig | None], max_new_tokens: int, clock: Clock
+) -> dict[str, Profile]:
+    """Every prompt decoded by every method (None: plainly) in turn, once without timers and once with."""
+    profiles = {name: Profile() for name in methods}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "clock": clock}
+    for prompt, (name, method), timed in itertools.product(subject.prompts, methods.items(), (False, True)):
+        watch, laps = Stopwatch(clock), []
+        with ExitStack() as context:
+            if method is None:
+                source = structure = None
+                decoding = autoregressive(subject.stack, prompt, **options)
+            else:
+                source, structure = make_drafting(method, subject.drafters, seed=0)
+                decoding = speculative(subject.stack, source, structure, prompt, **options)
+            if timed:
+                context.enter_context(timers(watch, source, structure))
+            for r in decoding:
+                laps.append((r, watch.lap()))
+        if timed:
+            profiles[name].rounds += [r for r, _ in laps[1:-1]]
+            profiles[name].parts += [seconds for _, seconds in laps[1:-1]]
+        else:
+            profiles[name].untimed += [sum(seconds.values()) for _, seconds in laps[1:-1]]
+    return profiles
+
+
+def summarise(measured: Profile) -> dict[str, Any]:
+    """Medians over rounds, of the whole and by part, and the share of all time that is not in forward passes.
+
+    timers_cost: by how much the timers slow a round down, as a fraction.
+    """
+    parts, rounds = measured.parts, len(measured.rounds)
+    totals = [sum(seconds.values()) for seconds in parts]
+    names = sorted({name for seconds in parts for name in seconds})
+    share = {name: sum(seconds.get(name, 0.0) for seconds in parts) / sum(totals) for name in names}
+    return {
+        "rounds": rounds,
+        "tau": sum(len(r.tokens) for r in measured.rounds) / rounds,
+        "drafted_per_round": sum(r.drafted for r in measured.rounds) / rounds,
+        "median_seconds": statistics.median(totals),
+        "median_seconds_by_part": {n: statistics.median(seconds.get(n, 0.0) for seconds in parts) for n in names},
+        "share_by_part": share,
+        "share_not_forward": 1 - sum(part for name, part in share.items() if name.endswith("_forward")),
+        "timers_cost": statistics.median(totals) / statistics.median(measured.untimed) - 1,
+    }

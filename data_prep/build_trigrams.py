@@ -1,0 +1,24 @@
+"""Build the n-gram table of a corpus, for drafting without a draft model.
+
+python data_prep/build_trigrams.py data=ultrachat tokenizer=MODEL out_dir=runs/trigrams
+"""
+
+from conf import entry
+from data_prep.settings import TrigramConfig
+
+
+@entry("build_trigrams", TrigramConfig)
+def main(config: TrigramConfig) -> None:
+    # Imported once the config is known to be good: compiled code takes a second.
+    from data_prep.ngram_counts import build_table
+
+    if config.debug:  # nothing else here needs torch
+        from data_prep.debug import small_table
+        from draft_models.tiny_model import debugged
+
+        config = debugged(config, small_table)
+    build_table(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""generate-responses: the target answers the prompts of a data set; a drafter trains on the answers.
+
+accelerate launch data_prep/generate_responses.py target=MODEL data=sharegpt out_dir=runs/responses
+"""
+
+from conf import entry
+from data_prep.settings import GenerateConfig
+
+
+@entry("generate_responses", GenerateConfig)
+def main(config: GenerateConfig) -> None:
+    # Imported once the config is known to be good: torch and transformers take seconds.
+    from data_prep.responses import generate_responses
+
+    generate_responses(config)
+
+
+if __name__ == "__main__":
+    main()

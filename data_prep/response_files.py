@@ -1,0 +1,222 @@
+"""A directory of responses: shards written whole, read back for resuming and for training.
+
+    run.json                      what decides the responses
+    responses-00000.jsonl         records any reader of this project trains on, {"id", "messages" or "text", …}
+    responses-00000.safetensors   with top_k_logits, of each response: ID.tokens [n], ID.top_ids and ID.top_logprobs
+                                  [n, k], ID.tail [n] (see `TopK`), ID.sequence [m] and ID.places [n] (see `Response`)
+    skipped-00000.jsonl           prompts without a response, {"id", "source", "reason", "detail"}
+    summary.json                  counts over all shards, written when the run is through
+
+A shard is there once its JSONL is, which is written last. Each prompt is in one shard. A `responses-*.jsonl` from
+elsewhere (a serving engine) may lie beside them: its prompts count as answered.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.conversations import Document, Message, encode, find_layout, to_record
+from data_prep.corpus import read_file
+from data_prep.generation import TopK
+from draft_models.errors import UserError
+from draft_models.files import write_atomically, write_json
+
+RUN_FILE, SUMMARY_FILE = "run.json", "summary.json"
+_OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
+
+
+class Response(NamedTuple):
+    """A record of a shard, and where it was kept the target's law at its tokens.
+
+    sequence int64 [m]: the token ids that the target has seen and said; places int64 [n]: where in it the n tokens of
+    the law are. Of the turns before the last these are the tokens that the later prompts repeat unchanged.
+    """
+
+    record: dict[str, Any]
+    top: TopK | None
+    sequence: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
+
+@dataclass
+class Shard:
+    """What one process has gathered for its next file."""
+
+    responses: list[Response] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.responses) + len(self.skipped)
+
+    def save(self, folder: Path, number: int) -> None:
+        """Write it as shard `number`. Raises `UserError` where it cannot be written; the shard is then not there."""
+        laws = _law_tensors(self.responses)
+        if laws:
+            write_atomically(_file(folder, "responses", number, "safetensors"), save(laws))
+        if self.skipped:
+            write_atomically(_file(folder, "skipped", number, "jsonl"), _lines(self.skipped))
+        records = [response.record for response in self.responses]
+        write_atomically(_file(folder, "responses", number, "jsonl"), _lines(records))
+
+
+def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
+    """What a prompt is known by: a hash of its system and user messages, or of its plain text."""
+    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
+    return hashlib.sha256(json.dumps([asked, text]).encode()).hexdigest()[:32]
+
+
+def read_responses(folder: Path | str) -> Iterator[Response]:
+    """Every response in the directory, shard by shard. Raises `UserError` for a file that cannot be read."""
+    for shard in shards(Path(folder)):
+        companion = shard.with_suffix(".safetensors")
+        laws = _read_laws(companion) if companion.exists() else {}
+        for number, record in read_file(shard):
+            identity = _identity(record, f"{shard}:{number}")
+            yield Response({**record, "id": identity}, *laws.get(identity, (None,)))
+
+
+def law_document(
+    response: Response, tokenizer: PreTrainedTokenizerBase, template: str
+) -> tuple[Document, np.ndarray] | None:
+    """The text of a response as a document, and where in it the tokens of its law are: indices int64 [n].
+
+    The law `top` says what the target predicts for the token at each of these. It is the sequence that the target has
+    seen; where that was not kept (shards from elsewhere) the record is tokenised, which gives None if the tokens come
+    out otherwise than they were generated: sampled tokens often do.
+    """
+    assert response.top is not None
+    if response.sequence is not None:
+        ids, places = response.sequence.numpy(), np.asarray(response.places)
+        supervised = np.zeros(len(ids), bool)
+        supervised[places] = True
+        return Document(ids, supervised, whole=True), places
+    record, tokens = response.record, response.top.tokens.numpy()
+    layout = find_layout(record, "auto", None, record["id"])
+    (document,) = encode([to_record(record, layout, record["id"])], tokenizer, template)
+    if "text" in record:
+        places = record["prompt_tokens"] + np.arange(len(tokens))
+        places = places[places < len(document.ids)]
+    else:
+        places = np.flatnonzero(document.supervised)[: len(tokens)]
+    return (document, places) if np.array_equal(document.ids[places], tokens) else None
+
+
+def shards(folder: Path) -> list[Path]:
+    """The complete shards of a directory, in order of name."""
+    return sorted(folder.glob("responses-*.jsonl"))
+
+
+def answered(folder: Path) -> set[str]:
+    """The ids of all prompts that have a response, or were skipped, in complete shards."""
+    found = set()
+    for shard in shards(folder):
+        skipped = shard.with_name(shard.name.replace("responses-", "skipped-", 1))
+        for path in (shard, skipped) if skipped.exists() else (shard,):
+            found |= {_identity(record, f"{path}:{number}") for number, record in read_file(path)}
+    return found
+
+
+def next_number(folder: Path) -> int:
+    """The first shard number that no file of the directory has."""
+    matches = [_OWN.fullmatch(path.name) for path in folder.glob("*")]
+    return 1 + max((int(match[2]) for match in matches if match), default=-1)
+
+
+def open_run(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Make a directory ready for more shards: clear what a killed process left, say what decides the responses."""
+    for path in folder.iterdir():
+        match = _OWN.fullmatch(path.name)
+        if path.name.startswith((".responses-", ".skipped-")) or (
+            match and not _file(folder, "responses", int(match[2]), "jsonl").exists()
+        ):
+            path.unlink()
+    write_json(folder / RUN_FILE, identity)
+
+
+def check_run(folder: Path, identity: Mapping[str, Any], resume: bool) -> None:
+    """Raise `UserError` if the directory holds responses that are not to be continued, or were made otherwise."""
+    if not resume and shards(folder):
+        raise UserError(
+            f"out_dir={folder}: holds responses already; resume=true continues them, another out_dir keeps both"
+        )
+    path = folder / RUN_FILE
+    if not (resume and path.exists()):
+        return
+    before, now = json.loads(path.read_text()), json.loads(json.dumps(identity))
+    differing = [f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in sorted(before.keys() | now.keys())
+                 if before.get(key) != now.get(key)]  # fmt: skip
+    if differing:
+        raise UserError(
+            f"resume=true: {folder} was made with other settings: {', '.join(differing)}; give the same ones, or "
+            "another out_dir"
+        )
+
+
+def summarise(folder: Path) -> dict[str, Any]:
+    """Counts over all shards: responses, tokens, truncated, skipped, and skipped by reason."""
+    counts: Counter[str] = Counter(responses=0, tokens=0, truncated=0, skipped=0)
+    for shard in shards(folder):
+        for _, record in read_file(shard):
+            counts["responses"] += 1
+            counts["tokens"] += record.get("tokens", 0)
+            counts["truncated"] += record.get("finish") == "length"
+    reasons = Counter(record["reason"] for path in folder.glob("skipped-*.jsonl") for _, record in read_file(path))
+    counts["skipped"] = reasons.total()
+    return {**counts, "skipped_by_reason": dict(reasons)}
+
+
+def _file(folder: Path, kind: str, number: int, suffix: str) -> Path:
+    return folder / f"{kind}-{number:05d}.{suffix}"
+
+
+def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8", "replace")
+
+
+def _identity(record: Any, where: str) -> str:
+    if not isinstance(record, dict) or not ("id" in record or isinstance(record.get("messages"), list)):
+        raise UserError(f"{where}: expected a record with id and text, or with messages (role, content)")
+    return str(record["id"]) if "id" in record else prompt_id(record["messages"])
+
+
+def _law_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for record, law, sequence, places in responses:
+        identity = record["id"]
+        if law is not None:
+            tensors[f"{identity}.tokens"] = law.tokens.int()
+            tensors[f"{identity}.top_ids"] = law.ids.int()
+            tensors[f"{identity}.top_logprobs"] = law.logprobs.half()
+            tensors[f"{identity}.tail"] = law.tail.half()
+        if sequence is not None and places is not None:
+            tensors[f"{identity}.sequence"], tensors[f"{identity}.places"] = sequence.int(), places.int()
+    return tensors
+
+
+def _read_laws(path: Path) -> dict[str, tuple[TopK, torch.Tensor | None, torch.Tensor | None]]:
+    """id → (law, sequence, places) of a shard's safetensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error}); make this shard again") from None
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor.long() for name, tensor in stored.items()}
+    return {
+        i: (
+            TopK(*(tensors[f"{i}.{part}"] for part in ("tokens", "top_ids", "top_logprobs", "tail"))),
+            tensors.get(f"{i}.sequence"),
+            tensors.get(f"{i}.places"),
+        )
+        for i in (name.removesuffix(".tokens") for name in tensors if name.endswith(".tokens"))
+    }

@@ -1,0 +1,169 @@
+"""Compiled parts of the n-gram table: packing, mixing and finding contexts; grouping and merging counts.
+
+A context of n−1 tokens is an integer of (n−1)·bits bits, the latest token lowest; its key is `mix` of it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+_LARGEST = np.uint64(2**32 - 1)  # counts saturate here
+
+
+class Grams(NamedTuple):
+    """n-grams of one order: context keys uint64 [N], last tokens uint32 [N], counts uint32 [N].
+
+    Sorted by (key, token), each n-gram once, wherever this type is handed on.
+    """
+
+    keys: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
+
+
+class Grouped(NamedTuple):
+    """Contexts with their successors: keys uint64 [C] ascending, lengths and totals uint32 [C]; tokens and counts
+    uint32 [S], the successors of one context after another, the most frequent first, then the lowest id."""
+
+    keys: np.ndarray
+    lengths: np.ndarray
+    totals: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
+
+
+# ---------------------------------------------------------------------------------------------- compiled look-up
+
+
+@njit(cache=True, nogil=True)
+def mix(packed, width):  # type: ignore[no-untyped-def]
+    """A bijection on integers of `width` bits (1 to 63), uint64 → uint64, whose top bits depend on all of `packed`.
+
+    x ^= x >> h; x = x·A mod 2^width; twice; x ^= x >> h, with h = ⌈width/2⌉ and odd A.
+    """
+    one = np.uint64(1)
+    bits = np.uint64(width)
+    mask = (one << bits) - one
+    half = (bits + one) >> one
+    x = np.uint64(packed)
+    x ^= x >> half
+    x = (x * np.uint64(0xBF58476D1CE4E5B9)) & mask
+    x ^= x >> half
+    x = (x * np.uint64(0x94D049BB133111EB)) & mask
+    x ^= x >> half
+    return x
+
+
+@njit(cache=True, nogil=True)
+def context_key(ids, end, size, bits):  # type: ignore[no-untyped-def]
+    """Key of the context ids[end − size : end], all below the vocabulary; `bits` a token."""
+    packed = np.uint64(0)
+    for i in range(end - size, end):
+        packed = (packed << np.uint64(bits)) | np.uint64(ids[i])
+    return mix(packed, size * bits)
+
+
+@njit(cache=True, nogil=True)
+def find(buckets, shift, keys, key):  # type: ignore[no-untyped-def]
+    """Index of `key` in `keys`, or −1."""
+    bucket = np.int64(key >> np.uint64(shift))
+    for i in range(np.int64(buckets[bucket]), np.int64(buckets[bucket + 1])):
+        if keys[i] == key:
+            return i
+    return -1
+
+
+# ------------------------------------------------------------------------------------------------------- counting
+
+
+@njit(cache=True, nogil=True)
+def context_grams(ids, order, bits):  # type: ignore[no-untyped-def]
+    """(keys uint64, tokens uint32) of all n-grams of one document, in order of place."""
+    size = max(0, len(ids) - order + 1)
+    keys, tokens = np.empty(size, np.uint64), np.empty(size, np.uint32)
+    for i in range(size):
+        keys[i] = context_key(ids, i + order - 1, order - 1, bits)
+        tokens[i] = ids[i + order - 1]
+    return keys, tokens
+
+
+@njit(cache=True, nogil=True)
+def group(keys, tokens, counts, min_count, max_successors):  # type: ignore[no-untyped-def]
+    """`Grams` → the fields of `Grouped`: rare successors left out, contexts without any left out too."""
+    size = len(keys)
+    out_keys, lengths, totals = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
+    ranks = np.empty(size, np.uint64)  # most frequent first, then the lowest token
+    contexts, kept, begin = 0, 0, 0
+    while begin < size:
+        end, total, found = begin, np.uint64(0), kept
+        while end < size and keys[end] == keys[begin]:
+            total += np.uint64(counts[end])
+            if counts[end] >= min_count:
+                ranks[found] = ((_LARGEST - np.uint64(counts[end])) << np.uint64(32)) | np.uint64(tokens[end])
+                found += 1
+            end += 1
+        _sort(ranks, kept, found)
+        length = min(found - kept, max_successors)
+        if length:
+            out_keys[contexts], lengths[contexts] = keys[begin], length
+            totals[contexts] = min(total, _LARGEST)
+            contexts, kept = contexts + 1, kept + length
+        begin = end
+    out_tokens, out_counts = np.empty(kept, np.uint32), np.empty(kept, np.uint32)
+    for i in range(kept):
+        out_tokens[i] = ranks[i] & _LARGEST
+        out_counts[i] = _LARGEST - (ranks[i] >> np.uint64(32))
+    return out_keys[:contexts], lengths[:contexts], totals[:contexts], out_tokens, out_counts
+
+
+@njit(cache=True, nogil=True)
+def _sort(values, begin, end):  # type: ignore[no-untyped-def]
+    if end - begin > 24:
+        values[begin:end].sort()
+        return
+    for i in range(begin + 1, end):  # most contexts have few successors
+        value, j = values[i], i
+        while j > begin and values[j - 1] > value:
+            values[j] = values[j - 1]
+            j -= 1
+        values[j] = value
+
+
+@njit(cache=True, nogil=True)
+def merge_grams(first, second):  # type: ignore[no-untyped-def]
+    """The fields of two `Grams` → those of their sum; counts saturate at 2^32 − 1."""
+    keys_a, tokens_a, counts_a = first
+    keys_b, tokens_b, counts_b = second
+    size = len(keys_a) + len(keys_b)
+    keys, tokens, counts = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
+    a, b, out = 0, 0, 0
+    while a < len(keys_a) or b < len(keys_b):
+        has_a, has_b = a < len(keys_a), b < len(keys_b)
+        same = has_a and has_b and keys_a[a] == keys_b[b] and tokens_a[a] == tokens_b[b]
+        if same:
+            keys[out], tokens[out] = keys_a[a], tokens_a[a]
+            counts[out] = min(np.uint64(counts_a[a]) + np.uint64(counts_b[b]), _LARGEST)
+            a, b = a + 1, b + 1
+        elif has_a and (not has_b or keys_a[a] < keys_b[b] or (keys_a[a] == keys_b[b] and tokens_a[a] < tokens_b[b])):
+            keys[out], tokens[out], counts[out] = keys_a[a], tokens_a[a], counts_a[a]
+            a += 1
+        else:
+            keys[out], tokens[out], counts[out] = keys_b[b], tokens_b[b], counts_b[b]
+            b += 1
+        out += 1
+    return keys[:out], tokens[:out], counts[:out]
+
+
+def count_grams(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Grams:
+    """(keys, tokens) of documents → `Grams`."""
+    keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in parts)])
+    tokens = np.concatenate([np.empty(0, np.uint32), *(tokens for _, tokens in parts)])
+    order = np.lexsort((tokens, keys))
+    keys, tokens = keys[order], tokens[order]
+    first = np.ones(len(keys), bool)
+    first[1:] = (keys[1:] != keys[:-1]) | (tokens[1:] != tokens[:-1])
+    begins = np.flatnonzero(first)
+    counts = np.diff(begins, append=len(keys)).astype(np.uint32)
+    return Grams(keys[begins], tokens[begins], counts)

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# From a target to a measured drafter, as jobs that wait for one another: generate → eesd → calibrate → evaluate.
+#
+#   bash slurm/pipeline.sh target=MODEL out_dir=runs/mine generate.data=ultrachat evaluate.prompts=mt_bench.jsonl
+#
+# STAGE.KEY=VALUE is the option KEY=VALUE of one stage. The same line again continues where a failed job stopped.
+# Options of sbatch: SBATCH_PARTITION and the like for all, GENERATE_SBATCH='--nodes 4 --gpus-per-node 8' (likewise
+# EESD_SBATCH, CALIBRATE_SBATCH, EVALUATE_SBATCH) for one.
+set -euo pipefail
+
+target='' out='' stages=(generate eesd calibrate evaluate)
+declare -A given=([generate]='' [eesd]='' [calibrate]='' [evaluate]='') # options of each stage, one a line
+for argument in "$@"; do
+  stage=${argument%%.*}
+  case $argument in
+  target=*) target=${argument#*=} ;;
+  out_dir=*) out=${argument#*=} ;;
+  generate.*=* | eesd.*=* | calibrate.*=* | evaluate.*=*) given[$stage]+=${argument#*.}$'\n' ;;
+  *)
+    echo "error: $argument: expected target=, out_dir= or STAGE.KEY=VALUE with STAGE one of ${stages[*]}" >&2
+    exit 2
+    ;;
+  esac
+done
+if [ -z "$target" ] || [ -z "$out" ]; then
+  echo "usage: bash slurm/pipeline.sh target=MODEL out_dir=runs/mine [STAGE.KEY=VALUE …]" >&2
+  exit 2
+fi
+
+# Hydra refuses a second choice of the same group, so a default gives way to what was given.
+default() { grep -q "^$2=" <<<"${given[$1]}" || given[$1]+=$2=$3$'\n'; }
+for stage in eesd calibrate; do
+  if ! grep -q '^data=' <<<"${given[$stage]}"; then
+    default "$stage" data responses
+    default "$stage" data.path "$out/responses/responses-*.jsonl"
+  fi
+done
+default evaluate method '[eesd_beta,eesd_cali]'
+
+before=''
+submit() { # STAGE SCRIPT ARGUMENTS…
+  local stage=$1 overrides options=()
+  shift
+  mapfile -t overrides < <(printf %s "${given[$stage]}")
+  local extra=${stage^^}_SBATCH
+  read -ra options <<<"${!extra:-}"
+  before=$(sbatch --parsable --job-name="outrider-$stage" ${before:+"--dependency=afterok:$before"} \
+    --kill-on-invalid-dep=yes "${options[@]}" "$@" "${overrides[@]}")
+  before=${before%%;*} # "id;cluster" where there are several
+  echo "$stage $before"
+}
+train=slurm/train.sbatch
+submit generate $train data_prep/generate_responses.py target="$target" out_dir="$out/responses" resume=true
+submit eesd $train train/eesd.py target="$target" out_dir="$out/eesd" resume=true
+submit calibrate $train train/calibrate.py checkpoint="$out/eesd" out_dir="$out/calibrate" resume=true
+submit evaluate slurm/evaluate.sbatch checkpoint="$out/eesd" out_dir="$out/evaluate"

@@ -1,0 +1,36 @@
+"""One run of a W&B sweep over evaluate-checkpoint: measures, and makes the report's numbers the run's.
+
+python slurm/sweep_evaluate.py checkpoint=runs/eesd method=eesd_beta OVERRIDES…       (see conf/sweep/decoding.yaml)
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    out_dir = Path("runs/sweep") / os.environ.get("WANDB_RUN_ID", f"pid-{os.getpid()}")
+    measured = subprocess.run(["evaluate-checkpoint", *sys.argv[1:], f"out_dir={out_dir}"], check=False)
+    if measured.returncode:
+        sys.exit(measured.returncode)  # a drafter that is not lossless has no speed-up to report
+    report = json.loads((out_dir / "report.json").read_text())
+    import wandb
+
+    with wandb.init(dir=str(out_dir)) as run:
+        run.log(numbers(report))
+
+
+def numbers(report: dict) -> dict[str, float]:
+    """What a sweep may optimise, from the report of one method."""
+    return {
+        "speedup": report["speedup"]["median"],
+        "tau": report["tau"],
+        "acceptance_rate": report["acceptance_rate"],
+        "tokens_per_second": report["tokens_per_second"]["speculative"],
+    }
+
+
+if __name__ == "__main__":
+    main()

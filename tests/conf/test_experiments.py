@@ -1,0 +1,166 @@
+"""Every experiment composes without a further word, and its command runs it with debug=true."""
+
+import importlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from conf import CONF_DIR
+from data_prep.debug import small_data
+from data_prep.settings import DataConfig, MixPart
+from draft_models.errors import UserError
+from draft_models.tiny_model import CONFIGS, MODELS, TARGET
+from inference.settings import ARCHITECTURES
+from tests.conf.test_configs import COMMANDS, compose_and_build
+from train.debug import small_fit
+from train.settings import FitConfig, WandbConfig
+
+EXPERIMENTS = sorted(f"{f.parent.name}/{f.stem}" for f in (CONF_DIR / "experiment").rglob("*.yaml"))
+ANY_MODEL = {"eesd/without_self_distillation", *(name for name in EXPERIMENTS if name.endswith("/demo"))}
+LEAVES = {
+    "build_trigrams": "table.json",
+    "calibrate": "calibration.json",
+    "eesd": "drafter.json",
+    "evaluate_checkpoint": "report.json",
+    "finetune_drafter": "finetune_drafter.json",
+    "generate_responses": "responses-00000.jsonl",
+}
+
+
+def composed(name: str, *overrides: str) -> Any:
+    command = name.partition("/")[0]
+    mandatory = COMMANDS[command][2] if name in ANY_MODEL else []
+    return compose_and_build(command, [f"experiment={name}", *mandatory, *overrides])
+
+
+def run(command: str, config: Any) -> None:
+    """What the command does with its config, in this process."""
+    entry = importlib.import_module(COMMANDS[command][1].removesuffix(".py").replace("/", "."))
+    entry.main.__wrapped__(config)
+
+
+def test_an_experiment_is_in_the_folder_of_its_command() -> None:
+    assert {name.partition("/")[0] for name in EXPERIMENTS} == set(LEAVES)
+    assert set(LEAVES) <= set(COMMANDS)
+    assert not list((CONF_DIR / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs_with_debug(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out_dir = tmp_path / "run"
+    out_dir.mkdir()
+    (out_dir / "mine").write_text("a real run")
+    command = name.partition("/")[0]
+    config = composed(name, "debug=true", f"out_dir={out_dir}")
+    started = time.perf_counter()
+    run(command, config)
+    assert time.perf_counter() - started < 30
+    debug = tmp_path / "run-debug"
+    assert (debug / "run" / LEAVES[command]).exists()
+    assert f"debug target={debug / MODELS / TARGET} architecture={config.debug_architecture} " in capfd.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(debug / MODELS / TARGET)
+    assert model.config.model_type == ("opt" if "opt_" in name else "llama")
+    assert [p.name for p in out_dir.iterdir()] == ["mine"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run-debug"]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "exit_layer", "seq_len", "epochs", "chat"),
+    [
+        ("llama2_70b", "meta-llama/Llama-2-70b-hf", 5, 4096, 6, False),
+        ("llama2_70b_chat", "meta-llama/Llama-2-70b-chat-hf", 5, 4096, 6, True),
+        ("llama2_13b", "meta-llama/Llama-2-13b-hf", 3, 2048, 4, False),
+        ("vicuna_13b", "lmsys/vicuna-13b-v1.3", 3, 2048, 4, True),
+        ("codellama_13b", "codellama/CodeLlama-13b-hf", 3, 16384, 4, False),
+    ],
+)
+def test_eesd_is_table_9(name: str, target: str, exit_layer: int, seq_len: int, epochs: int, chat: bool) -> None:
+    config = composed(f"eesd/{name}")
+    assert (config.target, config.exit_layer, config.seq_len, config.fit.epochs) == (
+        target,
+        exit_layer,
+        seq_len,
+        epochs,
+    )
+    assert (config.fit.lr, config.fit.batch_rows, config.fit.optimizer, config.fit.steps) == (1e-3, 64, "adamw", None)
+    assert config.objective == "cross_entropy"
+    generated, opened = config.data.mix["generated"], config.data.mix["open"]
+    assert opened.layout == ("sharegpt" if chat else "text")
+    assert opened.max_records == (None if chat else 100_000)
+    told = composed(f"generate_responses/{name}")
+    assert told.target == target
+    assert generated.path == (f"{told.out_dir}/responses-*.jsonl",)
+    head = composed(f"calibrate/{name}")
+    assert head.checkpoint == config.out_dir
+    for data in (generated, opened, told.data, head.data):  # the chat format that the target was tuned on
+        assert data.template == ("vicuna" if name == "vicuna_13b" else "tokenizer")
+
+
+def test_the_corpora_of_aded() -> None:
+    chat, code = composed("build_trigrams/ultrachat"), composed("build_trigrams/the_stack")
+    assert (chat.data.layout, chat.data.column, chat.data.max_records, chat.text) == ("turns", "data", None, "all")
+    assert (code.data.data_dir, code.data.layout, code.data.max_records) == ("data/python", "code", 2_700_000)
+    for config in (chat, code):
+        assert (config.orders, config.min_count, config.data.heldout_fraction) == ((3,), 1, 0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_can_be_rehearsed(architecture: str, tmp_path: Path) -> None:
+    assert set(ARCHITECTURES) == set(CONFIGS)
+    overrides = ["debug=true", f"debug_architecture={architecture}", f"out_dir={tmp_path / 'run'}"]
+    run("eesd", composed("eesd/llama2_13b", *overrides, "fit.micro_batch_rows=64", "decode_prompts=16"))
+    fingerprint = json.loads((tmp_path / "run-debug/run/drafter.json").read_text())["fingerprint"]
+    assert fingerprint["architecture"] == architecture
+    drafters = ["checkpoint=c", "small_lm=s", "table=t", "method=[eesd_cali,vanilla,ngrams,prompt_lookup]"]
+    run("evaluate_checkpoint", compose_and_build("evaluate_checkpoint", [*overrides, *drafters]))
+    report = json.loads((tmp_path / "run-debug/run/report.json").read_text())
+    assert {arm["target"] for arm in report["reports"]} == {str(tmp_path / "run-debug" / MODELS / TARGET)}
+    assert [arm["method"] for arm in report["reports"]] == ["eesd_cali", "vanilla", "ngrams", "prompt_lookup"]
+
+
+def test_a_rehearsal_is_repeated_or_resumed_and_deletes_only_its_own(tmp_path: Path) -> None:
+    overrides = ["debug=true", f"out_dir={tmp_path / 'run'}"]
+    config = composed("generate_responses/llama2_13b", *overrides)
+    left = tmp_path / "run-debug" / "run"
+    run("generate_responses", config)
+    answers = sorted(left.glob("responses-*.jsonl"))
+    (left / "rubbish").touch()
+    run("generate_responses", composed("generate_responses/llama2_13b", *overrides, "resume=true"))
+    assert (left / "rubbish").exists()
+    assert sorted(left.glob("responses-*.jsonl")) == answers
+    run("generate_responses", config)
+    assert not (left / "rubbish").exists()
+    foreign = tmp_path / "other-debug"
+    foreign.mkdir()
+    (foreign / "thesis").touch()
+    with pytest.raises(UserError, match=r"other-debug: debug=true runs there, and it holds something else"):
+        run(
+            "generate_responses",
+            composed("generate_responses/llama2_13b", "debug=true", f"out_dir={tmp_path / 'other'}"),
+        )
+    assert (foreign / "thesis").exists()
+
+
+def test_impossible_rehearsals_fail_with_their_key() -> None:
+    with pytest.raises(UserError, match="debug_architecture='gpt2': expected one of llama"):
+        composed("eesd/llama2_13b", "debug_architecture=gpt2")
+    cached = ["data=local", "data.path=x", "teacher=cached", "objective=forward_kl"]
+    assert composed("finetune_drafter/vicuna_68m", *cached).teacher == "cached"
+    with pytest.raises(UserError, match="debug=True: expected teacher=online"):
+        composed("finetune_drafter/vicuna_68m", *cached, "debug=true")
+
+
+def test_what_is_small_keeps_its_kind() -> None:
+    part = MixPart(source="hub", path="x", template="vicuna", weight=3)
+    data = DataConfig(source="mix", mix={"a": part, "b": MixPart(weight=0)}, heldout_fraction=0.1)
+    small = small_data(data, Path("run-debug/tiny_models"))
+    assert [(name, weight, own.source) for name, weight, own in small.parts()] == [("a", 3, "python_stdlib")]
+    assert small.cache == Path("run-debug/cache")
+    online = WandbConfig(mode="online")
+    fit = small_fit(FitConfig(epochs=6, batch_rows=16, warmup=500, optimizer="muon", wandb=online))
+    assert (fit.steps, fit.epochs, fit.warmup, fit.wandb.mode) == (2, None, 2, "disabled")
+    assert (fit.batch_rows, fit.optimizer) == (16, "muon")

@@ -1,0 +1,201 @@
+"""The distillation losses against their formulas written out: values and gradients."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
+
+WIDTH, VOCABULARY, K = 6, 17, 4
+
+
+def forward_kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p * (p / q).log()).sum()
+
+
+def reverse_kl(p: Tensor, q: Tensor) -> Tensor:
+    return forward_kl(q, p)
+
+
+def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    m = (p + q) / 2
+    return (forward_kl(p, m) + forward_kl(q, m)) / 2
+
+
+def total_variation(p: Tensor, q: Tensor) -> Tensor:
+    return (1 - torch.minimum(p, q).sum(-1)).sum()
+
+
+TWINS = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jensen_shannon": jensen_shannon,
+    "total_variation": total_variation,
+}
+
+
+def problem(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """A drafter's and a target's hidden states and heads, of different widths, and labels with holes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    labels = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
+    labels[torch.rand(3, 7, generator=generator) < 0.3] = IGNORE
+    return {
+        "hidden": normal(3, 7, WIDTH),
+        "weight": normal(VOCABULARY, WIDTH),
+        "target_hidden": normal(3, 7, WIDTH + 3),
+        "target_weight": normal(VOCABULARY, WIDTH + 3),
+        "labels": labels,
+    }
+
+
+def values(loss: Callable[..., Tensor], given: dict[str, Tensor], **options: object) -> list[Tensor]:
+    """The loss and its gradients by hidden and weight, scaled as an optimizer step scales it."""
+    given = {name: tensor.clone() for name, tensor in given.items()}
+    trained = [given["hidden"].requires_grad_(), given["weight"].requires_grad_()]
+    value = loss(**given, **options)
+    return [value.detach(), *torch.autograd.grad(value * 0.37, trained)]
+
+
+def distributions(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    keep = given["labels"] != IGNORE
+    p = (given["target_hidden"] @ given["target_weight"].T)[keep].softmax(-1)
+    q = (given["hidden"] @ given["weight"].T)[keep].softmax(-1)
+    return p, q
+
+
+def top_k(given: dict[str, Tensor], k: int) -> dict[str, Tensor]:
+    """`given` with the target's side reduced to its k likeliest tokens and the rest."""
+    top = (given["target_hidden"] @ given["target_weight"].T).log_softmax(-1).topk(k)
+    left = {name: given[name] for name in ("hidden", "weight", "labels")}
+    return {**left, "top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
+
+
+def buckets(p: Tensor, ids: Tensor) -> Tensor:
+    rest = torch.ones_like(p).scatter(-1, ids, 0.0)
+    return torch.cat([p.gather(-1, ids), (p * rest).sum(-1, keepdim=True)], -1)
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_every_divergence_has_a_twin() -> None:
+    assert set(TWINS) == set(DIVERGENCES)
+    with pytest.raises(ValueError, match="kind='kl': expected one of forward_kl"):
+        linear_divergence(**problem(), kind="kl")
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1024])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_equals_the_formula(kind: str, chunk: int) -> None:
+    given = problem()
+    expected = values(lambda **now: TWINS[kind](*distributions(now)), given)
+    assert_same(values(linear_divergence, given, kind=kind, chunk=chunk), expected)
+    assert expected[0] > 0.1  # the two do differ
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_is_zero_for_the_target_itself_and_only_there(kind: str) -> None:
+    given = problem()
+    itself = {**given, "hidden": given["target_hidden"], "weight": given["target_weight"]}
+    got = values(linear_divergence, itself, kind=kind)
+    assert_same(got, [torch.zeros_like(tensor) for tensor in got])
+
+
+@pytest.mark.parametrize("extra", [3, -3])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_padded_embeddings_are_compared_over_the_ids_they_share(kind: str, extra: int) -> None:
+    given = problem()
+    longer = torch.randn(VOCABULARY + 3, WIDTH if extra > 0 else WIDTH + 3, dtype=torch.float64)
+    name = "weight" if extra > 0 else "target_weight"
+    longer[:VOCABULARY] = given[name]
+    expected = values(linear_divergence, given, kind=kind)
+    value, by_hidden, by_weight = values(linear_divergence, {**given, name: longer}, kind=kind)
+    assert_same([value, by_hidden, by_weight[:VOCABULARY]], expected)
+    assert not by_weight[VOCABULARY:].any()
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1024])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_top_k_is_the_formula_over_buckets(kind: str, chunk: int) -> None:
+    given = problem()
+    cached = top_k(given, K)
+    ids = cached["top_ids"][given["labels"] != IGNORE]
+    target, _ = distributions(given)
+
+    def twin(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+        q = (hidden @ weight.T)[labels != IGNORE].softmax(-1)
+        return TWINS[kind](buckets(target, ids), buckets(q, ids))
+
+    got = values(linear_topk_divergence, cached, kind=kind, chunk=chunk)
+    assert_same(got, values(twin, cached))
+    assert got[0] <= values(linear_divergence, given, kind=kind)[0]  # merging buckets never adds divergence
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_all_but_one_token_is_the_whole_divergence(kind: str) -> None:
+    """With k = V − 1 the tail is one token: nothing is merged."""
+    given = problem()
+    got = values(linear_topk_divergence, top_k(given, VOCABULARY - 1), kind=kind)
+    assert_same(got, values(linear_divergence, given, kind=kind))
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_tail_lost_to_half_precision_stays_finite(kind: str) -> None:
+    given = problem(torch.float32)
+    given["target_hidden"] *= 30  # sure of its token
+    cached = top_k(given, K)
+    cached |= {name: cached[name].half() for name in ("top_logprobs", "tail")}
+    cached["tail"].clamp_min_(0)
+    assert not cached["tail"].all()
+    assert all(tensor.isfinite().all() for tensor in values(linear_topk_divergence, cached, kind=kind))
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_sure_sides_stay_finite(kind: str) -> None:
+    """Logits so far apart that probabilities are exactly 0 in float32, on either side."""
+    given = problem(torch.float32)
+    given["target_hidden"] *= 300
+    given["hidden"] *= 300
+    value, by_hidden, by_weight = values(linear_divergence, given, kind=kind)
+    assert value > 0
+    assert all(tensor.isfinite().all() for tensor in (value, by_hidden, by_weight))
+
+
+def test_the_target_gets_no_gradient_and_evaluation_none() -> None:
+    given = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in problem().items()}
+    linear_divergence(**given, kind="reverse_kl").backward()
+    assert given["target_hidden"].grad is None
+    assert given["target_weight"].grad is None
+    assert given["hidden"].grad is not None
+    with torch.no_grad():
+        assert not linear_divergence(**given, kind="reverse_kl").requires_grad
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_logits_never_materialise_whole(kind: str) -> None:
+    """Every tensor made on the way has at most chunk × V elements or is as small as its inputs."""
+    tokens, vocabulary, chunk = 64, 512, 4
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, requires_grad=True)
+    target = (torch.randn(tokens, 8), torch.randn(vocabulary, 8))
+    largest = 0
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            nonlocal largest
+            out = function(*arguments, **(options or {}))
+            if isinstance(out, Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Sizes():
+        linear_divergence(hidden, weight, *target, torch.zeros(tokens, dtype=torch.long), kind, chunk).backward()
+    assert 0 < largest <= vocabulary * 8 < tokens * vocabulary

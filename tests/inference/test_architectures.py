@@ -1,0 +1,226 @@
+"""Small LMs of architectures that are run by their own forward: lossless, cached right, or refused when loaded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BloomConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    MambaConfig,
+    MptConfig,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Starcoder2Config,
+)
+
+from data_prep.prompts import Prompt
+from draft_models.errors import UserError
+from draft_models.plain_lm import PlainLM, RowCache, require_rows
+from draft_models.small_lm import load_small_lm
+from draft_models.target import LayerStack, load_tokenizer
+from inference.compare import evaluate_checkpoint
+from inference.decode import speculative
+from inference.drafting import make_structure
+from inference.packing import PackedLinear, can_pack, pack_linears
+from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
+from inference.sources import PlainSession, SmallLMSource
+from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
+
+COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": None}
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **COMMON)
+RUN = {
+    "gpt2": GPT2,
+    "gpt_neox": GPTNeoXConfig(**SHAPE, **COMMON),
+    "phi": PhiConfig(**SHAPE, **COMMON),
+    "opt, norms behind": OPTConfig(
+        hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
+        do_layer_norm_before=False, max_position_embeddings=128, **COMMON,
+    ),
+}  # fmt: skip
+REFUSED = {
+    "recurrent": (MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8, **COMMON), "do not keep every key"),
+    "sliding": (Starcoder2Config(**SHAPE, sliding_window=8, **COMMON), "do not keep every key"),
+    "alibi": (BloomConfig(hidden_size=64, n_layer=2, n_head=4, **COMMON), "does not take a 4-D mask"),
+    "alibi, no positions": (MptConfig(d_model=64, n_heads=4, n_layers=2, **COMMON), "by the given mask"),
+    "bidirectional": (BertConfig(**SHAPE, **COMMON), "by the given mask"),
+}
+STRUCTURES = {
+    "chain": StructureConfig(),
+    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
+    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
+    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
+}
+
+
+def save_plain(path: Path, config: PreTrainedConfig, scale: float = 5.0) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale if parameter.ndim == 2 else 1.0)
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> PlainLM:
+    lm = load_small_lm(str(path), load_tokenizer(str(path)), dtype=dtype)
+    assert isinstance(lm, PlainLM)
+    return lm
+
+
+def decode(stack: LayerStack, source: SmallLMSource, structure: str, prompt: list[int], count: int) -> tuple:
+    """The new tokens, and how many were drafted and accepted."""
+    method = MethodConfig(structure=STRUCTURES[structure], stop=StopConfig(rule="fixed", max_draft=4))
+    rounds = list(speculative(stack, source, make_structure(method, 0), prompt, max_new_tokens=count))
+    return [t for r in rounds for t in r.tokens], sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+
+
+def knowing(target: LayerStack, text: list[int], path: Path) -> Path:
+    """A GPT-2 in `path` trained on the one `text`, so that it guesses much of it."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GPT2).train()
+    optimizer, ids = torch.optim.Adam(model.parameters(), lr=3e-3), torch.tensor([text])
+    for _ in range(25):
+        optimizer.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Path, list[int], list[int]]:
+    """A target, a GPT-2 that guesses well, a prompt and the target's own continuation."""
+    folder = tmp_path_factory.mktemp("trained")
+    model, stack = open_stack(save_target(folder / "target", kv_heads=2), torch.float64)
+    prompt = random_prompt(20)
+    expected = reference_generate(model, prompt, 40)
+    return stack, knowing(stack, prompt + expected, folder / "small"), prompt, expected
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_greedy_equals_generate(trained: tuple, structure: str) -> None:
+    stack, path, prompt, expected = trained
+    tokens, drafted, accepted = decode(stack, SmallLMSource(load(path)), structure, prompt, 40)
+    assert tokens == expected
+    assert drafted >= accepted > 20
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_other_architectures_run(trained: tuple, tmp_path: Path, name: str) -> None:
+    stack, _, prompt, expected = trained
+    lm = load(save_plain(tmp_path, RUN[name]))
+    assert decode(stack, SmallLMSource(lm), "k_config", prompt, 40)[0] == expected
+    if can_pack(torch.device("cpu"), torch.float32):
+        before = PlainSession(lm, torch.tensor(prompt), 32).feed(torch.tensor([1, 2]), (-1, 0))[1]
+        pack_linears(lm)
+        assert any(isinstance(module, PackedLinear) for module in lm.modules())
+        after = PlainSession(lm, torch.tensor(prompt), 32).feed(torch.tensor([1, 2]), (-1, 0))[1]
+        torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_its_cache_equals_a_fresh_prefill(trained: tuple, structure: str) -> None:
+    stack, path, prompt, _ = trained
+    lm = load(path, torch.float64)
+    source = SmallLMSource(lm)
+    text = prompt + decode(stack, source, structure, prompt, 30)[0]
+    session = source.session
+    assert isinstance(session, PlainSession)
+    fresh = PlainSession(lm, torch.tensor(text[: session.base]), 128)
+    assert session.base > len(prompt) + 15
+    for layer, expected in zip(session.cache.layers, fresh.cache.layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, : session.base], expected.keys, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(layer.values[:, :, : session.base], expected.values, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_rows_of_a_tree_equal_their_paths(tmp_path: Path, name: str) -> None:
+    """Logits and hidden states of a tree fed in two parts, against the model's own forward over every path."""
+    lm = load(save_plain(tmp_path, RUN[name]), torch.float64)
+    prompt, tokens = random_prompt(7), random_prompt(6, seed=1)
+    parents = (-1, 0, 0, 1, 2, 2)
+    session = PlainSession(lm, torch.tensor(prompt), 64)
+    parts = [session.feed(torch.tensor(tokens[:3]), parents[:3]), session.feed(torch.tensor(tokens[3:]), parents[3:])]
+    for row in range(6):
+        path, node = [], row
+        while node >= 0:
+            path, node = [tokens[node], *path], parents[node]
+        out = lm.model(input_ids=torch.tensor([prompt + path]), output_hidden_states=True)
+        got_hidden, got_logits = (part[row % 3] for part in parts[row // 3])
+        torch.testing.assert_close(got_logits, out.logits[0, -1], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got_hidden, out.hidden_states[-1][0, -1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_where_trees_cannot_run(tmp_path: Path, name: str) -> None:
+    config, reason = REFUSED[name]
+    with pytest.raises(UserError, match=rf"architecture '{config.model_type}' cannot draft trees: .*{reason}"):
+        load(save_plain(tmp_path, config))
+
+
+@pytest.mark.parametrize("ignored", ["position_ids", "attention_mask", "keep"])
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_the_check_notices_what_a_forward_ignores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: str, scale: float
+) -> None:
+    lm = PlainLM(AutoModelForCausalLM.from_pretrained(save_plain(tmp_path, GPT2, scale)))
+    require_rows(lm)
+    forward = type(lm.model).forward
+
+    def without(self: PreTrainedModel, **options: object) -> object:
+        return forward(self, **{**options, ignored: None})
+
+    if ignored == "keep":
+        monkeypatch.setattr(RowCache, "keep", lambda *_: None)
+    else:
+        monkeypatch.setattr(type(lm.model), "forward", without)
+    with pytest.raises(UserError, match=r"by the given mask|does not take"):
+        require_rows(lm)
+
+
+def test_a_text_longer_than_its_learned_positions_is_refused(trained: tuple, tmp_path: Path) -> None:
+    stack, path, _, _ = trained
+    prompt = random_prompt(120)
+    assert len(decode(stack, SmallLMSource(load(path)), "k_config", prompt, 8)[0]) == 8
+    with pytest.raises(UserError, match=r"prompt \+ max_new_tokens = 129 positions, but the drafter .* only 128"):
+        decode(stack, SmallLMSource(load(path)), "k_config", prompt, 9)
+
+
+def test_prompts_are_checked_against_both_models(tmp_path: Path) -> None:
+    """Before anything is decoded: 29 tokens and 100 new ones fit the target's 256 positions, not the drafter's 128."""
+    target, small = save_target(tmp_path / "target"), save_plain(tmp_path / "small", GPT2)
+    config = EvaluateConfig(
+        target=str(target), small_lm=str(small), methods={"m": MethodConfig(source="small_lm")}, max_new_tokens=100,
+        out_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="29 tokens, expected 1 to 28"):
+        evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)], lambda *_: random_prompt(29))
+
+
+def test_16_bits(trained: tuple) -> None:
+    """The check is made in float32, what is loaded then is not."""
+    stack, path, prompt, expected = trained
+    lm = load(path, torch.bfloat16)
+    assert {parameter.dtype for parameter in lm.parameters()} == {torch.bfloat16}
+    tokens, _, accepted = decode(stack, SmallLMSource(lm), "opt_tree", prompt, 40)
+    assert tokens == expected
+    assert accepted > 20
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"small_lm=.*no such directory"):
+        load_small_lm(str(tmp_path / "nowhere"), byte_tokenizer(), dtype=torch.float32)
+    path = save_plain(tmp_path, GPT2)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no usable causal LM"):
+        load(path)

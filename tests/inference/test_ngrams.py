@@ -1,0 +1,415 @@
+"""The compiled searches against slow ones, and lossless decoding with all of them."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_models.adaptation import Overlay
+from draft_models.errors import UserError
+from draft_models.trigram import TrigramTable
+from inference.choosing import Chooser
+from inference.decode import Round, autoregressive, speculative
+from inference.ngram_mixing import class_of, new_weights
+from inference.ngram_search import next_random
+from inference.ngrams import MixedDrafter, TrigramDrafter, make_ngram_drafter
+from inference.sampling import Sampler
+from inference.settings import MethodConfig, NgramConfig, SamplingConfig
+from inference.tree import DraftTree
+from tests.tiny import ARCHITECTURES, open_stack, random_prompt, reference_generate, save_target
+
+VOCABULARY = 12
+TEXTS = st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=40)  # one id beyond the table
+
+
+class FakeSession:
+    def __init__(self, tokens: list[int]):
+        self.tokens = torch.tensor(tokens, dtype=torch.long)
+
+
+def make_documents(vocabulary: int = VOCABULARY) -> list[list[int]]:
+    generator = np.random.default_rng(3)
+    steps = generator.dirichlet(np.full(vocabulary, 0.3), vocabulary)
+    documents = []
+    for _ in range(20):
+        document = [0]
+        for _ in range(60):
+            document.append(int(generator.choice(vocabulary, p=steps[document[-1]])))
+        documents.append(document)
+    return documents
+
+
+def make_table(vocabulary: int = VOCABULARY, orders: tuple[int, ...] = (2, 3, 4)) -> TrigramTable:
+    documents = make_documents(vocabulary)
+    return TrigramTable.from_documents(documents, list(orders), vocabulary, "t", min_count=2)
+
+
+TABLE = make_table()
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The path of tokens to each node; checks that it is a tree."""
+    paths: list[tuple[int, ...]] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents, strict=True)):
+        assert -1 <= parent < node
+        paths.append(((*paths[parent], token)) if parent >= 0 else (token,))
+    assert len(set(paths)) == len(paths)
+    return paths
+
+
+def draft(drafter: TrigramDrafter | MixedDrafter, text: list[int], limit: int = 100) -> DraftTree:
+    """A draft after `text`, whose last id is the root."""
+    drafter.begin(FakeSession(text[:-1]))  # type: ignore[arg-type]
+    return drafter.draft(None, torch.tensor(text[-1:]), limit)  # type: ignore[arg-type]
+
+
+def slow_successors(drafter: TrigramDrafter, state: tuple[int, ...], widest: int | None = None) -> list:
+    """(token, P), likeliest first: the overlay before the table among equals, each in its own order."""
+    if len(state) < drafter.config.order - 1 or max(state) >= VOCABULARY:
+        return []
+    raised = drafter.overlay.successors(state)
+    tokens, probabilities = drafter.table.successors(state)
+    own = list(zip(tokens.tolist(), probabilities.tolist(), strict=True))[:widest]
+    return sorted([*raised.items(), *((t, p) for t, p in own if t not in raised)], key=lambda item: -item[1])
+
+
+def state_after(text: list[int], path: tuple[int, ...], order: int) -> tuple[int, ...]:
+    return tuple([*text, *path][-(order - 1) :])
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=TEXTS, order=st.integers(2, 4), nodes=st.integers(1, 30), depth=st.integers(1, 4))
+def test_best_first_finds_the_largest_path_probabilities(text: list[int], order: int, nodes: int, depth: int) -> None:
+    drafter = TrigramDrafter(TABLE, NgramConfig(order=order, nodes=nodes, depth=depth, increment=0.3), 0)
+    tree = draft(drafter, text)
+    everything: list[tuple[float, tuple[int, ...]]] = []
+    level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    for _ in range(depth):
+        level = [
+            (path_prob * p, (*path, token))
+            for path_prob, path in level
+            for token, p in slow_successors(drafter, state_after(text, path, order))
+        ]
+        everything += level
+    best = sorted((p for p, _ in everything), reverse=True)[:nodes]
+    assert tree.path_probs.tolist() == pytest.approx(best)
+    known = {path: p for p, path in everything}
+    assert [known[path] for path in paths_of(tree)] == pytest.approx(best)
+
+
+def slow_puct(drafter: TrigramDrafter, text: list[int], depth: int) -> list[tuple[int, ...]]:
+    """Algorithm 1 with every child of an expanded node there; the paths of the tree."""
+    config, order = drafter.config, drafter.config.order
+    seed = np.array([drafter.seed], np.uint64)
+    root: dict = {"path": (), "p": 0.0, "n": 0, "w": 0.0, "children": None}
+    sentences = []
+    for _ in range(config.iterations):
+        trail = [root]
+        while trail[-1]["children"] and len(trail[-1]["path"]) < depth:
+            children = trail[-1]["children"]
+            total = sum(child["n"] for child in children)
+            explore = config.c1 + np.log((total + config.c2 + 1) / config.c2)
+            values = [
+                (c["w"] / c["n"] if c["n"] else 0.0) + explore * np.sqrt(total) * (c["p"] / (1 + c["n"]))
+                for c in children
+            ]
+            trail.append(children[int(np.argmax(values))])
+        node = trail[-1]
+        if node["children"] is None and len(node["path"]) < depth:
+            found = slow_successors(drafter, state_after(text, node["path"], order), config.widest)
+            node["children"] = [
+                {"path": (*node["path"], t), "p": p, "n": 0, "w": 0.0, "children": None} for t, p in found
+            ]
+            if node["children"]:
+                trail.append(node["children"][0])
+        path, score = trail[-1]["path"], 1.0
+        for passed in reversed(trail[1:]):  # added up in the same order, so that equal scores are equal
+            score += passed["p"]
+        ended = trail[-1]["children"] is not None
+        while len(path) < depth and not ended:
+            token, p = slow_sample(drafter, state_after(text, path, order), seed)
+            ended = token is None
+            if token is not None:
+                path, score = (*path, token), score + p
+        sentences.append((score, path))
+        for node in trail:
+            node["n"] += 1
+            node["w"] += score
+    tree: list[tuple[int, ...]] = []
+    kept = 0
+    for _, path in sorted(sentences, key=lambda item: -item[0]):
+        if kept == config.sentences or len(tree) == config.nodes:
+            break
+        before = len(tree)
+        for length in range(1, len(path) + 1):
+            if path[:length] not in tree and len(tree) < config.nodes:
+                tree.append(path[:length])
+        kept += len(tree) > before
+    return tree
+
+
+def slow_sample(drafter: TrigramDrafter, state: tuple[int, ...], seed: np.ndarray) -> tuple[int | None, float]:
+    raised = drafter.overlay.successors(state)
+    tokens, probabilities = drafter.table.successors(state)
+    own = list(zip(tokens.tolist(), probabilities.tolist(), strict=True))[: drafter.config.widest]
+    if not raised and not own:
+        return None, 0.0
+    while True:
+        height = random_number(seed) * (sum(raised.values()) + sum(p for _, p in own))
+        for token, p in raised.items():
+            height -= p
+            if height < 0:
+                return token, p
+        for token, p in own:
+            height -= p
+            if height < 0:
+                if token not in raised:
+                    return token, p
+                break
+
+
+def random_number(seed: np.ndarray) -> float:
+    number = float(next_random(seed))
+    assert 0 <= number < 1
+    return number
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_puct_equals_the_algorithm(seed: int) -> None:
+    text = make_documents()[seed][: 20 + seed]
+    sizes = {"iterations": 60, "sentences": 8, "nodes": 20, "widest": 4} if seed % 2 else {}
+    config = NgramConfig(search="puct", c1=(32.0, 2.0)[seed % 2], increment=0.15, order=2 + seed % 3, **sizes)
+    drafter = TrigramDrafter(TABLE, config, seed)
+    tree = draft(drafter, text)
+    assert paths_of(tree) == slow_puct(drafter, text, 4)
+    assert len(tree) > 3 or config.order == 4  # which knows few contexts
+    assert paths_of(draft(drafter, text)) == paths_of(tree)  # from its seed again
+
+
+def test_the_seed_matters_to_the_search() -> None:
+    text = [1, 2, 3, 0, 4, 1, 5]
+    config = NgramConfig(search="puct", iterations=20, order=2)
+    assert len({tuple(paths_of(draft(TrigramDrafter(TABLE, config, seed), text))) for seed in range(8)}) > 1
+
+
+# ------------------------------------------------------------------------------------------------------- the mixture
+
+
+def slow_sources(drafter: MixedDrafter, text: list[int]) -> list[tuple[int, int, dict[int, float]]]:
+    """(source, class, its probabilities) of every context known, the most trusted first; the text's from scratch."""
+    found = []
+    for size in range(min(drafter.config.longest, len(text) - 1), 0, -1):
+        counts: dict[int, float] = {}
+        seen = 0
+        for end in range(size, len(text)):
+            if text[end - size : end] == text[-size:]:
+                counts = {token: count * drafter.config.decay for token, count in counts.items()}
+                counts[text[end]] = counts.get(text[end], 0.0) + 1
+                seen += 1
+        if counts:
+            total = sum(counts.values())
+            share = max(counts.values()) / total
+            found.append((2 + size, class_of(seen, share), {t: c / total for t, c in counts.items()}))
+    for order in (4, 3, 2):
+        state = text[-(order - 1) :]
+        if order in drafter.table.levels and len(state) == order - 1 and max(state) < VOCABULARY:
+            level = drafter.table.levels[order]
+            tokens, probabilities = drafter.table.successors(state)
+            if len(tokens):
+                kind = class_of(int(level.totals[level.find(state)]), float(probabilities[0]))
+                found.append((order - 2, kind, dict(zip(tokens.tolist(), probabilities.tolist(), strict=True))))
+    return found
+
+
+def slow_mixture(drafter: MixedDrafter, text: list[int]) -> dict[int, float]:
+    mixed: Counter = Counter()
+    left = 1.0
+    for source, kind, probabilities in slow_sources(drafter, text):
+        share = drafter.weights.now[source, kind]
+        for token, p in probabilities.items():
+            mixed[token] += left * share * p
+        left *= 1 - share
+    return mixed
+
+
+@settings(deadline=None, max_examples=15)
+@given(text=TEXTS, nodes=st.integers(4, 20), orders=st.sampled_from([(2, 3, 4), (3,), (2, 4)]))
+def test_mixed_draft_is_the_best_of_the_mixture(text: list[int], nodes: int, orders: tuple[int, ...]) -> None:
+    """Two levels of everything with room for it; with less room, nearly the best: small contributions are left out."""
+    table = make_table(orders=orders)
+    for budget in (400, nodes):
+        drafter = MixedDrafter(table, NgramConfig(evidence="mixed", nodes=budget, depth=2, longest=4))
+        tree = draft(drafter, text)
+        probabilities = {}
+        for token, p in slow_mixture(drafter, text).items():
+            probabilities[token,] = p
+            for after, q in slow_mixture_after(drafter, text, token).items():
+                probabilities[token, after] = p * q
+        expected = [probabilities[path] for path in paths_of(tree)]
+        if budget == 400:
+            assert tree.path_probs.tolist() == pytest.approx(expected, rel=1e-2, abs=1e-5)
+            assert sum(expected) == pytest.approx(sum(probabilities.values()), abs=1e-2)
+        else:
+            assert len(tree) == min(nodes, len(probabilities))
+            assert sum(expected) >= 0.95 * sum(sorted(probabilities.values(), reverse=True)[:nodes])
+
+
+def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int) -> dict[int, float]:
+    """The mixture one token ahead: contexts end with the draft, what followed them comes from the text alone."""
+    mixed: Counter = Counter()
+    left = 1.0
+    longer = [*text, token]
+    for size in range(min(drafter.config.longest, len(longer)), 0, -1):
+        counts = drafter.index.successors(longer[-size:])
+        if counts:
+            total = sum(counts.values())
+            seen = sum(longer[end - size : end] == longer[-size:] for end in range(size, len(text)))
+            share = drafter.weights.now[2 + size, class_of(seen, max(counts.values()) / total)]
+            for t, c in counts.items():
+                mixed[t] += left * share * c / total
+            left *= 1 - share
+    for source, kind, probabilities in slow_sources(drafter, longer):
+        if source < 3:
+            share = drafter.weights.now[source, kind]
+            for t, p in probabilities.items():
+                mixed[t] += left * share * p
+            left *= 1 - share
+    return mixed
+
+
+def test_weights_follow_what_came_true() -> None:
+    """One step of expectation–maximisation per token of the output, none for the prompt."""
+    config = NgramConfig(evidence="mixed", longest=3, strength=5.0)
+    drafter = MixedDrafter(TABLE, config)
+    text = np.random.default_rng(2).integers(0, 4, 80).tolist()
+    drafter.begin(FakeSession(text[:30]))  # type: ignore[arg-type]
+    assert np.array_equal(drafter.weights.now, new_weights(3).prior)
+    hits, trials = np.zeros_like(drafter.weights.hits), np.zeros_like(drafter.weights.hits)
+    for end in range(30, 80):
+        sources = slow_sources(drafter, text[:end])
+        shares = [drafter.weights.now[source, kind] for source, kind, _ in sources]
+        drafter.draft(None, torch.tensor([text[end]]), 1)  # type: ignore[arg-type]
+        drafter.commit((), [text[end]])
+        left = 1.0
+        for i, (source, kind, probabilities) in enumerate(sources):
+            rest = 1e-5
+            for share, (_, _, other) in reversed(list(zip(shares[i:], sources[i:], strict=True))):
+                rest = share * other.get(text[end], 0.0) + (1 - share) * rest
+            hit = left * shares[i] * probabilities.get(text[end], 0.0) / rest
+            hits[source, kind] += hit
+            trials[source, kind] += left
+            left -= hit
+    expected = (5.0 * drafter.weights.prior + hits) / (5.0 + trials)
+    np.testing.assert_allclose(drafter.weights.now, expected, rtol=1e-9)
+    assert not np.allclose(drafter.weights.now, drafter.weights.prior)
+
+
+# --------------------------------------------------------------------------------------------------- in the runtime
+
+CONFIGS = {
+    "puct": NgramConfig(search="puct", iterations=40),
+    "best_first": NgramConfig(depth=6, nodes=20),
+    "not adapted": NgramConfig(adapt=False, order=2),
+    "mixed": NgramConfig(evidence="mixed", depth=8, nodes=30),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_generate(tmp_path: Path, architecture: str) -> None:
+    model, stack = open_stack(save_target(tmp_path, architecture, kv_heads=2))
+    prompt = random_prompt(10) * 2
+    expected = reference_generate(model, prompt, 50)
+    table = TrigramTable.from_documents([expected[:30], random_prompt(60)], [2, 3, 4], 256, "t")
+    for config in CONFIGS.values():
+        drafter = make_ngram_drafter(table, config, 0)
+        rounds = list(speculative(stack, drafter, drafter, prompt, max_new_tokens=50))
+        assert [t for r in rounds for t in r.tokens] == expected
+        assert sum(r.accepted for r in rounds) > 5
+        assert max(r.drafted for r in rounds) <= config.nodes
+
+
+SAMPLES, TINY = 800, 5
+
+
+@pytest.fixture(scope="module")
+def sampling(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """A target over five tokens, a prompt, how to sample, and how often plain sampling gave which two tokens."""
+    path = save_target(tmp_path_factory.mktemp("law"), vocab_size=TINY, hidden_size=16, intermediate_size=24,
+                       num_hidden_layers=1, bos_token_id=None)  # fmt: skip
+    _, stack = open_stack(path)
+    sampler, prompt, plain = Sampler(SamplingConfig(temperature=0.9)), [1, 4, 2], Counter()
+    for seed in range(SAMPLES):
+        chooser = Chooser(sampler, torch.Generator().manual_seed(10**6 + seed))
+        plain[pair(autoregressive(stack, prompt, max_new_tokens=3, chooser=chooser))] += 1
+    return stack, prompt, sampler, plain
+
+
+def pair(rounds: Iterator[Round]) -> tuple[int, ...]:
+    """The two tokens after the prefill's."""
+    return tuple(token for r in rounds for token in r.tokens)[1:]
+
+
+@pytest.mark.parametrize("name", ["puct", "best_first", "mixed"])
+def test_law_of_sampled_text(sampling: tuple, name: str) -> None:
+    """Two tokens, drafts included, come as often as from plain sampling (χ²)."""
+    stack, prompt, sampler, plain = sampling
+    table, seen = make_table(TINY), Counter()
+    for seed in range(SAMPLES):
+        drafter = make_ngram_drafter(table, CONFIGS[name], seed)
+        chooser = Chooser(sampler, torch.Generator().manual_seed(seed))
+        seen[pair(speculative(stack, drafter, drafter, prompt, max_new_tokens=3, chooser=chooser))] += 1
+    cells = [cell for cell in itertools.product(range(TINY), repeat=2) if seen[cell] + plain[cell] >= 20]
+    statistic = sum((seen[cell] - plain[cell]) ** 2 / (seen[cell] + plain[cell]) for cell in cells)
+    assert len(cells) > 8
+    assert (statistic - len(cells)) / (2 * len(cells)) ** 0.5 < 4
+
+
+def test_drafts_keep_to_limits() -> None:
+    text = np.random.default_rng(4).integers(0, VOCABULARY, 40).tolist()
+    for config in CONFIGS.values():
+        drafter = make_ngram_drafter(TABLE, config, 0)
+        for limit in (0, 1, 3):
+            tree = draft(drafter, text, limit)
+            assert max(map(len, paths_of(tree)), default=0) == limit
+            assert len(tree) <= drafter.max_rows
+            assert tree.rows == (-1,) * len(tree)
+        drafter.begin(FakeSession([VOCABULARY + 5]))  # type: ignore[arg-type]
+        assert len(drafter.draft(None, torch.tensor([VOCABULARY + 7]), 5)) == 0  # type: ignore[arg-type]
+
+
+def test_a_text_longer_than_its_buffers() -> None:
+    for config in CONFIGS.values():
+        drafter = make_ngram_drafter(TABLE, config, 0)
+        drafter.begin(FakeSession([1, 2]))  # type: ignore[arg-type]
+        for step in range(3000):
+            root = step * step % VOCABULARY
+            if step % 500 == 0:
+                drafter.draft(None, torch.tensor([root]), 3)  # type: ignore[arg-type]
+            drafter.commit((), [root, (step + 1) % VOCABULARY])
+        tree = drafter.draft(None, torch.tensor([3]), 3)  # type: ignore[arg-type]
+        assert len(tree) > 0
+
+
+def test_an_overlay_of_ones_own_lasts() -> None:
+    table = TrigramTable.from_documents([[1, 2, 3, 1, 2, 3]], [3], VOCABULARY, "t")
+    config = NgramConfig(depth=1)
+    lasting = TrigramDrafter(table, config, 0, Overlay(table, 3))
+    for drafter, remembers in ((lasting, True), (TrigramDrafter(table, config, 0), False)):
+        draft(drafter, [7, 8, 9])
+        assert (draft(drafter, [0, 7, 8]).tokens.tolist() == [9]) == remembers
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(UserError, match="order=4: the n-gram table has orders"):
+        make_ngram_drafter(make_table(orders=(2, 3)), NgramConfig(order=4), 0)
+    for bad in ({"order": 5}, {"search": "mcts"}, {"evidence": "x"}, {"increment": 0.0}, {"nodes": 0}, {"c2": 0.0},
+                {"max_probability": 0.01}, {"decay": 1.5}, {"strength": 0.0}):  # fmt: skip
+        with pytest.raises(UserError, match=next(iter(bad))):
+            NgramConfig(**bad)  # type: ignore[arg-type]
+    assert MethodConfig(source="ngrams").ngrams.evidence == "table"

@@ -1,0 +1,347 @@
+"""Between rounds: caches equal a fresh prefill after every one of them, and a broken generation leaves no trace."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draft_models.target import LayerStack
+from inference.cache import KVCache
+from inference.choosing import Chooser
+from inference.decode import Round, speculative
+from inference.drafting import Structure, make_structure
+from inference.lookup import PromptLookup
+from inference.sampling import Sampler
+from inference.session import TargetSession
+from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.sources import Drafter, EarlyExitSource, SmallLMSource
+from inference.tree import DraftTree, chain_parents
+from tests.tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    make_drafter,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
+
+SOURCES = ("early_exit", "early_exit, first layer", "small_lm")
+STRUCTURES = {
+    "chain": StructureConfig(),
+    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
+    "k_config, with_replacement": StructureConfig(kind="k_config", widths=(3, 2, 2), draw="with_replacement"),
+    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
+    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
+    "static": StructureConfig(kind="static", shape="eagle"),
+}
+RULES = {
+    "fixed": StopConfig(rule="fixed", max_draft=4),
+    "fixed, one": StopConfig(rule="fixed", max_draft=1),
+    "confidence": StopConfig(rule="confidence", max_draft=6, threshold=0.5),
+    "beta": StopConfig(rule="beta", max_draft=6, alpha=2.0, beta=1.0),
+    "beta, printed": StopConfig(rule="beta", max_draft=6, alpha=2.0, beta=1.0, update="printed"),
+}
+
+
+def tokens_of(rounds: list[Round]) -> list[int]:
+    return [token for r in rounds for token in r.tokens]
+
+
+class Target:
+    """A saved target, sure of its next tokens, opened in float64, with drafters that are often right."""
+
+    def __init__(self, folder: Path, architecture: str):
+        self.path = save_target(folder, architecture, kv_heads=2, peak=6.0)
+        self.model, self.stack = open_stack(self.path, torch.float64)
+        small = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float64)
+        self.small = LayerStack(shaken(small.eval().requires_grad_(False), 0.1))
+        self.exits = {
+            layer: make_drafter(self.path, layer, noise=0.3, dtype=torch.float64) for layer in (1, LAYERS - 1)
+        }
+
+    def source(self, kind: str) -> Any:
+        if kind == "small_lm":
+            return SmallLMSource(self.small)
+        return EarlyExitSource(self.exits[1 if kind == "early_exit, first layer" else LAYERS - 1])
+
+
+def shaken(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model
+
+
+_targets: dict[str, Target] = {}
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """The target of the architecture in the test's parameters (mistral and its sliding window, without one)."""
+    architecture = getattr(request, "param", "mistral")
+    if architecture not in _targets:
+        _targets[architecture] = Target(tmp_path_factory.mktemp(architecture), architecture)
+    return _targets[architecture]
+
+
+_expected: dict[tuple[Path, int, int], list[int]] = {}
+
+
+def expected_of(target: Target, length: int, count: int) -> list[int]:
+    """What `generate` emits after `random_prompt(length)`."""
+    key = target.path, length, count
+    if key not in _expected:
+        _expected[key] = reference_generate(target.model, random_prompt(length), count)
+    return _expected[key]
+
+
+# --- caches --------------------------------------------------------------------------------------------------------
+
+
+def assert_starts_with(cache: KVCache, fresh: KVCache) -> None:
+    """What `cache` holds is the beginning of what `fresh` holds."""
+    assert cache.layers == fresh.layers
+    for pair, fresh_pair in zip(cache.content(), fresh.content(), strict=True):
+        for tensor, expected in zip(pair, fresh_pair, strict=True):
+            torch.testing.assert_close(tensor, expected[:, :, : cache.length], rtol=1e-9, atol=1e-9)
+
+
+def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSession, text: list[int]) -> None:
+    """Session and drafter stand as if `text` had just been their prompt, but for what waits for the next extension."""
+    fresh = TargetSession(target.stack, source.split, len(text) + 1)
+    fresh.feed(torch.tensor(text), chain_parents(0, len(text)))
+    hidden = fresh.hidden
+    fresh.finish()
+    other = EarlyExitSource(source.drafter) if isinstance(source, EarlyExitSource) else SmallLMSource(target.small)
+    other.begin(fresh)
+    fresh.commit(range(len(text)))
+
+    assert (session.base, session.rows) == (len(text), 0)
+    assert session.first.length == session.rest.length == len(text)
+    assert_starts_with(session.first, fresh.first)
+    assert_starts_with(session.rest, fresh.rest)
+    torch.testing.assert_close(session.target_hidden, fresh.target_hidden, rtol=1e-9, atol=1e-9)
+    if isinstance(source, EarlyExitSource):
+        assert_starts_with(source.cache, other.cache)
+        torch.testing.assert_close(source._pending, hidden[:, source.cache.length :], rtol=1e-9, atol=1e-9)
+    elif isinstance(source, SmallLMSource):
+        assert source.session.first.length == source.session.base
+        assert_starts_with(source.session.first, other.session.first)
+        assert source._pending.tolist() == text[source.session.base :]
+    else:
+        assert isinstance(source, PromptLookup)
+        assert source._text == text
+
+
+def checked(
+    target: Target, source: Any, structure: Structure, prompt: list[int], count: int, chooser: Chooser | None = None
+) -> Iterator[Round]:
+    """The rounds of a generation, the caches compared after each."""
+    sessions: list[TargetSession] = []
+    text = list(prompt)
+    with pytest.MonkeyPatch.context() as patch:
+        begin = source.begin
+        patch.setattr(source, "begin", lambda session: (sessions.append(session), begin(session)))
+        for r in speculative(target.stack, source, structure, prompt, max_new_tokens=count, chooser=chooser):
+            text += r.tokens
+            assert_as_after_prefill(target, source, sessions[0], text[:-1])
+            yield r
+
+
+DRAWN = ("chain", "k_config", "k_config, with_replacement")  # the structures that draw their tokens when sampling
+CASES = [(source, name, False) for source in SOURCES for name in STRUCTURES if "replacement" not in name]
+CASES += [(source, name, True) for source in ("early_exit", "small_lm") for name in DRAWN]
+
+
+@pytest.mark.parametrize(("source", "structure", "drawn"), CASES)
+def test_after_every_round_every_cache_equals_a_fresh_prefill(
+    target: Target, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, drawn: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0) if drawn else None
+    chooser = Chooser(Sampler(SamplingConfig(temperature=0.7)), generator) if drawn else None
+    method = MethodConfig(structure=STRUCTURES[structure], stop=RULES["fixed"])
+    shape, moved, turns = make_structure(method, 0, generator), [], itertools.count()
+    observe, draft = shape.observe, shape.draft
+
+    def note(tree: DraftTree, nodes: list[int]) -> None:
+        moved.append(nodes != list(range(len(nodes))))
+        observe(tree, nodes)
+
+    monkeypatch.setattr(shape, "observe", note)
+    # The third and fourth round draft nothing, so that two tokens and more wait for the drafter.
+    monkeypatch.setattr(shape, "draft", lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3))))
+    guesses = source != "early_exit, first layer"  # that one is right next to never
+    rounds = list(checked(target, target.source(source), shape, random_prompt(9), 28 if guesses else 9, chooser))
+    assert len(rounds) > 5
+    if guesses:
+        assert len({r.accepted for r in rounds[1:] if r.drafted}) >= 2
+        assert structure == "chain" or any(moved)  # a path that had to be gathered
+
+
+def test_after_every_round_of_prompt_lookup(target: Target) -> None:
+    lookup = PromptLookup(3, 6)
+    rounds = list(checked(target, lookup, lookup, random_prompt(8) * 2, 24))
+    assert sum(r.drafted for r in rounds) > 6
+
+
+# --- equality with generate -------------------------------------------------------------------------------------------
+
+# Every source, structure and rule, each with several of the others; chains are what rules belong to.
+SAMPLE = [
+    ("llama", "early_exit", "chain", "confidence"),
+    ("llama", "small_lm", "opt_tree", "fixed"),
+    ("llama", "early_exit, first layer", "chain", "beta"),
+    ("mistral", "small_lm", "chain", "beta, printed"),
+    ("mistral", "early_exit", "token_graph", "fixed"),
+    ("mistral", "early_exit, first layer", "static", "fixed"),
+    ("qwen2", "small_lm", "chain", "confidence"),
+    ("qwen2", "early_exit", "k_config", "fixed"),
+    ("qwen2", "early_exit", "chain", "fixed, one"),
+    ("qwen3", "small_lm", "chain", "beta"),
+    ("qwen3", "small_lm", "static", "fixed"),
+    ("qwen3", "early_exit, first layer", "opt_tree", "fixed"),
+    ("opt", "early_exit", "token_graph", "fixed"),
+    ("opt", "small_lm", "k_config", "fixed"),
+]
+
+
+def test_the_sample_covers_everything() -> None:
+    architectures, sources, structures, rules = (set(column) for column in zip(*SAMPLE, strict=True))
+    assert (architectures, sources, rules) == (set(ARCHITECTURES), set(SOURCES), set(RULES))
+    assert structures == set(STRUCTURES) - {"k_config, with_replacement"}  # that one only when sampling
+
+
+@pytest.mark.parametrize(("target", "source", "structure", "rule"), SAMPLE, indirect=["target"])
+def test_float64_greedy_equals_generate(target: Target, source: str, structure: str, rule: str) -> None:
+    drafter = target.source(source)
+    for length, ends in ((1, False), (23, True)):
+        expected = expected_of(target, length, 24)
+        eos = expected[11:12] if ends else []
+        shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES[rule]), 0)
+        rounds = list(speculative(target.stack, drafter, shape, random_prompt(length), max_new_tokens=24, eos=eos))
+        assert tokens_of(rounds) == (expected[: expected.index(eos[0]) + 1] if ends else expected)
+        assert any(r.drafted for r in rounds)
+
+
+# --- generations that break off ------------------------------------------------------------------------------------
+
+
+class BrokenError(Exception):
+    """What the tests raise in the middle of a round."""
+
+
+def breaks(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """`function`, raising in its `at`-th call when its work is done and nobody knows."""
+    calls = 0
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = function(*args, **kwargs)
+        if calls == at:
+            raise BrokenError
+        return result
+
+    return broken
+
+
+def read_into(tokens: list[int], rounds: Iterator[Round]) -> None:
+    """Read `rounds` to their end; what came before an exception is kept in `tokens`."""
+    for r in rounds:
+        tokens += r.tokens
+
+
+def drafter_layer(source: Any) -> torch.nn.Module:
+    """The layer that drafts last."""
+    return source.drafter.layer if isinstance(source, EarlyExitSource) else source.lm.layers[-1]
+
+
+# What breaks, in which of its calls: (target, source, structure, chooser) → (object, attribute).
+Place = Callable[[Target, Any, Structure, Chooser], tuple[Any, str]]
+FAULTS: dict[str, tuple[Place, int]] = {
+    "the prefill": (lambda target, _d, _s, _c: (target.stack.layers[2], "forward"), 1),
+    "a layer of the drafter": (lambda _t, source, _s, _c: (drafter_layer(source), "forward"), 4),
+    "the source, extending": (lambda _t, source, _s, _c: (source, "extend"), 3),
+    "the source, committing": (lambda _t, source, _s, _c: (source, "commit"), 2),
+    "the structure, drafting": (lambda _t, _d, structure, _c: (structure, "draft"), 2),
+    "the structure, observing": (lambda _t, _d, structure, _c: (structure, "observe"), 2),
+    "a layer of the target": (lambda target, _d, _s, _c: (target.stack.layers[-1], "forward"), 3),
+    "the verification": (lambda _t, _d, _s, chooser: (chooser, "verify"), 2),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("source", "structure"), [("early_exit", "opt_tree"), ("small_lm", "chain")])
+def test_after_an_exception_in_a_round_the_next_generation_is_right(
+    target: Target, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, fault: str
+) -> None:
+    """The same stack, source and structure are used again, for a shorter text and for a longer one."""
+    drafter, chooser = target.source(source), Chooser()
+    # Drafts of one token are often right as a whole, which leaves a token waiting for the drafter.
+    shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES["fixed, one"]), 0)
+    place, at = FAULTS[fault]
+    owner, name = place(target, drafter, shape, chooser)
+    emitted: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, breaks(getattr(owner, name), at))
+        rounds = speculative(target.stack, drafter, shape, random_prompt(30), max_new_tokens=20, chooser=chooser)
+        with pytest.raises(BrokenError):
+            read_into(emitted, rounds)
+    assert bool(emitted) == (fault != "the prefill")
+    assert emitted == expected_of(target, 30, 20)[: len(emitted)]
+    assert not torch.is_inference_mode_enabled()
+    for length, count in ((4, 12), (50, 12)):
+        rounds = list(checked(target, drafter, shape, random_prompt(length), count))
+        assert tokens_of(rounds) == expected_of(target, length, count)
+
+
+@pytest.mark.parametrize("end", ["break", "throw", "keep"])
+@pytest.mark.parametrize(
+    ("source", "structure"), [("early_exit", "token_graph"), ("small_lm", "k_config"), ("prompt_lookup", "its own")]
+)
+def test_after_a_consumer_breaks_off_the_next_generation_is_right(
+    target: Target, source: str, structure: str, end: str
+) -> None:
+    """The abandoned generation is collected, gets an exception, or still stands while the next one runs."""
+    if source == "prompt_lookup":
+        drafter = shape = PromptLookup(3, 4)
+    else:
+        drafter = target.source(source)
+        shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES["fixed"]), 0)
+    for taken in (1, 3):
+        abandoned = speculative(target.stack, drafter, shape, random_prompt(30), max_new_tokens=20)
+        for _ in zip(range(taken), abandoned, strict=False):
+            pass
+        assert not torch.is_inference_mode_enabled()
+        if end == "throw":
+            with pytest.raises(BrokenError):
+                abandoned.throw(BrokenError)  # type: ignore[attr-defined]
+        elif end == "break":
+            del abandoned
+        rounds = list(checked(target, drafter, shape, random_prompt(11), 12))
+        assert tokens_of(rounds) == expected_of(target, 11, 12)
+
+
+@pytest.mark.parametrize("source", ["early_exit", "small_lm"])
+def test_two_generations_at_once_on_one_target_and_drafter(target: Target, source: str) -> None:
+    """Nothing of a sequence is kept in the models: rounds of two texts may take turns."""
+    method = MethodConfig(structure=STRUCTURES["opt_tree"])
+    lengths = (5, 40)
+    running = [
+        speculative(target.stack, target.source(source), make_structure(method, 0), random_prompt(n), max_new_tokens=24)
+        for n in lengths
+    ]
+    rounds: list[list[Round]] = [[], []]
+    turns = 0
+    while running_now := [i for i in (0, 1) if sum(len(r.tokens) for r in rounds[i]) < 24]:
+        for i in running_now:
+            rounds[i].append(next(running[i]))
+            turns += len(running_now) == 2
+    assert turns > 4
+    for i, length in enumerate(lengths):
+        assert tokens_of(rounds[i]) == expected_of(target, length, 24)

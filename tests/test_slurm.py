@@ -1,0 +1,296 @@
+"""The cluster scripts, run with stand-ins for Slurm and the launchers that record what they were called with."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from hydra import compose, initialize_config_dir
+
+from conf import CONF_DIR, build, register
+from inference.settings import EvaluateConfig
+from slurm import sweep_evaluate
+from tests.conf.test_configs import COMMANDS, compose_and_build
+from train.settings import EesdConfig
+
+ROOT = Path(__file__).parent.parent
+SLURM = ROOT / "slurm"
+SCRIPTS = sorted([*SLURM.glob("*.sh"), *SLURM.glob("*.sbatch")])
+ACCELERATE = sorted((CONF_DIR / "accelerate").glob("*.yaml"))
+RECORD = 'printf "%s\\0" "$(basename "$0")" "$@" >> "$CALLS"; printf "\\n" >> "$CALLS"\n'
+STAND_INS = {
+    "accelerate": RECORD + 'eval "${BEHAVIOUR:-}"',
+    "evaluate-checkpoint": RECORD,
+    "wandb": RECORD,
+    "scontrol": RECORD + 'kill -TERM "$(cat "$TMPDIR/work")"',
+    # One task per node, one after another; its own options end at the first word without a dash.
+    "srun": RECORD
+    + 'while [ "${1#-}" != "$1" ]; do shift; done\n'
+    + 'for node in $(seq 0 $((${SLURM_NNODES:-1} - 1))); do SLURM_NODEID=$node "$@" || exit; done',
+    "sbatch": RECORD + 'echo "$(($(grep -c ^sbatch "$CALLS") + 100));cluster"',
+}
+
+
+class Cluster:
+    """Runs a script of slurm/ as Slurm would on the first node of a job; `calls` are the commands it came to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.record = folder, folder / "calls"
+        self.record.touch()
+        for name, body in STAND_INS.items():
+            file = folder / "bin" / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"#!/usr/bin/env bash\n{body}\n")
+            file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
+        ours = {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "TMPDIR": str(self.folder),
+            "CALLS": str(self.record),
+            "SLURM_JOB_ID": "4711",
+            "SLURM_NNODES": "1",
+        }
+        return subprocess.Popen(
+            ["bash", SLURM / script, *arguments],
+            env={**ours, **environment}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self, script: str, *arguments: str, status: int = 0, **environment: str) -> str:
+        job = self.start(script, *arguments, **environment)
+        out, err = job.communicate(timeout=60)
+        assert job.returncode == status, out + err
+        return out + err
+
+    def calls(self, command: str) -> list[list[str]]:
+        lines = self.record.read_text().split("\0\n")
+        return [line.split("\0")[1:] for line in lines if line.split("\0")[0] == command]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def parsed(arguments: list[str]) -> Namespace:
+    """What `accelerate launch` makes of its arguments."""
+    known = launch_command_parser().parse_args(arguments[1:])
+    return _validate_launch_command(known)[0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_sound(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", script], check=True)
+
+
+def test_one_gpu(cluster: Cluster) -> None:
+    cluster.run("train.sbatch", "train/eesd.py", "target=m", "prompt=two words", SLURM_CPUS_PER_TASK="8")
+    (launch,) = cluster.calls("accelerate")
+    assert launch[-4:] == ["train/eesd.py", "target=m", "prompt=two words", "out_dir=runs/eesd-4711"]
+    arguments = parsed(launch)
+    assert arguments.config_file == "conf/accelerate/one_gpu.yaml"
+    assert (arguments.num_machines, arguments.num_processes, arguments.multi_gpu) == (1, 1, False)
+
+
+def test_several_nodes(cluster: Cluster) -> None:
+    cluster.run("train.sbatch", "train/eesd.py", "out_dir=o", SLURM_NNODES="3", SLURM_GPUS_ON_NODE="4")
+    launches = [parsed(call) for call in cluster.calls("accelerate")]
+    assert [launch.machine_rank for launch in launches] == [0, 1, 2]
+    host = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
+    for launch in launches:
+        assert (launch.num_machines, launch.num_processes, launch.multi_gpu) == (3, 12, True)
+        assert (launch.main_process_ip, launch.main_process_port) == (host, 24711)
+        assert launch.training_script_args == ["out_dir=o"]
+
+
+def test_a_strategy_of_choice(cluster: Cluster) -> None:
+    config = "conf/accelerate/zero3.yaml"
+    cluster.run("train.sbatch", "s.py", ACCELERATE_CONFIG=config, SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8")
+    launch = parsed(cluster.calls("accelerate")[1])
+    assert (launch.use_deepspeed, launch.zero_stage, launch.deepspeed_multinode_launcher) == (True, 3, "standard")
+    assert (launch.num_machines, launch.num_processes, launch.machine_rank) == (2, 16, 1)
+
+
+def test_a_restarted_job_resumes_in_its_own_directory(cluster: Cluster) -> None:
+    cluster.run("train.sbatch", "train/eesd.py", "resume=false", SLURM_RESTART_COUNT="1")
+    assert cluster.calls("accelerate")[0][-3:] == ["resume=false", "out_dir=runs/eesd-4711", "resume=true"]
+
+
+@pytest.mark.parametrize(("restarts", "requeued"), [("0", True), ("2", True), ("3", False)])
+def test_out_of_time(cluster: Cluster, restarts: str, requeued: bool) -> None:
+    """USR1 while the work runs: the job is requeued, the work left alone, and its status is the job's."""
+    work = 'echo $$ > "$TMPDIR/work"; for _ in $(seq 100); do [ -f "$TMPDIR/over" ] && exit 7; sleep 0.05; done'
+    job = cluster.start("train.sbatch", "s.py", BEHAVIOUR=work, SLURM_RESTART_COUNT=restarts, MAX_RESTARTS="3")
+    deadline = time.monotonic() + 30
+    while not (cluster.folder / "work").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    job.send_signal(subprocess.signal.SIGUSR1)
+    time.sleep(0.3)
+    (cluster.folder / "over").touch()
+    out, _ = job.communicate(timeout=60)
+    assert cluster.calls("scontrol") == ([["requeue", "4711"]] if requeued else [])
+    assert f"restart {int(restarts) + 1}" in out if requeued else "MAX_RESTARTS" in out
+    assert job.returncode == (143 if requeued else 7)  # the stand-in for scontrol ends the work as Slurm would
+
+
+def test_failure_is_the_jobs_failure(cluster: Cluster) -> None:
+    cluster.run("train.sbatch", "s.py", BEHAVIOUR="exit 3", status=3)
+    assert "usage: sbatch" in cluster.run("train.sbatch", status=2)
+    assert "usage: sbatch" in cluster.run("sweep_agent.sbatch", status=2)
+
+
+def test_evaluate_and_sweep_agent(cluster: Cluster) -> None:
+    cluster.run("evaluate.sbatch", "checkpoint=c")
+    cluster.run("evaluate.sbatch", "checkpoint=c", "out_dir=o")
+    assert cluster.calls("evaluate-checkpoint") == [
+        ["checkpoint=c", "out_dir=runs/evaluate-4711"],
+        ["checkpoint=c", "out_dir=o"],
+    ]
+    cluster.run("sweep_agent.sbatch", "me/outrider/abc")
+    assert cluster.calls("wandb") == [["agent", "--count", "1", "me/outrider/abc"]]
+
+
+def test_pipeline(cluster: Cluster) -> None:
+    out = cluster.run(
+        "pipeline.sh", "target=m", "out_dir=o", "generate.data=ultrachat", "eesd.data=self_distillation",
+        "evaluate.prompts=a b.jsonl", EESD_SBATCH="--nodes 2 --gpus-per-node 8",
+    )  # fmt: skip
+    assert out.split() == ["generate", "101", "eesd", "102", "calibrate", "103", "evaluate", "104"]
+    always = ["--parsable", "--job-name=outrider-{}", "--dependency=afterok:{}", "--kill-on-invalid-dep=yes"]
+    train = "slurm/train.sbatch"
+    responses = ["data=responses", "data.path=o/responses/responses-*.jsonl"]
+    expected = [
+        ["generate", train, "data_prep/generate_responses.py", "target=m", "out_dir=o/responses", "resume=true",
+         "data=ultrachat"],
+        ["eesd", "--nodes", "2", "--gpus-per-node", "8", train, "train/eesd.py", "target=m", "out_dir=o/eesd",
+         "resume=true", "data=self_distillation"],
+        ["calibrate", train, "train/calibrate.py", "checkpoint=o/eesd", "out_dir=o/calibrate", "resume=true",
+         *responses],
+        ["evaluate", "slurm/evaluate.sbatch", "checkpoint=o/eesd", "out_dir=o/evaluate", "prompts=a b.jsonl",
+         "method=[eesd_beta,eesd_cali]"],
+    ]  # fmt: skip
+    for place, (call, (stage, *rest)) in enumerate(zip(cluster.calls("sbatch"), expected, strict=True)):
+        options = [option.format(stage if "name" in option else 100 + place) for option in always]
+        if place == 0:
+            del options[2]
+        assert call == [*options, *rest]
+        for word in rest:
+            assert not word.endswith((".py", ".sbatch")) or (ROOT / word).exists()
+
+
+@pytest.mark.parametrize("arguments", [["target=m"], ["out_dir=o"], ["target=m", "out_dir=o", "fit.steps=1"]])
+def test_pipeline_refuses(cluster: Cluster, arguments: list[str]) -> None:
+    assert "STAGE.KEY=VALUE" in cluster.run("pipeline.sh", *arguments, status=2)
+    assert not cluster.calls("sbatch")
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
+def test_accelerate_reads_every_strategy(path: Path) -> None:
+    """Loaded with accelerate's own parser, which refuses unknown keys; and the launcher becomes what the name says."""
+    load_config_from_file(str(path))
+    launch = parsed(["launch", "--config_file", str(path), "s.py"])
+    kind = path.stem.partition("_")[0]
+    assert launch.multi_gpu == (kind in ("ddp", "multi"))
+    assert launch.use_fsdp == (kind == "fsdp")
+    assert launch.use_deepspeed == kind.startswith("zero")
+    assert launch.mixed_precision == "no"
+    if launch.use_deepspeed:
+        assert launch.zero_stage == int(kind[-1])
+        offload = "cpu" if "offload" in path.stem else "none"
+        assert launch.offload_param_device == launch.offload_optimizer_device == offload
+    if launch.use_fsdp:
+        assert launch.fsdp_version == 2
+    assert launch.num_machines == (2 if kind == "multi" else 1)
+
+
+PROGRAMS = {
+    "train/eesd.py": ("eesd", EesdConfig, {"eval_tau"}),
+    "slurm/sweep_evaluate.py": ("evaluate_checkpoint", EvaluateConfig, {"speedup", "tau"}),
+}
+
+
+@pytest.mark.parametrize("path", sorted((CONF_DIR / "sweep").glob("*.yaml")), ids=lambda path: path.stem)
+def test_sweeps_compose(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value at the edges of a sweep is one that the command takes, and its metric is one that is logged."""
+    sweep = yaml.safe_load(path.read_text())
+    command, schema, metrics = PROGRAMS[sweep["program"]]
+    assert sweep["metric"]["name"] in metrics
+    assert sweep["command"][-1] == "${args_no_hyphens}"
+    fixed = [re.sub(r"\$\{envvar:(\w+)}", r"\1", word) for word in sweep["command"] if "=" in word]
+    monkeypatch.setenv("WANDB_RUN_ID", "r1")
+    register(command, schema)
+    for corner in (0, -1):
+        overrides = []
+        for key, how in sweep["parameters"].items():
+            values = how.get("values") or ([how["value"]] if "value" in how else [how["min"], how["max"]])
+            overrides.append(f"{key}={values[corner]}")
+        with initialize_config_dir(str(CONF_DIR), version_base=None):
+            config = build(schema, compose(command, overrides=[*fixed, *overrides]))
+        if "eval_tau" in metrics:
+            assert config.decode_prompts > 0
+            assert (config.target, config.out_dir) == ("TARGET", "runs/sweep/r1")
+        else:
+            assert list(config.methods) == ["eesd_beta"]  # one report
+
+
+def readme_commands() -> list[tuple[str, list[str]]]:
+    """(command, overrides) of every line of slurm/README.md that runs one; of a grid, its first point."""
+    scripts = {Path(script).name: command for command, (_, script, _) in COMMANDS.items()}
+    scripts |= {"evaluate-checkpoint": "evaluate_checkpoint", "evaluate.sbatch": "evaluate_checkpoint"}
+    found = []
+    for line in (SLURM / "README.md").read_text().splitlines():
+        words = shlex.split(line, comments=True) if line.startswith(("sbatch ", "python ", "evaluate-")) else []
+        for place, word in enumerate(words):
+            if Path(word).name in scripts:
+                overrides = [re.sub(r",.*", "", w) for w in words[place + 1 :] if w != "--multirun"]
+                found.append((scripts[Path(word).name], overrides))
+    return found
+
+
+def test_readme_commands_compose() -> None:
+    commands = readme_commands()
+    assert len(commands) >= 6
+    for command, overrides in commands:
+        compose_and_build(command, overrides)
+
+
+def test_a_sweeps_evaluation_logs_the_report(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = {
+        "speedup": {"median": 1.5}, "tau": 3.0, "acceptance_rate": 0.6, "tokens_per_second": {"speculative": 90.0}
+    }  # fmt: skip
+    (cluster.folder / "bin" / "evaluate-checkpoint").write_text(
+        f"#!/usr/bin/env bash\n{RECORD}last=${{@: -1}}; mkdir -p ${{last#out_dir=}}\n"
+        f"echo '{json.dumps(report)}' > ${{last#out_dir=}}/report.json\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{cluster.folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(cluster.record))
+    monkeypatch.setenv("WANDB_RUN_ID", "r1")
+    monkeypatch.setattr("sys.argv", ["sweep_evaluate.py", "checkpoint=c"])
+    logged: list[dict] = []
+
+    class Run:
+        def __enter__(self) -> "Run":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def log(self, values: dict) -> None:
+            logged.append(values)
+
+    monkeypatch.setattr("wandb.init", lambda **_: Run())
+    sweep_evaluate.main()
+    assert cluster.calls("evaluate-checkpoint") == [["checkpoint=c", "out_dir=runs/sweep/r1"]]
+    assert logged == [{"speedup": 1.5, "tau": 3.0, "acceptance_rate": 0.6, "tokens_per_second": 90.0}]

@@ -1,0 +1,90 @@
+"""One process of a launcher that may share a model out: trains the tiny one (see test_sharding.py)."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from safetensors.torch import save_file
+from torch import nn
+
+from draft_models.errors import UserError
+from draft_models.processes import join_processes
+from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
+from train import sharding
+from train.fit import fit, trained_parameters
+
+
+def train(out_dir: Path, *, precision: str = "fp32", resume: bool = False) -> set[bool]:
+    """Six steps, evaluated on the main process alone; leaves trained.safetensors. Was the model ever shared out?"""
+    rows, model = tiny_rows(), TinyModel(torch.float32)
+    main, sharded = join_processes().is_main_process, set()
+    config = tiny_config(
+        steps=6, optimizer="adamw", save_every=3, eval_every=3, log_every=1, micro_batch_rows=2, precision=precision
+    )
+
+    def evaluate(fitted: nn.Module) -> dict[str, float]:
+        device = next(fitted.parameters()).device
+        batch = {key: torch.stack([row[key] for row in rows[:5]]).to(device) for key in rows[0]}
+        return {"loss": float(fitted(**batch)["loss_sum"])} if main else {}
+
+    fit(
+        model,
+        rows,
+        config,
+        out_dir,
+        resume=resume,
+        evaluate=evaluate,
+        on_step=lambda _: sharded.add(any(map(sharding.is_shared_out, model.parameters()))),
+    )
+    if main:
+        trained = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(model).items()}
+        save_file(trained, out_dir / "trained.safetensors")
+    return sharded
+
+
+def adjust_launcher() -> None:
+    """FSDP on CPU processes, which accelerate has for accelerators only; DeepSpeed on them without a compiler."""
+    if torch.cuda.is_available():
+        return
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        from deepspeed import ops
+
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+        return
+    original = AcceleratorState.__init__
+
+    def with_gpus(self: AcceleratorState, *args: object, **options: object) -> None:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        original(self, *args, **options)
+
+    AcceleratorState.__init__ = with_gpus
+
+
+def main(folder: str, alone: str = "") -> None:
+    torch.set_num_threads(1)
+    adjust_launcher()
+    state, out = join_processes(), Path(folder)
+    sharded = train(out / "whole")
+    if alone:
+        train(out / "bf16", precision="bf16")
+        return
+    if state.is_main_process:
+        print("sharded", sharded)
+        shutil.copytree(out / "whole", out / "resumed")
+        shutil.rmtree(out / "resumed" / "checkpoint-6")
+    state.wait_for_everyone()
+    train(out / "resumed", resume=True)
+    train(out / "bf16", precision="bf16")
+    try:
+        fit(TinyModel(torch.float32), tiny_rows(), tiny_config(), out / "muon")
+    except UserError as error:
+        print("refused", error)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

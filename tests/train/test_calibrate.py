@@ -1,0 +1,243 @@
+"""The calibration head: what is captured, the fit, the scores, the checkpoint, the command."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data_prep.settings import DataConfig
+from draft_models.calibration import META_FILE, WEIGHTS_FILE, CalibrationHead, load_calibration, save_calibration
+from draft_models.checkpoint import fingerprint_target, read_meta, save_pretrained
+from draft_models.errors import UserError
+from draft_models.losses import IGNORE
+from draft_models.target import load_config, load_tokenizer, open_target
+from inference.decode import speculative
+from inference.drafting import Chain
+from inference.sources import EarlyExitSource
+from inference.stop_rules import FixedLength
+from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
+from train import run_dir
+from train.calibration import (
+    EXAMPLES,
+    CalibrationModel,
+    Examples,
+    brier,
+    calibrate,
+    capture,
+    expected_calibration_error,
+    judge,
+    predict,
+    reliability,
+)
+from train.settings import CalibrateConfig, FitConfig, WandbConfig
+
+ROOT = Path(__file__).parents[2]
+FIT = FitConfig(epochs=4, batch_rows=2, lr=2e-2, precision="fp32", wandb=WandbConfig(mode="disabled"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a drafter that is right about half the time, and text."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    path = save_target(folder / "target")
+    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.1), fingerprint, {}, torch.float32)
+    lines = [json.dumps({"text": f"{i} the quick brown fox {i * 7919} jumps " * 3}) for i in range(80)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def config(folder: Path, out_dir: Path, **changes: object) -> CalibrateConfig:
+    data = DataConfig(
+        source="local",
+        path=str(folder / "text.jsonl"),
+        layout="text",
+        heldout_fraction=0.3,
+        cache_dir=str(folder / "c"),
+    )
+    settings = CalibrateConfig(
+        checkpoint=str(folder / "drafter"), data=data, fit=FIT, prompts=20, heldout_prompts=6, seq_len=64,
+        new_tokens=24, max_draft=4, out_dir=str(out_dir),
+    )  # fmt: skip
+    return replace(settings, **changes)
+
+
+def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
+    """Every tested token, in order, with its outcome; hidden states and confidence are those of plain decoding."""
+    path = save_target(tmp_path / "target")
+    _, stack = open_stack(path)
+    drafter = make_drafter(path, LAYERS - 1, noise=0.1)
+    prompt = random_prompt(12)
+    got = capture(stack, drafter, [prompt], 30, 4)
+
+    labels: list[float] = []
+    positions: list[int] = []
+    for r in list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=30))[1:]:
+        tested = min(r.accepted + 1, r.drafted)
+        labels += [1.0] * r.accepted + [0.0] * (tested - r.accepted)
+        positions += range(1, tested + 1)
+    assert got["position"].tolist() == positions
+    assert got["label"].tolist() == labels
+    assert 0 < sum(labels) < len(labels)
+    # The drafter's head on the captured state gives the captured confidence.
+    logits = drafter.logits(got["draft_hidden"])
+    torch.testing.assert_close(logits.softmax(-1).max(-1).values, got["confidence"])
+    # The target's head on the state of each round's first token gives the token under which the round drafted.
+    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=30))
+    first = got["target_hidden"][got["position"] == 1]
+    assert stack.logits(first[None])[0].argmax(-1).tolist() == [r.tokens[-1] for r in rounds[:-1]][: len(first)]
+
+
+def test_rows_hold_every_example_once() -> None:
+    n = EXAMPLES + 7
+    captured = {
+        "target_hidden": torch.randn(n, 3), "draft_hidden": torch.randn(n, 2), "position": torch.arange(n),
+        "confidence": torch.rand(n), "label": torch.randint(0, 2, (n,)).float(),
+    }  # fmt: skip
+    rows = Examples(captured)
+    assert len(rows) == 2
+    together = {name: torch.cat([rows[0][name], rows[1][name]]) for name in rows[0]}
+    keep = together["labels"] != IGNORE
+    assert keep.tolist() == [True] * n + [False] * (2 * EXAMPLES - n)
+    assert torch.equal(together["labels"][keep], captured["label"].long())
+    assert torch.equal(together["target_hidden"][keep], captured["target_hidden"])
+    assert torch.equal(together["position"][keep], captured["position"])
+
+
+def synthetic(n: int, seed: int) -> dict[str, torch.Tensor]:
+    """Outcomes that follow a head of the paper's form exactly; the draft's own confidence knows nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = 5 + 3 * torch.randn(n, 4, generator=generator), torch.randn(n, 3, generator=generator)
+    position = torch.randint(1, 5, (n,), generator=generator)
+    logit = (target[:, 0] - 5) * (position - 2) + 2 * draft[:, 1]
+    label = (torch.rand(n, generator=generator) < logit.sigmoid()).float()
+    return {
+        "target_hidden": target, "draft_hidden": draft, "position": position, "label": label,
+        "confidence": torch.rand(n, generator=generator),
+    }  # fmt: skip
+
+
+def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> None:
+    captured = synthetic(200, 0)
+    model = CalibrationModel(captured, l2=0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    rows = Examples(captured)
+    loss = sum(model(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
+    predicted = predict(model.folded(), captured)
+    torch.testing.assert_close(
+        loss,
+        torch.nn.functional.binary_cross_entropy(predicted, captured["label"], reduction="sum"),
+        rtol=1e-4,
+        atol=1e-3,
+    )
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.head.parameters())
+
+
+def test_scores_by_hand() -> None:
+    predicted, label = torch.tensor([0.05, 0.95, 0.95, 0.55]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    assert brier(predicted, label) == pytest.approx((0.05**2 + 0.05**2 + 0.95**2 + 0.45**2) / 4)
+    curve = reliability(predicted, label)
+    assert [row["count"] for row in curve] == [1, 1, 2]
+    assert expected_calibration_error(curve) == pytest.approx((0.05 + 0.45 + 2 * 0.45) / 4)
+    assert reliability(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))[-1]["predicted"] == 1.0
+
+
+def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> None:
+    calibrate(config(folder, tmp_path / "run"))
+    sha = read_meta(folder / "drafter").weights_sha256
+    head = load_calibration(folder / "drafter", sha)
+    facts = json.loads((folder / "drafter" / META_FILE).read_text())
+    assert facts["heldout"]["predictors"].keys() == {"head", "constant", "confidence"}
+    assert facts["heldout"] == json.loads((tmp_path / "run/calibration.json").read_text())
+    assert (tmp_path / "run/reliability.png").read_bytes().startswith(b"\x89PNG")
+    assert float(head.target.abs().sum()) > 0
+
+    with pytest.raises(UserError, match="belongs to an earlier training"):
+        load_calibration(folder / "drafter", "0" * 64)
+    blob = (folder / "drafter" / WEIGHTS_FILE).read_bytes()
+    (folder / "drafter" / WEIGHTS_FILE).write_bytes(blob[:-4])
+    with pytest.raises(UserError, match="truncated or altered"):
+        load_calibration(folder / "drafter", sha)
+    (folder / "drafter" / WEIGHTS_FILE).write_bytes(blob)
+    (folder / "drafter" / META_FILE).write_text("{}")
+    with pytest.raises(UserError, match="damaged"):
+        load_calibration(folder / "drafter", sha)
+    save_calibration(folder / "drafter", head, sha, facts)
+
+
+def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
+    train, heldout = synthetic(6000, 0), synthetic(3000, 1)
+    model, rows = CalibrationModel(train, l2=1e-4), Examples(train)
+    batch = {name: torch.stack([rows[i][name] for i in range(len(rows))]) for name in rows[0]}
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(**batch)["loss_sum"]
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    scores = judge(model.folded(), train, heldout)["predictors"]
+    assert scores["head"]["brier"] < 0.7 * min(scores["constant"]["brier"], scores["confidence"]["brier"])
+    assert scores["head"]["ece"] < 0.03
+
+
+def test_a_drafter_of_an_earlier_training_is_not_paired_with_the_head(tmp_path: Path) -> None:
+    tmp_path.joinpath("d").mkdir()
+    save_calibration(tmp_path / "d", CalibrationHead(4, 4), "a" * 64, {})
+    assert load_calibration(tmp_path / "d", "a" * 64).target.shape == (10, 4)
+    with pytest.raises(UserError, match="no calibration head there"):
+        load_calibration(tmp_path, "a" * 64)
+
+
+def test_sigkill_then_resume_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    fit = replace(FIT, epochs=None, steps=30, save_every=10)
+    calibrate(config(folder, tmp_path / "straight", fit=fit))
+    straight = load_file(folder / "drafter" / WEIGHTS_FILE)
+    overrides = [
+        f"checkpoint={folder / 'drafter'}", "data=local", f"data.path={folder / 'text.jsonl'}", "data.layout=text",
+        "data.heldout_fraction=0.3", f"data.cache_dir={folder / 'c'}", "prompts=20", "heldout_prompts=6", "seq_len=64",
+        "new_tokens=24", "max_draft=4", "fit.epochs=null", f"out_dir={tmp_path / 'killed'}", "fit.steps=30",
+    ]  # fmt: skip
+    killed = subprocess.Popen([sys.executable, str(ROOT / "train/calibrate.py"), *overrides], cwd=tmp_path)
+    deadline = time.monotonic() + 90
+    while not any((tmp_path / "killed").rglob("*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)  # while it captures
+    killed.wait()
+    assert not list((tmp_path / "killed").glob("checkpoint-*"))
+    kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "killed" / "captured").rglob("*.safetensors")}
+    (folder / "drafter" / WEIGHTS_FILE).unlink()
+    with pytest.raises(KeyboardInterrupt):  # now while it fits
+        _interrupted_at(20, lambda: calibrate(config(folder, tmp_path / "killed", fit=fit, resume=True)))
+    calibrate(config(folder, tmp_path / "killed", fit=fit, resume=True))
+    assert kept
+    assert kept == {p: p.stat().st_mtime_ns for p in kept}  # what was captured was not captured again
+    resumed = load_file(folder / "drafter" / WEIGHTS_FILE)
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+
+
+def _interrupted_at(step: int, run: Callable[[], None]) -> None:
+    """Run with a signal's exception instead of the publication of checkpoint-`step`."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = run_dir.publish
+
+        def publish(staged: Path, final: Path, keep: int) -> None:
+            if final.name == f"checkpoint-{step}":
+                raise KeyboardInterrupt
+            real(staged, final, keep)
+
+        patch.setattr(run_dir, "publish", publish)
+        run()

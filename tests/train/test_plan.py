@@ -1,0 +1,71 @@
+"""The plan of a training: the paper's arithmetic, and what training then really reads and trains."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from data_prep.settings import DataConfig
+from draft_models.early_exit import EarlyExitStudent, exit_layers
+from draft_models.target import load_config, load_layers, open_target
+from tests.tiny import save_target
+from train.early_exit import train_early_exit
+from train.plan import describe_plan, make_plan
+from train.settings import EesdConfig, FitConfig
+
+CONFIG = EesdConfig(target="t", data=DataConfig(), fit=FitConfig(steps=1))
+
+
+def llama_2(size: int) -> LlamaConfig:
+    if size == 70:
+        shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+        return LlamaConfig(**shape, num_key_value_heads=8, vocab_size=32000, dtype="float16")
+    shape = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+    return LlamaConfig(**shape, vocab_size=32000, dtype="float16")
+
+
+def test_the_papers_own_arithmetic() -> None:
+    """EESD Table 6: LLaMA-2-70B with N = 5 loads 5.6 B parameters and trains 1.12 B of them."""
+    plan = make_plan(CONFIG, llama_2(70), 5)
+    assert plan.read / 1e9 == pytest.approx(5.6, abs=0.1)
+    assert plan.trained / 1e9 == pytest.approx(1.12, abs=0.005)
+    assert plan.read_bytes == 2 * plan.read
+    assert 6 < plan.full_flops / plan.flops < 15
+    text = describe_plan(plan, 5, 80)
+    assert text.startswith("plan exit_layer=5/80 read_parameters=5")
+    assert "exit head: 0.262 B parameters, trained" in text
+    assert make_plan(CONFIG, llama_2(13), 3).read < plan.read
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("train_head", [True, False])
+@pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
+def test_the_plan_is_what_happens(tmp_path: Path, objective: str, train_head: bool, tied: bool) -> None:
+    path = save_target(tmp_path / "target", tied=tied)
+    target, files = load_config(str(path)), open_target(str(path))
+    config = replace(CONFIG, objective=objective, train_head=train_head, frozen_dtype="float32")
+    plan = make_plan(config, target, 2)
+    layers = range(target.num_hidden_layers) if objective == "kl" else exit_layers(target, 2)
+    model = load_layers(files, target, layers, dtype=torch.float32)
+    assert plan.read_bytes == files.bytes_read
+    student = EarlyExitStudent(model, 2, train_head=train_head, distill=objective == "kl")
+    assert plan.trained == sum(p.numel() for p in student.parameters() if p.requires_grad)
+    frozen = {id(p): p.numel() for p in student.parameters() if not p.requires_grad}
+    own_norm = 64 if objective == "kl" else 0  # the target's final norm, which distillation runs
+    shared = 0 if train_head or tied or objective == "kl" else student.drafter.output_head.weight.numel()
+    assert sum(frozen.values()) + shared * (not any("head" in n for n, _ in student.stack.named_parameters())) == (
+        sum(p.parameters for p in plan.parts if not p.trained) + own_norm
+    )
+
+
+def test_the_command_plans_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """config.json is enough, and nothing is written."""
+    llama_2(70).save_pretrained(tmp_path / "llama")
+    out_dir = tmp_path / "out"
+    train_early_exit(replace(CONFIG, target=str(tmp_path / "llama"), plan=True, out_dir=str(out_dir)))
+    assert "trained_parameters=1117" in capsys.readouterr().out
+    assert not out_dir.exists()
+    assert json.loads((tmp_path / "llama/config.json").read_text())["num_hidden_layers"] == 80

@@ -1,0 +1,99 @@
+"""Launchers that share parameters out train what one process trains, and their checkpoints hold what is trained."""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.fit_job import TinyModel
+from train.fit import trained_parameters
+
+ROOT = Path(__file__).parent.parent.parent
+ZERO3 = {  # conf/accelerate/zero3.yaml leaves parameters of fewer than 100,000 elements whole
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+def launcher(config: Path, processes: int) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    options = [f"--config_file={config}", f"--num_processes={processes}", f"--main_process_port={port}"]
+    return ["-m", "accelerate.commands.launch", *options]
+
+
+def run_job(start: list[str], folder: Path, *arguments: str, gpus: str) -> str:
+    run = subprocess.run(
+        [sys.executable, *start, ROOT / "tests/train/sharded_job.py", folder, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of the same runs by one process without a launcher, with these GPUs."""
+
+    @functools.cache
+    def run(gpus: str) -> Path:
+        folder = tmp_path_factory.mktemp("alone")
+        run_job([], folder, "alone", gpus=gpus)
+        return folder
+
+    return run
+
+
+def curve(run: Path, name: str) -> dict[int, float]:
+    """What was logged as `name`, by step; the latest where a step was done again."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+@pytest.mark.parametrize(("processes", "gpus"), [(2, ""), pytest.param(1, "0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+def test_processes_that_share_equal_one(
+    alone: Callable[[str], Path], tmp_path: Path, strategy: str, processes: int, gpus: str
+) -> None:
+    config = ROOT / "conf/accelerate" / f"{strategy}.yaml"
+    if strategy == "zero3":
+        engine = tmp_path / "engine.json"
+        engine.write_text(json.dumps(ZERO3))
+        config = tmp_path / "zero3.yaml"
+        config.write_text(
+            "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_machines: 1\n"
+            f"deepspeed_config: {{deepspeed_config_file: {engine}, zero3_init_flag: false}}\n"
+        )
+    out = run_job(launcher(config, processes), tmp_path, gpus=gpus)
+    assert f"sharded {{{strategy != 'zero2'}}}" in out
+    assert "refused optimizer=muon: works on whole matrices" in out
+
+    start = trained_parameters(TinyModel(torch.float32))
+    for run, reference, tolerance in (("whole", "whole", 1e-6), ("resumed", "whole", 1e-6), ("bf16", "bf16", 2e-3)):
+        ours, theirs = tmp_path / run, alone(gpus) / reference
+        for name in ("loss", "lr", "grad_norm", "eval_loss"):
+            assert curve(ours, name) == pytest.approx(curve(theirs, name), rel=10 * tolerance)
+        trained = load_file(ours / "trained.safetensors")
+        for name, value in load_file(theirs / "trained.safetensors").items():
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=tolerance)
+            assert (value - start[name]).abs().max() > 5 * tolerance
+
+    whole, resumed = (load_file(tmp_path / run / "trained.safetensors") for run in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in start)
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    assert load_file(checkpoint / "model.safetensors").keys() == start.keys()
+    for file in checkpoint.rglob("*.pt"):
+        assert "embedding" not in str(torch.load(file, weights_only=False).get("module", "")), file
+    assert not (checkpoint / "pytorch_model_fsdp.bin").exists()

@@ -1,0 +1,19 @@
+"""Train the calibration head of an early-exit drafter (EESD §3.3) and store it in the drafter's checkpoint.
+
+accelerate launch train/calibrate.py checkpoint=runs/eesd data=ultrachat
+"""
+
+from conf import entry
+from train.settings import CalibrateConfig
+
+
+@entry("calibrate", CalibrateConfig)
+def main(config: CalibrateConfig) -> None:
+    # Imported once the config is known to be good: torch and transformers take seconds.
+    from train.calibration import calibrate
+
+    calibrate(config)
+
+
+if __name__ == "__main__":
+    main()

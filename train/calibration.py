@@ -1,0 +1,296 @@
+"""Training a calibration head: capture what real drafting came to, fit the head, say how well calibrated it is."""
+
+import functools
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from data_prep.corpus import Split
+from data_prep.rows import load_rows
+from draft_models.calibration import CalibrationHead, save_calibration
+from draft_models.checkpoint import fingerprint_target, from_pretrained, read_meta
+from draft_models.early_exit import EarlyExit
+from draft_models.files import require_writable, write_atomically, write_json
+from draft_models.losses import IGNORE
+from draft_models.processes import join_processes
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target, pick_dtype
+from draft_models.tiny_model import debugged
+from inference.decode import speculative
+from inference.drafting import Chain
+from inference.evaluation import Drafters, prepare
+from inference.sources import EarlyExitSource
+from inference.stop_rules import Step
+from train import run_dir
+from train.debug import small_calibrate
+from train.fit import fit
+from train.settings import CalibrateConfig
+from train.watch import heldout_prompt
+
+EXAMPLES = 64  # drafted tokens in one row of `fit`
+SHARD_PROMPTS = 8
+BINS = 10
+Batch = dict[str, Tensor]
+
+
+def calibrate(config: CalibrateConfig) -> None:
+    """Capture, fit, report, and store the head in `config.checkpoint`.
+
+    Raises `UserError` before a target is loaded when checkpoint, target or directory are unusable.
+    """
+    if config.debug:
+        config = debugged(config, small_calibrate)
+    state = join_processes()
+    out_dir = Path(config.out_dir)
+    run_dir.require_free(out_dir, config.resume)
+    meta = read_meta(config.checkpoint)
+    require_writable(config.checkpoint)
+    source = config.target or meta.fingerprint.target
+    revision = config.revision or meta.fingerprint.revision
+    target, files = load_config(source, revision), open_target(source, revision)
+    tokenizer = load_tokenizer(source, revision)
+    dtype = pick_dtype(config.dtype, target, state.device)
+    fingerprint = fingerprint_target(files, target, tokenizer)
+    drafter = from_pretrained(config.checkpoint, target, fingerprint, dtype=dtype, device=state.device)
+
+    @functools.cache
+    def stack() -> LayerStack:  # only where something is left to capture
+        every = range(target.num_hidden_layers)
+        whole = LayerStack(load_layers(files, target, every, dtype=dtype, device=state.device))
+        prepare(whole, Drafters(early_exit=drafter))
+        return whole
+
+    settings = {
+        "drafter": meta.weights_sha256,
+        "dtype": str(dtype),
+        "new_tokens": config.new_tokens,
+        "max_draft": config.max_draft,
+        "shard_prompts": SHARD_PROMPTS,
+    }
+    room = min(config.seq_len, target.max_position_embeddings - config.new_tokens)
+    captured: dict[str, Batch] = {}
+    counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
+    for split, count in counts.items():
+        rows = load_rows(config.data, tokenizer, config.seq_len, split, max_rows=count)
+        prompts = [heldout_prompt(rows[i])[-room:] for i in range(len(rows))]
+        folder = out_dir / "captured" / f"{split}-{_digest([settings, prompts])}"
+        missing = [s for s in range(0, len(prompts), SHARD_PROMPTS) if not _shard(folder, s).exists()]
+        mine = missing[state.process_index :: state.num_processes]
+        for start in tqdm(mine, desc=f"capture {split}", unit="shard", disable=None):
+            texts = prompts[start : start + SHARD_PROMPTS]
+            shard = capture(stack(), drafter, texts, config.new_tokens, config.max_draft)
+            write_atomically(_shard(require_writable(folder), start), save(shard))
+        state.wait_for_everyone()
+        shards = [load_file(_shard(folder, s)) for s in range(0, len(prompts), SHARD_PROMPTS)]
+        captured[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+
+    heldout = {name: value.to(state.device) for name, value in captured["heldout"].items()}
+
+    def evaluate(fitted: nn.Module) -> dict[str, float]:
+        assert isinstance(fitted, CalibrationModel)
+        return {"brier": brier(predict(fitted.folded(), heldout), heldout["label"])}
+
+    model = CalibrationModel(captured["train"], config.l2)
+    recipe = {"capture": settings, "l2": config.l2, "examples": len(captured["train"]["label"])}
+    identity = {**recipe, "labels": _digest(captured["train"]["label"].tolist())}
+    result = fit(
+        model, Examples(captured["train"]), config.fit, out_dir, resume=config.resume, identity=identity,
+        evaluate=evaluate,
+    )  # fmt: skip
+    if state.is_main_process:
+        head = model.cpu().folded()
+        judged = judge(head, captured["train"], captured["heldout"])
+        write_json(out_dir / "calibration.json", judged)
+        write_atomically(out_dir / "reliability.png", plot_reliability(judged))
+        facts = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": result.steps}
+        save_calibration(Path(config.checkpoint), head, meta.weights_sha256, {**facts, "heldout": judged})
+        for name, row in judged["predictors"].items():
+            print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
+        print(f"saved calibration={config.checkpoint} examples={recipe['examples']}", flush=True)
+    state.wait_for_everyone()
+
+
+class Recorder:
+    """A stop rule that never stops early and keeps what the head will see, with the outcome of every tested token.
+
+    Tested are the accepted tokens and the first rejected one; nobody has asked the target about the others.
+    """
+
+    def __init__(self, max_draft: int):
+        self.max_draft = max_draft
+        self._round: list[Batch] = []
+        self.kept: list[Batch] = []
+
+    def stop(self, step: Step) -> bool:
+        probability = step.logits.float().softmax(-1)[0, step.token]
+        self._round.append(
+            {
+                "target_hidden": step.source.target_hidden,
+                "draft_hidden": step.source.hidden[-1:],
+                "position": torch.tensor([step.drafted]),
+                "confidence": probability,
+            }
+        )
+        return step.drafted >= self.max_draft
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        for place, example in enumerate(self._round[: min(accepted + 1, drafted)]):
+            self.kept.append({**example, "label": torch.tensor([float(place < accepted)])})
+        self._round.clear()
+
+
+def capture(
+    stack: LayerStack, drafter: EarlyExit, prompts: Sequence[list[int]], new_tokens: int, max_draft: int
+) -> Batch:
+    """Continue `prompts` greedily, drafting `max_draft` tokens a round, and keep every tested token.
+
+    Returns target_hidden [n, d], draft_hidden [n, d] in the model's dtype, and position (from 1), confidence (q of
+    the token) and label (1: it was the target's), each [n].
+    """
+    recorder = Recorder(max_draft)
+    for prompt in prompts:
+        for _ in speculative(stack, EarlyExitSource(drafter), Chain(recorder), prompt, max_new_tokens=new_tokens):
+            pass
+    names = ("target_hidden", "draft_hidden", "position", "confidence", "label")
+    return {name: torch.cat([example[name].cpu() for example in recorder.kept]) for name in names}
+
+
+class Examples:
+    """Captured tokens as rows of `EXAMPLES` for `fit`; the last row is filled up with tokens that do not count."""
+
+    def __init__(self, captured: Batch):
+        self.captured = captured
+
+    def __len__(self) -> int:
+        return -(-len(self.captured["label"]) // EXAMPLES)
+
+    def __getitem__(self, index: int) -> Batch:
+        part = {name: value[index * EXAMPLES : (index + 1) * EXAMPLES] for name, value in self.captured.items()}
+        part = {name: part[name] for name in ("target_hidden", "draft_hidden", "position", "label")}
+        missing = EXAMPLES - len(part["label"])
+        row = {name: nn.functional.pad(v, (0, 0) * (v.ndim - 1) + (0, missing)) for name, v in part.items()}
+        labels = row.pop("label").long()
+        labels[EXAMPLES - missing :] = IGNORE
+        return {**row, "labels": labels}
+
+
+class CalibrationModel(nn.Module):
+    """The head on standardised inputs, which makes one learning rate fit any model; see `folded`."""
+
+    mean_target: Tensor
+    mean_draft: Tensor
+    scale_target: Tensor
+    scale_draft: Tensor
+
+    def __init__(self, captured: Batch, l2: float):
+        super().__init__()
+        self.l2 = l2
+        for name in ("target", "draft"):
+            values = captured[f"{name}_hidden"].float()
+            self.register_buffer(f"mean_{name}", values.mean(0), persistent=False)
+            self.register_buffer(f"scale_{name}", values.std(0).clamp_min(1e-6), persistent=False)
+        self.head = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0])
+        accepted = captured["label"].float().mean().clamp(0.01, 0.99)
+        nn.init.constant_(self.head.bias, float(accepted.logit()))
+
+    def forward(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, labels: Tensor) -> Batch:
+        """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy + l2 · ‖weights‖² each, a convex problem.
+
+        Inputs are rows of `Examples`. Thousands of weights stand against tens of thousands of tokens, so without
+        l2 a head is surer than it should be.
+        """
+        keep = labels != IGNORE
+        target = (target_hidden[keep].float() - self.mean_target) / self.scale_target
+        draft = (draft_hidden[keep].float() - self.mean_draft) / self.scale_draft
+        logits = self.head(target, draft, position[keep])
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[keep].float(), reduction="sum")
+        penalty = self.head.target.square().sum() + self.head.draft.square().sum()
+        return {"loss_sum": loss + self.l2 * len(logits) * penalty}
+
+    @torch.no_grad()
+    def folded(self) -> CalibrationHead:
+        """The same head for inputs as they come: the standardisation goes into its weights."""
+        plain = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0]).to(self.mean_target.device)
+        plain.target.copy_(self.head.target / self.scale_target)
+        plain.draft.copy_(self.head.draft / self.scale_draft)
+        plain.bias.copy_(self.head.bias - plain.target @ self.mean_target - plain.draft @ self.mean_draft)
+        return plain.requires_grad_(False)
+
+
+@torch.no_grad()
+def predict(head: CalibrationHead, captured: Batch) -> Tensor:
+    """The head's probabilities [n]."""
+    return head(captured["target_hidden"], captured["draft_hidden"], captured["position"]).sigmoid()
+
+
+def brier(predicted: Tensor, label: Tensor) -> float:
+    """Mean squared difference of predicted probability and outcome; 0 is a perfect prophet."""
+    return float((predicted - label).square().mean())
+
+
+def reliability(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
+    """For `BINS` equal bins of predicted probability: mean prediction, share that came true, number of tokens."""
+    place = (predicted * BINS).long().clamp(0, BINS - 1)
+    rows = []
+    for index in range(BINS):
+        inside = place == index
+        if inside.any():
+            means = {"predicted": float(predicted[inside].mean()), "observed": float(label[inside].mean())}
+            rows.append({**means, "count": int(inside.sum())})
+    return rows
+
+
+def expected_calibration_error(curve: Sequence[dict[str, float]]) -> float:
+    """ECE: |predicted − observed| of each bin, weighted by its share of the tokens."""
+    total = sum(row["count"] for row in curve)
+    return sum(abs(row["predicted"] - row["observed"]) * row["count"] for row in curve) / total
+
+
+def judge(head: CalibrationHead, train: Batch, heldout: Batch) -> dict[str, Any]:
+    """Brier score, ECE and reliability curve on held-out tokens: of the head, a constant, and the draft's own q."""
+    label = heldout["label"]
+    predictions = {
+        "head": predict(head, heldout),
+        "constant": torch.full_like(label, float(train["label"].mean())),
+        "confidence": heldout["confidence"],
+    }
+    rows = {}
+    for name, predicted in predictions.items():
+        curve = reliability(predicted, label)
+        rows[name] = {"brier": brier(predicted, label), "ece": expected_calibration_error(curve), "reliability": curve}
+    return {"tokens": len(label), "accepted": float(label.mean()), "predictors": rows}
+
+
+def plot_reliability(judged: dict[str, Any]) -> bytes:
+    """Predicted against observed acceptance, as a PNG; marker area ~ tokens."""
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--")
+    for index, (name, row) in enumerate(judged["predictors"].items()):
+        curve = row["reliability"]
+        x, y = [point["predicted"] for point in curve], [point["observed"] for point in curve]
+        label = f"{name}: Brier {row['brier']:.3f}, ECE {row['ece']:.3f}"
+        axes.plot(x, y, color=f"C{index}", label=label)
+        axes.scatter(x, y, s=[200 * p["count"] / judged["tokens"] + 8 for p in curve], color=f"C{index}")
+    axes.set(xlabel="predicted", ylabel="accepted by the target", xlim=(0, 1), ylim=(0, 1))
+    axes.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    return image.getvalue()
+
+
+def _shard(folder: Path, start: int) -> Path:
+    return folder / f"{start:06d}.safetensors"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,19 @@
+"""Train a small LM as a drafter for a target.
+
+accelerate launch train/finetune_drafter.py target=MODEL drafter=llama_68m data=ultrachat out_dir=runs/llama_68m
+"""
+
+from conf import entry
+from train.settings import FinetuneConfig
+
+
+@entry("finetune_drafter", FinetuneConfig)
+def main(config: FinetuneConfig) -> None:
+    # Imported once the config is known to be good: torch and transformers take seconds.
+    from train.small_lm import finetune_drafter
+
+    finetune_drafter(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Optimizers: AdamW, and Muon for the matrices of transformer layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from draft_models.errors import UserError
+from train.settings import FitConfig
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for the layers' matrices and AdamW for everything else, as one optimizer with one state.
+
+    The two parts work on views of this optimizer's groups and state, so a scheduler, a state dict and a
+    launcher see an ordinary optimizer.
+    """
+
+    def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon) -> None:
+        self._parts = (adamw, muon)
+        self._sizes = (len(adamw.param_groups), len(muon.param_groups))
+        super().__init__([*adamw.param_groups, *muon.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        begin = 0
+        for part, size in zip(self._parts, self._sizes, strict=True):
+            part.param_groups = self.param_groups[begin : begin + size]
+            part.state = self.state
+            begin += size
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self._parts:
+            part.step()
+
+
+def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
+    """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors are never decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = layer_matrices(model) if config.optimizer == "muon" else []
+    taken = {id(p) for p in matrices}
+    rest = [p for p in trained if id(p) not in taken]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True) if groups else None
+    if config.optimizer == "adamw":
+        if adamw is None:
+            raise UserError("model: no parameter requires a gradient; there is nothing to train")
+        return adamw
+    if not matrices:
+        raise UserError("optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw")
+    # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)), so
+    # muon_lr keeps its meaning across widths; "match_rms_adamw" would tie it to AdamW's scale instead.
+    muon = torch.optim.Muon(
+        matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
+    )
+    return muon if adamw is None else MuonAdamW(adamw, muon)
+
+
+def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained 2-D parameters inside transformer layers: neither embedding nor head, nor norms."""
+    inside = (
+        parameter
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+        for parameter in module.parameters()
+    )
+    return list(dict.fromkeys(p for p in inside if p.requires_grad and p.ndim == 2))

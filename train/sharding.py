@@ -1,0 +1,93 @@
+"""Models whose parameters a launcher has shared out over the processes: DeepSpeed ZeRO-3 and PyTorch's FSDP2.
+
+Everything here is called on every process, does nothing to a model that is whole, and knows the two only by
+the marks they leave on a parameter: `ds_id`, or the type `DTensor`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """The values of named `parameters`, whole: a detached view of what is whole anyway, else a copy."""
+    whole = {}
+    for name, parameter in parameters:
+        detached: Any = parameter.detach()
+        if isinstance(detached, DTensor):
+            whole[name] = detached.full_tensor()
+        elif hasattr(parameter, "ds_id"):
+            with _gathered([parameter]):
+                whole[name] = parameter.detach().clone()
+        else:
+            whole[name] = parameter.detach()
+    return whole
+
+
+@torch.no_grad()
+def assign(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write the whole `value` into `parameter`, each process into the part it holds."""
+    if isinstance(parameter, DTensor):
+        mine = value.to(parameter.device_mesh.device_type)
+        parameter.copy_(distribute_tensor(mine, parameter.device_mesh, parameter.placements))
+    else:
+        parameter.copy_(value)
+
+
+@contextmanager
+def whole(model: nn.Module, engine: Any) -> Iterator[None]:
+    """`model` whole on every process, so that one of them can use it alone; `engine` is what trains it.
+
+    Parameters changed inside are not shared out again.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)  # ZeRO-3 only
+    if offload is not None:
+        # Its hooks would gather and release, together with processes that are not taking part.
+        offload._remove_module_hooks()
+        offload.forward_hooks.clear()
+        offload.backward_hooks.clear()
+    with _gathered([p for p in model.parameters() if hasattr(p, "ds_id")]):
+        yield
+    if offload is not None:
+        offload.setup_zero_stage3_hooks()
+    for module in sharded:
+        module.reshard()
+        module.set_reshard_after_forward(module is not model, recurse=False)
+
+
+def make_whole(model: nn.Module) -> None:
+    """Replace the trained parameters of `model` that are shared out by whole ones; nothing can train it after that."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.requires_grad and is_shared_out(parameter):
+                value = whole_parameters([(name, parameter)])[name]
+                module._parameters[name] = nn.Parameter(value)
+
+
+def mark_layers(model: Any) -> None:
+    """Name the transformer layers in `model` where FSDP's TRANSFORMER_BASED_WRAP looks for them."""
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    model._no_split_modules = sorted({type(layer).__name__ for layer in layers})
+
+
+def is_shared_out(parameter: nn.Parameter) -> bool:
+    """Whether this process holds only a part of `parameter`."""
+    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
+
+
+def _gathered(parameters: list[nn.Parameter]) -> Any:
+    if not parameters:
+        return nullcontext()
+    from deepspeed.runtime.zero import GatheredParameters  # Linux only
+
+    return GatheredParameters(parameters)

@@ -1,0 +1,289 @@
+"""Training a small LM as a drafter: start one, fit it, choose the best by real decoding, export it."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from data_prep.rows import Rows, load_rows
+from draft_models.attention import ATTENTION
+from draft_models.card import write_card
+from draft_models.checkpoint import fingerprint_target, provenance
+from draft_models.errors import UserError
+from draft_models.files import require_writable, write_atomically, write_json
+from draft_models.processes import join_processes
+from draft_models.small_lm import require_same_vocabulary
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target, pick_dtype
+from draft_models.tiny_model import debugged
+from inference.sources import SmallLMSource
+from train import run_dir
+from train.debug import small_finetune
+from train.fit import WEIGHTS_FILE, fit, trained_parameters
+from train.settings import DrafterConfig, FinetuneConfig
+from train.small_lm_student import OnPolicy, SmallLMStudent
+from train.top_k_rows import TopKRows, load_top_k_rows
+from train.toy_model import export
+from train.watch import decode_metrics, heldout_prompts
+
+REPORT_FILE = "finetune_drafter.json"  # written last
+BEST_FOLDER = "best"
+
+
+def finetune_drafter(config: FinetuneConfig) -> None:
+    """Train a small LM as `config` says; the drafter is `config.out_dir` itself, a Hugging Face directory.
+
+    It holds the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
+    target, drafter, data set or directory, before any weight is read.
+    """
+    transformers_logging.disable_progress_bar()
+    if config.debug:
+        config = debugged(config, small_finetune)
+    state, out_dir = join_processes(), Path(config.out_dir)
+    run_dir.require_free(out_dir, config.resume)
+    target = load_config(config.target, config.revision)
+    files = open_target(config.target, config.revision)
+    tokenizer = load_tokenizer(config.target, config.revision)
+    shape = drafter_config(config.drafter, target, tokenizer)
+    require_room(config, target, shape)
+    rows = training_rows(config, tokenizer)
+    heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
+
+    online = config.distils and config.teacher == "online"
+    stack = None
+    if online or state.is_main_process:  # the others decode nothing
+        dtype = pick_dtype(config.frozen_dtype, target, state.device)
+        every = range(target.num_hidden_layers)
+        stack = LayerStack(load_layers(files, target, every, dtype=dtype, device=state.device))
+    lm = start_lm(config, shape, tokenizer, state.device)
+    on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, tokenizer.eos_token_id)
+    student = SmallLMStudent(
+        lm, config.objective, stack if online else None, on_policy if config.on_policy > 0 else None
+    )
+    if state.is_main_process:
+        print(describe(student, config), flush=True)
+    identity = config.deciding() | {
+        "target": asdict(fingerprint_target(files, target, tokenizer)),
+        "drafter_weights": drafter_digest(config.drafter),
+        "data_key": rows.key,
+    }
+    served = target.dtype if isinstance(target.dtype, torch.dtype) else torch.float32
+    watch = None
+    if state.is_main_process:
+        assert stack is not None
+        prompts = heldout_prompts(heldout, config.decode_prompts, target.max_position_embeddings - config.decode_tokens)
+        run = {**identity, "fit": config.fit.deciding(), "processes": state.num_processes}
+        watch = Watch(stack, prompts, config.decode_tokens, student, served, Best(out_dir / BEST_FOLDER, run))
+    result = fit(
+        student,
+        rows,
+        config.fit,
+        out_dir,
+        resume=config.resume,
+        identity=identity,
+        evaluate=watch or (lambda _: {}),
+        on_step=student.begin_step,
+    )
+    if watch is not None:
+        step, metrics = watch.best.restore(student)
+        drafter = student.merged(served)
+        drafter.set_attn_implementation("sdpa")  # ours is of no use to others
+        export(drafter, tokenizer, out_dir)
+        facts: dict[str, Any] = {"objective": config.objective, "data": config.data.source}
+        facts |= {"steps": result.steps, "chosen step": step}
+        facts |= {name: round(value, 3) for name, value in metrics.items()}
+        write_card(out_dir, "small_lm", config.target, facts)
+        report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
+        report |= {"last_metrics": result.metrics, "settings": identity, "fit": asdict(config.fit)}
+        write_json(out_dir / REPORT_FILE, report | {"made_with": provenance()})
+        shown = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
+        print(f"saved drafter={out_dir} step={step} {shown}", flush=True)
+    state.wait_for_everyone()
+
+
+def training_rows(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> Rows | TopKRows:
+    """The rows of the training split, with the target's cached top-k where that is what is to be learnt."""
+    if config.teacher == "cached":
+        return load_top_k_rows(config.data, tokenizer, config.seq_len)
+    return load_rows(config.data, tokenizer, config.seq_len, "train")
+
+
+def drafter_config(
+    drafter: DrafterConfig, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedConfig:
+    """The config of the drafter to start from; reads no weights. A shape gets the target's vocabulary and context.
+
+    Raises `UserError` where a finished drafter's tokens are not the target's.
+    """
+    if drafter.path is not None:
+        config = load_config(drafter.path, drafter.revision)
+        require_same_vocabulary(load_tokenizer(drafter.path, drafter.revision), tokenizer)
+        return config
+    shape: dict[str, Any] = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": drafter.hidden,
+        "intermediate_size": drafter.intermediate,
+        "num_hidden_layers": drafter.layers,
+        "num_attention_heads": drafter.heads,
+        "num_key_value_heads": drafter.kv_heads or drafter.heads,
+        "max_position_embeddings": target.max_position_embeddings,
+        "tie_word_embeddings": drafter.tied,
+    }
+    return LlamaConfig(**shape, **special_tokens(tokenizer))
+
+
+def drafter_digest(drafter: DrafterConfig) -> str | None:
+    """A short hash of the weights to start from, None for random ones."""
+    if drafter.path is None:
+        return None
+    files = open_target(drafter.path, drafter.revision)
+    return files.digest(files.file_of)
+
+
+def require_room(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> None:
+    """Raise `UserError` where rows or continuations are longer than a model's context."""
+    for name, model in (("target", target), ("drafter", drafter)):
+        limit = model.max_position_embeddings
+        if config.seq_len > limit:
+            raise UserError(f"seq_len={config.seq_len}: the {name}'s context is {limit} tokens")
+        if config.decode_tokens >= limit:
+            raise UserError(f"decode_tokens={config.decode_tokens}: expected less than the {name}'s context of {limit}")
+
+
+def start_lm(
+    config: FinetuneConfig, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> PreTrainedModel:
+    """The drafter before training, float32: a fixed function of config and files. Trainable is what is trained."""
+    drafter = config.drafter
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.fit.seed)
+        if drafter.path is None:
+            lm = AutoModelForCausalLM.from_config(shape, attn_implementation=ATTENTION, dtype=torch.float32)
+            lm.generation_config = GenerationConfig(do_sample=False, **special_tokens(tokenizer))
+        else:
+            files = open_target(drafter.path, drafter.revision)
+            lm = load_layers(files, shape, range(shape.num_hidden_layers), dtype=torch.float32)
+            lm.requires_grad_(True)
+        if config.lora_rank:
+            from peft import LoraConfig, get_peft_model
+
+            alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
+            lora = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules="all-linear")  # type: ignore[arg-type]
+            lm = get_peft_model(lm, lora)
+    return lm.to(device)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The ids under which configs know the tokenizer's special tokens."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+
+
+def describe(student: SmallLMStudent, config: FinetuneConfig) -> str:
+    """One greppable line: what is trained, and on what."""
+    trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in student.parameters())
+    taught = f" teacher={config.teacher} on_policy={config.on_policy}" if config.distils else ""
+    return (
+        f"finetune_drafter drafter={config.drafter.path or 'new'} objective={config.objective}{taught} "
+        f"trained_parameters={trained} parameters={total}"
+    )
+
+
+class Best:
+    """The trained weights with the highest τ so far, in one file that is the old one or all of the new.
+
+    They count for this very `run` only; a killed run finds them again. Evaluations are a function of the step, so
+    those a resumed run repeats change nothing.
+    """
+
+    def __init__(self, folder: Path, run: Mapping[str, Any]):
+        self.file = folder / WEIGHTS_FILE
+        self.run = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+
+    def offer(self, student: nn.Module, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep the student's weights if they are better. Raises `UserError` where they cannot be written."""
+        before = self._described()
+        if before is not None and before[1]["tau"] >= metrics["tau"]:
+            return
+        weights = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(student).items()}
+        described = {"run": self.run, "step": str(step), "metrics": json.dumps(dict(metrics))}
+        require_writable(self.file.parent)
+        write_atomically(self.file, save(weights, metadata=described))
+
+    def restore(self, student: nn.Module) -> tuple[int, dict[str, float]]:
+        """Put the best weights back; returns their step and metrics. Raises `UserError` where they are gone."""
+        described = self._described()
+        if described is None:
+            raise UserError(f"{self.file}: the run's best weights are missing; train again in another out_dir")
+        with torch.no_grad(), safe_open(self.file, framework="pt") as stored:
+            for name, parameter in trained_parameters(student).items():
+                parameter.copy_(stored.get_tensor(name))
+        return described
+
+    def _described(self) -> tuple[int, dict[str, float]] | None:
+        try:
+            with safe_open(self.file, framework="pt") as stored:
+                described = stored.metadata() or {}
+        except (OSError, SafetensorError):
+            return None
+        if described.get("run") != self.run:
+            return None
+        return int(described["step"]), json.loads(described["metrics"])
+
+
+class Watch:
+    """Evaluation while training, for the main process: decodes with what would be served, and keeps the best.
+
+    Metrics: see `decode_metrics`; and norms_moved, the share of the trained norms that differ, in the dtype they are
+    saved in, from what they started as. None of them moving is worth a warning: near 1, bfloat16 has steps of 0.8 %.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        student: SmallLMStudent,
+        saved_dtype: torch.dtype,
+        best: Best,
+    ):
+        self.stack, self.prompts, self.new_tokens, self.best = stack, prompts, new_tokens, best
+        self.saved_dtype = saved_dtype
+        self.norms = {name: norm.clone() for name, norm in self._saved_norms(student).items()}
+
+    def __call__(self, student: nn.Module) -> dict[str, float]:
+        assert isinstance(student, SmallLMStudent)
+        drafter = LayerStack(student.merged(self.stack.dtype))
+        metrics = decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens)
+        step = student.step + 1
+        if self.norms:
+            now = self._saved_norms(student)
+            moved = sum(not torch.equal(norm, now[name]) for name, norm in self.norms.items())
+            metrics["norms_moved"] = moved / len(self.norms)
+            if not moved:
+                print(
+                    f"warning: step {step}: none of the {len(self.norms)} trained norms has moved, rounded to "
+                    f"{self.saved_dtype}; raise lr or train longer",
+                    flush=True,
+                )
+        self.best.offer(student, step, metrics)
+        return metrics
+
+    def _saved_norms(self, student: nn.Module) -> dict[str, Tensor]:
+        trained = trained_parameters(student).items()
+        return {name: p.detach().to(self.saved_dtype) for name, p in trained if p.ndim == 1 and "norm" in name}

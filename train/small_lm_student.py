@@ -1,0 +1,204 @@
+"""What is trained of a small LM, and its losses: on text, towards a frozen target, on its own samples."""
+
+import copy
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from draft_models.losses import IGNORE, linear_cross_entropy, linear_divergence, linear_topk_divergence
+from draft_models.target import LayerStack
+from train.watch import packed_hidden
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """In a share of the steps the drafter's own continuations are what it is compared with the target on."""
+
+    share: float
+    tokens: int  # sampled per row
+    seed: int
+    eos: int | None  # a continuation ends with it
+
+    def due(self, step: int) -> bool:
+        """Whether optimizer step `step` is one of them: a pure function of seed and step."""
+        return _uniform_seed("step", self.seed, step) < self.share * 2**32
+
+
+class SmallLMStudent(nn.Module):
+    """A small LM, float32 and trainable as it is given (whole, or through adapters), with the contract of `fit`.
+
+    objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from `teacher`, the whole
+    target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is no part of
+    this module: it is neither trained, saved nor wrapped.
+    """
+
+    def __init__(
+        self, lm: PreTrainedModel, objective: str, teacher: LayerStack | None = None, on_policy: OnPolicy | None = None
+    ):
+        super().__init__()
+        self.lm = lm
+        self.objective = objective
+        self.on_policy = on_policy
+        self.step = 0
+        self._unregistered = (LayerStack(_plain(lm), rotary_dtype=torch.float32), teacher)
+
+    @property
+    def stack(self) -> LayerStack:
+        """The layers of the small LM, adapters included."""
+        return self._unregistered[0]
+
+    @property
+    def teacher(self) -> LayerStack | None:
+        return self._unregistered[1]
+
+    def begin_step(self, step: int) -> None:
+        """Told by `fit`: what is sampled depends on the step."""
+        self.step = step
+
+    def gradient_checkpointing_enable(self) -> None:
+        _plain(self.lm).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def merged(self, dtype: torch.dtype) -> PreTrainedModel:
+        """A frozen copy in `dtype`, adapters merged in float32: what is served."""
+        lm = copy.deepcopy(self.lm)
+        if _plain(lm) is not lm:
+            lm = lm.merge_and_unload()  # type: ignore[operator]
+        return lm.to(dtype).requires_grad_(False).eval()  # type: ignore[arg-type]
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
+    ) -> dict[str, Tensor]:
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.rows`), labels shifted;
+        top_k: top_ids, top_logprobs [B, T, k] and tail [B, T] of `train.top_k_rows`."""
+        if self.training and self.on_policy is not None and self.on_policy.due(self.step):
+            return {"loss_sum": self._on_own_samples(input_ids, labels, positions)}
+        hidden = packed_hidden(self.stack, input_ids, positions, documents)
+        if self.objective == "cross_entropy":
+            return {"loss_sum": linear_cross_entropy(hidden, self._head, labels)}
+        if self.teacher is None:
+            known = (top_k["top_ids"], top_k["top_logprobs"], top_k["tail"])
+            return {"loss_sum": linear_topk_divergence(hidden, self._head, *known, labels, self.objective)}
+        taught = self._teach(input_ids, positions, documents)
+        return {"loss_sum": self._divergence(hidden, taught, labels)}
+
+    @property
+    def _head(self) -> Tensor:
+        return self.stack.head.weight
+
+    def _divergence(self, hidden: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
+        assert self.teacher is not None
+        return linear_divergence(hidden, self._head, taught, self.teacher.head.weight, labels, self.objective)
+
+    @torch.no_grad()
+    def _teach(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        assert self.teacher is not None
+        with torch.autocast(input_ids.device.type, enabled=False):
+            return packed_hidden(self.teacher, input_ids, positions, documents)
+
+    def _on_own_samples(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        """The divergence on sampled continuations, a row's mean counted as often as its text has supervised tokens.
+
+        So the loop's division by the text's tokens gives each row the weight it has in other steps.
+        """
+        assert self.on_policy is not None
+        assert self.teacher is not None
+        generators = [_row_generator(self.on_policy.seed, self.step, row) for row in input_ids]
+        prefixes = [
+            choose_prefix(ids, wanted, places, self.on_policy.tokens, generator)
+            for ids, wanted, places, generator in zip(input_ids, labels, positions, generators, strict=True)
+        ]
+        numbers = torch.stack([torch.rand(self.on_policy.tokens, generator=g) for g in generators])
+        vocabulary = min(self._head.shape[0], self.teacher.head.weight.shape[0])
+        was_training = self.lm.training
+        self.lm.eval()
+        ids, sampled = continue_prefixes(_plain(self.lm), prefixes, numbers.to(input_ids.device), vocabulary)
+        self.lm.train(was_training)
+        own = own_labels(ids, [len(prefix) for prefix in prefixes], sampled, self.on_policy.eos)
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        lengths = torch.tensor([len(prefix) for prefix in prefixes], device=ids.device)[:, None]
+        documents = (places < lengths + self.on_policy.tokens).long() - 1
+        hidden = packed_hidden(self.stack, ids, places, documents)
+        taught = self._teach(ids, places, documents)
+        weights = (labels != IGNORE).sum(1) / (own != IGNORE).sum(1)
+        losses = [self._divergence(*row) for row in zip(hidden, taught, own, strict=True)]
+        return (torch.stack(losses) * weights).sum()
+
+
+def choose_prefix(
+    input_ids: Tensor, labels: Tensor, positions: Tensor, room: int, generator: torch.Generator
+) -> Tensor:
+    """What a row's continuation begins after: its document up to a supervised place drawn with `generator`.
+
+    All [T]. The last T − room tokens of it at most, so that `room` new ones keep within T.
+    """
+    supervised = (labels != IGNORE).nonzero()[:, 0]
+    if not len(supervised):
+        return input_ids[:1]
+    place = int(supervised[int(torch.randint(len(supervised), (), generator=generator))])
+    start = max(place - int(positions[place]), place + 1 - (len(input_ids) - room))
+    return input_ids[start : place + 1]
+
+
+@torch.no_grad()
+def continue_prefixes(
+    lm: PreTrainedModel, prefixes: list[Tensor], numbers: Tensor, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """Each prefix [n_b] continued by draws from `lm`, at temperature 1, over its first `vocabulary` tokens.
+
+    numbers [B, count]: uniform in [0, 1); token i of row b is the one at which the cumulative probability passes
+    numbers[b, i], so a row does not depend on what is beside it. Returns (ids [B, longest + count], padded with 0,
+    the new tokens [B, count]).
+    """
+    count = numbers.shape[1]
+    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=numbers.device)
+    ids = numbers.new_zeros((len(prefixes), int(lengths.max()) + count), dtype=torch.long)
+    for row, prefix in zip(ids, prefixes, strict=True):
+        row[: len(prefix)] = prefix
+    # Float32 whatever the loop's precision; and autocast might keep copies of the weights that know no gradient.
+    with torch.autocast(ids.device.type, enabled=False):
+        cache = DynamicCache(config=lm.config)
+        feed = ids[:, : int(lengths.min())]
+        for place in range(feed.shape[1], ids.shape[1]):
+            logits = lm(feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1, :vocabulary]
+            turn = place - lengths
+            drawn = _invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None]))
+            ids[:, place] = torch.where((turn >= 0) & (turn < count), drawn, ids[:, place])
+            feed = ids[:, place : place + 1]
+    offsets = torch.arange(count, device=ids.device)
+    return ids, ids.gather(1, lengths[:, None] + offsets)
+
+
+def own_labels(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None) -> Tensor:
+    """Labels [B, T] that supervise the sampled tokens, up to and including the first `eos`; shifted as in rows."""
+    labels = torch.full_like(ids, IGNORE)
+    ends = (sampled == (IGNORE if eos is None else eos)).long()
+    wanted = sampled.masked_fill(ends.cumsum(1) > ends, IGNORE)
+    for row, start, tokens in zip(labels, lengths, wanted, strict=True):
+        row[start - 1 : start - 1 + len(tokens)] = tokens
+    return labels
+
+
+def _invert(probs: Tensor, numbers: Tensor) -> Tensor:
+    """The token [B] of probs [B, V] at which the cumulative sum passes numbers [B, 1]."""
+    cumulative = probs.cumsum(-1)
+    passed = (cumulative <= numbers * cumulative[:, -1:]).sum(-1)
+    return passed.clamp(max=probs.shape[-1] - 1)
+
+
+def _row_generator(seed: int, step: int, row: Tensor) -> torch.Generator:
+    """A generator that depends on the row, not on where in the global batch it stands or who computes it."""
+    content = hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()
+    return torch.Generator().manual_seed(_uniform_seed("row", seed, step, content))
+
+
+def _uniform_seed(*parts: object) -> int:
+    """32 bits from a hash of `parts`."""
+    return int.from_bytes(hashlib.sha256(":".join(map(str, parts)).encode()).digest()[:4], "big")
+
+
+def _plain(lm: PreTrainedModel) -> PreTrainedModel:
+    """The LM itself, inside peft's wrapper or bare."""
+    return lm.get_base_model() if hasattr(lm, "peft_config") else lm  # type: ignore[operator]

@@ -1,0 +1,138 @@
+"""Packed rows that carry the target's cached top-k: responses of data_prep/generate_responses.py, to distil from."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.conversations import Document, Record, SkipRecordError, find_layout, to_record
+from data_prep.corpus import content_key, is_heldout, resolve_paths
+from data_prep.generation import TopK
+from data_prep.response_files import Response, law_document, read_responses
+from data_prep.rows import pack
+from data_prep.settings import DataConfig
+from draft_models.errors import UserError
+from draft_models.losses import IGNORE
+from draft_models.processes import join_processes
+
+
+class TopKRows:
+    """Rows as `data_prep.rows.Rows` makes them, in memory (about 6 k bytes a token), and beside each label the law.
+
+    An item has, besides input_ids, labels, positions and documents, int64 [T] each: top_ids int64 [T, k],
+    top_logprobs float32 [T, k] and tail float32 [T], the target's k likeliest next tokens and the probability of all
+    others (see `linear_topk_divergence`). Labels are only where a law is known. `key` identifies the content.
+    """
+
+    def __init__(self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int) -> None:
+        self.seq_len = seq_len
+        documents = [document for document, _, _ in examples]
+        self._tokens = torch.from_numpy(np.concatenate([document.ids for document in documents])).int()
+        self._labels = torch.full((len(self._tokens),), IGNORE, dtype=torch.int32)
+        width = examples[0][2].ids.shape[1]
+        self._ids = torch.zeros(len(self._tokens), width, dtype=torch.int32)
+        self._logprobs = torch.zeros(len(self._tokens), width, dtype=torch.float16)
+        self._tail = torch.zeros(len(self._tokens), dtype=torch.float16)
+        starts = np.cumsum([0, *(len(document.ids) for document in documents)])
+        for start, (_, places, law) in zip(starts, examples, strict=False):
+            at = torch.from_numpy(start + places - 1)  # the position that predicts the token
+            self._labels[at], self._ids[at] = law.tokens.int(), law.ids.int()
+            self._logprobs[at], self._tail[at] = law.logprobs.half(), law.tail.half()
+        # Packed are the documents' places in these arrays, in place of their ids.
+        places_of = (
+            Document(np.arange(start, stop), np.ones(stop - start, bool), whole=True)
+            for start, stop in pairwise(starts.tolist())
+        )
+        self._rows = [[segment.ids for segment in row] for row in pack(places_of, seq_len)]
+        digest = hashlib.sha256(str([[segment.tolist() for segment in row] for row in self._rows]).encode())
+        for part in (self._tokens, self._labels, self._ids, self._logprobs, self._tail):
+            digest.update(part.numpy().tobytes())
+        self.key = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        segments = self._rows[index]
+        places = torch.from_numpy(np.concatenate(segments))
+        padding = self.seq_len - len(places)
+        lengths = [*(len(segment) for segment in segments), padding]
+        numbers = [*range(len(segments)), -1]
+
+        def padded(values: Tensor, fill: int = 0) -> Tensor:
+            empty = values.new_full((padding, *values.shape[1:]), fill)
+            return torch.cat([values, empty])
+
+        return {
+            "input_ids": padded(self._tokens[places].long()),
+            "labels": padded(self._labels[places].long(), IGNORE),
+            "positions": torch.cat([torch.arange(length) for length in lengths]),
+            "documents": torch.tensor(numbers).repeat_interleave(torch.tensor(lengths)),
+            "top_ids": padded(self._ids[places].long()),
+            "top_logprobs": padded(self._logprobs[places].float()),
+            "tail": padded(self._tail[places].float()),
+        }
+
+
+def load_top_k_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> TopKRows:
+    """The training split of the responses in `config.path` (files of one or more directories, or those).
+
+    A response without a law, or whose text is not tokenised as it was generated, is left out; the counts are printed.
+    Raises `UserError` where none is left, or where they were made with different k.
+    """
+    counts = Counter(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised"), 0))
+    examples = list(_examples(config, tokenizer, seq_len, counts))
+    found = " ".join(f"{name}={count}" for name, count in counts.items())
+    if join_processes().is_main_process:
+        print(f"data top-k {found}", flush=True)
+    if not examples:
+        raise UserError(
+            f"data path={', '.join(config.path)}: no response with the target's top-k (found {found}); make them with "
+            "data_prep/generate_responses.py top_k_logits=K"
+        )
+    widths = {law.ids.shape[1] for _, _, law in examples}
+    if len(widths) > 1:
+        raise UserError(f"data path={', '.join(config.path)}: top-k of several k ({sorted(widths)}); give one run's")
+    return TopKRows(examples, seq_len)
+
+
+def _examples(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, counts: Counter[str]
+) -> Iterator[tuple[Document, np.ndarray, TopK]]:
+    for folder in sorted({path.parent for path in resolve_paths(config.path)}):
+        for response in read_responses(folder):
+            record = _record(response, folder)
+            if record is None or is_heldout(content_key(record), config.heldout_fraction):
+                continue
+            counts["responses"] += 1
+            if response.top is None:
+                counts["without_top_k"] += 1
+                continue
+            found = law_document(response, tokenizer, config.template)
+            if found is None:
+                counts["retokenised"] += 1
+                continue
+            document, places = found
+            kept = (places > 0) & (places < seq_len)
+            if not kept.any():
+                counts["unsupervised"] += 1
+                continue
+            law = response.top
+            known = torch.from_numpy(np.flatnonzero(kept))
+            cut = TopK(law.tokens[known], law.ids[known], law.logprobs[known], law.tail[known])
+            yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
+
+
+def _record(response: Response, folder: Path) -> Record | None:
+    """In normal form, as `read_records` has it, so that the held-out split is the same; None if it is unusable."""
+    where = f"{folder}: {response.record['id']}"
+    try:
+        return to_record(response.record, find_layout(response.record, "auto", None, where), where)
+    except SkipRecordError:
+        return None

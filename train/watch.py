@@ -1,0 +1,64 @@
+"""What is watched while a drafter trains: real decoding of held-out prompts, the number that training is for."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from data_prep.rows import Rows
+from draft_models.losses import IGNORE
+from draft_models.target import LayerStack
+from inference.decode import speculative
+from inference.drafting import Chain
+from inference.evaluation import acceptance_by_position, collect, decode_statistics
+from inference.sources import Drafter
+from inference.stop_rules import FixedLength
+
+WATCHED_DRAFT = 4  # draft length of the τ watched while training: fixed, so that τ depends on the weights alone
+
+
+def decode_metrics(
+    stack: LayerStack, source: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> dict[str, float]:
+    """Greedy continuations of `prompts` by the target `stack`, drafted by `source`, `WATCHED_DRAFT` tokens a round.
+
+    tau: tokens per target pass, the bonus included; accept_<i>: share of the rounds that drafted an i-th token in
+    which it was accepted.
+    """
+    generations = [
+        collect(speculative(stack, source, Chain(FixedLength(WATCHED_DRAFT)), prompt, max_new_tokens=max_new_tokens))
+        for prompt in prompts
+    ]
+    positions = {f"accept_{int(row['position'])}": row["accepted"] for row in acceptance_by_position(generations)}
+    return {"tau": decode_statistics(generations)["tau"], **positions}
+
+
+def heldout_prompts(rows: Rows, count: int, longest: int) -> list[list[int]]:
+    """The beginnings of up to `count` held-out rows as prompts of at most `longest` tokens, the last ones kept."""
+    return [heldout_prompt(rows[i])[-longest:] for i in range(min(count, len(rows)))]
+
+
+def heldout_prompt(row: dict[str, Tensor], length: int = 128) -> list[int]:
+    """The start of a held-out row as a prompt: up to its first answer, or `length` tokens of plain text."""
+    first = int((row["labels"] != IGNORE).nonzero()[0]) + 1
+    document = int((row["documents"] == row["documents"][0]).sum())
+    return row["input_ids"][: max(first, min(length, document // 2))].tolist()
+
+
+def packed_hidden(stack: LayerStack, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+    """A causal LM's hidden states behind its last norm [B, T, d], for packed rows [B, T] (see `data_prep.rows`)."""
+    stack.reserve(positions.shape[1])
+    masks = stack.packed_masks(positions, documents)
+    hidden = stack.embed(input_ids, positions)
+    return stack.norm(stack.run(hidden, 0, len(stack.layers), stack.rotary(positions), masks))
+
+
+@torch.inference_mode()
+def target_choices(stack: LayerStack, batch: dict[str, Tensor]) -> Tensor:
+    """The target's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere."""
+    moved = {key: value.to(stack.device) for key, value in batch.items()}
+    keep = moved["labels"] != IGNORE
+    choices = moved["labels"].clone()
+    hidden = packed_hidden(stack, moved["input_ids"], moved["positions"], moved["documents"])[keep]
+    choices[keep] = torch.cat([stack.head(part).argmax(-1) for part in hidden.split(1024)])
+    return choices
