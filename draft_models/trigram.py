@@ -61,7 +61,7 @@ class Level:
     @property
     def shift(self) -> int:
         """key >> shift is the bucket of a key."""
-        return self.key_bits - (len(self.buckets).bit_length() - 1)
+        return self.key_bits - ((len(self.buckets) - 1).bit_length() - 1)
 
     def find(self, context: Sequence[int]) -> int:
         """Index of a context of order − 1 ids within the vocabulary, or −1."""

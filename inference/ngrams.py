@@ -173,7 +173,5 @@ def make_ngram_drafter(table: TrigramTable, config: NgramConfig, seed: int) -> T
 def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:
     if order in table.levels:
         return flat(table.levels[order])
-    some = next(iter(table.levels.values()))
-    keys, counts = np.empty(0, np.uint64), np.empty(0, np.uint32)
-    empty = make_level(order, table.vocabulary, (keys, counts, counts, counts, counts))
-    return flat(empty)._replace(shift=empty.key_bits, bits=some.token_bits)
+    nothing = np.empty(0, np.uint32)
+    return flat(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))
