@@ -46,8 +46,9 @@ $(DEMO)/responses/summary.json: $(DEMO)/target/config.json | $(STAMP)
 		batch_size=64 out_dir=$(DEMO)/responses resume=true
 
 $(DEMO)/eesd/drafter.json: $(DEMO)/responses/summary.json | $(STAMP)
-	$(LAUNCH) train/eesd.py experiment=eesd/demo target=$(DEMO)/target \
-		"data.mix.generated.path=$(DEMO)/responses/responses-*.jsonl" out_dir=$(DEMO)/eesd resume=true
+	$(LAUNCH) train/eesd.py experiment=eesd/demo target=$(DEMO)/target data=self_distillation \
+		data@data.mix.open=python_stdlib "data.mix.generated.path=$(DEMO)/responses/responses-*.jsonl" \
+		data.mix.generated.weight=0.1 data.mix.open.weight=0.9 out_dir=$(DEMO)/eesd resume=true
 
 $(DEMO)/eesd/calibration.json: $(DEMO)/eesd/drafter.json | $(STAMP)
 	$(LAUNCH) train/calibrate.py checkpoint=$(DEMO)/eesd prompts=160 heldout_prompts=32 fit.wandb.mode=disabled \
@@ -65,6 +66,7 @@ $(DEMO)/report/report.json: $(DEMO)/eesd/calibration.json $(DEMO)/small_lm/finet
 		$(DEMO)/trigrams/table.json | $(STAMP)
 	$(RUN)evaluate-checkpoint checkpoint=$(DEMO)/eesd small_lm=$(DEMO)/small_lm table=$(DEMO)/trigrams \
 		"method=[eesd_beta,eesd_cali,eesd_fixed,vanilla,opt_tree,gsd,mcsd,aded,ngrams,prompt_lookup]" \
+		methods.ngrams.ngrams.nodes=16 \
 		num_prompts=16 out_dir=$(DEMO)/report
 
 clean:

@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
@@ -37,6 +38,7 @@ from inference.replay import Recording, load_vocabulary, read_transcripts, recor
 from inference.report import describe_machine
 from inference.settings import MethodConfig, NgramConfig
 
+MAX_NEW_TOKENS = 1024  # the limit under which MT-Bench answers are recorded
 PAPER = NgramConfig(search="puct")
 METHODS = {
     "aded": PAPER,
@@ -54,7 +56,8 @@ def turns_of(args: argparse.Namespace, transcripts: str, table: TrigramTable) ->
 
 
 def run(name: str, config: NgramConfig, table: TrigramTable, turns: Sequence[Recording]) -> list[Generation]:
-    return replay_turns(name, MethodConfig(source="ngrams", ngrams=config), Drafters(ngrams=table), turns, seed=0)
+    method = MethodConfig(source="ngrams", ngrams=config)
+    return replay_turns(name, method, Drafters(ngrams=table), turns, max_new_tokens=MAX_NEW_TOKENS, seed=0)
 
 
 def summary(generations: Sequence[Generation]) -> Result:
@@ -69,19 +72,21 @@ def summary(generations: Sequence[Generation]) -> Result:
 
 
 def times(table: TrigramTable, turns: Sequence[Recording], args: argparse.Namespace) -> Result:
-    """Medians and 90th percentiles over rounds; a first turn, not counted, warms up."""
+    """Medians and 90th percentiles over rounds; the first turn, decoded once more before, warms up."""
     found: Result = {}
     for name, config in METHODS.items():
         spent: dict[str, list[float]] = {"search": [], "adaptation": [], "round": []}
-        for number, turn in enumerate(turns):
+        for number, turn in enumerate([turns[0], *turns]):
             drafter = make_ngram_drafter(table, config, seed=0)
-            source = drafter
+            budget = max(MAX_NEW_TOKENS, len(turn.answer))
+            rounds = replay(drafter, drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
+            next(rounds)  # the prompt, which is learnt once and not by the round
             if number:
                 for part, method in (("search", "_search"), ("adaptation", "_learn")):
                     setattr(drafter, method, timed(getattr(drafter, method), spent[part]))
-            rounds = list(replay(source, drafter, turn.prompt, turn.answer, max_new_tokens=len(turn.answer)))
+            seconds = [r.structure_seconds for r in rounds]
             if number:
-                spent["round"] += [r.structure_seconds for r in rounds[1:]]
+                spent["round"] += seconds
         found[name] = {part: percentiles(values) for part, values in spent.items()}
     return found
 
@@ -97,8 +102,8 @@ def timed(function: Callable, seconds: list[float]) -> Callable:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    tenths = statistics.quantiles(seconds, n=10)
-    return {"median_us": round(1e6 * tenths[4], 1), "p90_us": round(1e6 * tenths[8], 1), "calls": len(seconds)}
+    median, high = np.percentile(seconds, [50, 90]).tolist()
+    return {"median_us": round(1e6 * median, 1), "p90_us": round(1e6 * high, 1), "calls": len(seconds)}
 
 
 def sizes(table: TrigramTable, turns: Sequence[Recording], args: argparse.Namespace) -> Result:
@@ -179,8 +184,10 @@ def orders(table: TrigramTable, turns: Sequence[Recording], args: argparse.Names
 
 def corpus(table: TrigramTable, turns: Sequence[Recording], args: argparse.Namespace) -> Result:
     found: Result = {}
+    digest = load_vocabulary(args.tokenizer).digest
     for path in args.table:
         table = TrigramTable.open(path)
+        table.require_tokenizer(digest, path)
         tokens = table.facts["tokens"]
         for name, config in METHODS.items():
             found.setdefault(name, {})[tokens] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict, final
 
 import numpy as np
 
@@ -38,13 +38,10 @@ _COLUMNS = {
     "alpaca": "output",
 }
 _TEXT_COLUMNS = {"text": "text", "content": "code"}
-_CHAT_COLUMNS = (
-    "messages",
-    "conversations",
-    "data",
-    "dialogue",
-)  # not "turns": in benchmarks all of them are questions
+# Not "turns": in benchmarks all of them are questions.
+_CHAT_COLUMNS = ("messages", "conversations", "data", "dialogue")
 _ANSWER_COLUMNS = ("output", "response")
+_MARK = "\ue000"  # a private character, which templates leave alone
 
 
 Message = dict[str, str]  # {"role": system, user or assistant; "content": text}
@@ -54,12 +51,14 @@ Message = dict[str, str]  # {"role": system, user or assistant; "content": text}
 class TextRecord(TypedDict):
     id: str
     text: str
+    truncated: NotRequired[bool]  # it breaks off: what it ends with is no end
 
 
 @final
 class ChatRecord(TypedDict):
     id: str
     messages: list[Message]
+    truncated: NotRequired[bool]  # the last answer breaks off
 
 
 Record = TextRecord | ChatRecord
@@ -115,6 +114,8 @@ def find_layout(raw: Any, layout: str, column: str | None, where: str) -> Layout
 def to_record(raw: Any, layout: Layout, identity: str) -> Record:
     """Bring a raw record into normal form. `identity` (file:line) becomes its id and is named in errors.
 
+    A raw record with "finish": "length", as generate-responses writes them, is `truncated`.
+
     Raises `UserError` if the column is missing or of another kind, `SkipRecordError` if it
     or one of its turns is blank, or if its turns do not alternate between user and assistant.
     """
@@ -123,7 +124,7 @@ def to_record(raw: Any, layout: Layout, identity: str) -> Record:
     value = raw[layout.column]
     match layout.name:
         case "text" | "code":
-            return text_record(_typed(value, str, layout, identity), identity)
+            return _truncated(raw, text_record(_typed(value, str, layout, identity), identity))
         case "alpaca":
             _require_column(raw, "instruction", identity)
             turns = [("user", alpaca_instruction(raw)), ("assistant", value)]
@@ -134,7 +135,7 @@ def to_record(raw: Any, layout: Layout, identity: str) -> Record:
             turns = _role_turns(_typed(value, list, layout, identity), "from", "value")
         case _:
             turns = _role_turns(_typed(value, list, layout, identity), "role", "content")
-    return {"id": identity, "messages": _messages(turns)}
+    return _truncated(raw, {"id": identity, "messages": _messages(turns)})
 
 
 def text_record(text: str, identity: str) -> TextRecord:
@@ -152,6 +153,12 @@ def alpaca_instruction(raw: dict[str, Any]) -> str:
 def content_key(record: Record) -> str:
     """What a record says, apart from where it was found: equal records have equal keys."""
     return record["text"] if "text" in record else json.dumps(record["messages"])
+
+
+def _truncated(raw: dict[str, Any], record: Record) -> Record:
+    if raw.get("finish") == "length":
+        record["truncated"] = True
+    return record
 
 
 def _messages(turns: Sequence[tuple[Any, Any]]) -> list[Message]:
@@ -225,10 +232,10 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
     """Tokenise records, each in one call over its full text; order is kept.
 
     Plain text: begins with the BOS token where the tokenizer adds one, ends with the EOS token where there is
-    one, and every token is supervised. A conversation is rendered by `template` (tokenizer or vicuna), user
-    turns after the last answer left out; supervised are the tokens that begin inside an assistant's turn, its
-    end-of-turn token included. The ids of a conversation are those of the whole rendering, so they need a
-    fast tokenizer (one that reports text offsets).
+    one (a truncated text does not), and every token is supervised. A conversation is rendered by `template`
+    (tokenizer or vicuna), user turns after the last answer left out; supervised are the tokens that begin inside
+    an assistant's turn, its end-of-turn token included (of a truncated answer not). The ids of a conversation are
+    those of the whole rendering, so they need a fast tokenizer (one that reports text offsets).
 
     Raises `UserError` for a tokenizer without chat template or offsets, and for a chat template that does not
     reproduce the history.
@@ -248,7 +255,7 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
     for i, (_, spans) in enumerate(rendered):
         ids = np.asarray(encoded["input_ids"][i], np.int64)
         if spans is None:
-            ids = _with_ends(ids, tokenizer, bos)
+            ids = _with_ends(ids, tokenizer, bos, eos=not records[i].get("truncated"))
             documents.append(Document(ids, np.ones(len(ids), bool), whole=False))
         else:
             offsets = np.asarray(encoded["offset_mapping"][i], np.int64).reshape(-1, 2)
@@ -300,10 +307,10 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: b
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
 
 
-def _with_ends(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, bos: bool) -> np.ndarray:
+def _with_ends(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, bos: bool, eos: bool) -> np.ndarray:
     if bos and ids[:1].tolist() != [tokenizer.bos_token_id]:
         ids = np.r_[tokenizer.bos_token_id, ids]
-    if tokenizer.eos_token_id is not None and ids[-1:].tolist() != [tokenizer.eos_token_id]:
+    if eos and tokenizer.eos_token_id is not None and ids[-1:].tolist() != [tokenizer.eos_token_id]:
         ids = np.r_[ids, tokenizer.eos_token_id]
     return ids
 
@@ -332,9 +339,20 @@ def _render_conversation(
     if not answers:
         return "", []
     messages = messages[: answers[-1] + 1]
+    text, spans = _render_answers(messages, tokenizer, template, record["id"])
+    if record.get("truncated"):  # its last span ends where a mark behind its text comes out
+        last = messages[-1] | {"content": messages[-1]["content"].rstrip() + _MARK}
+        marked, _ = _render_answers([*messages[:-1], last], tokenizer, template, record["id"])
+        spans[-1] = (spans[-1][0], marked.rfind(_MARK))
+    return text, spans
+
+
+def _render_answers(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, where: str
+) -> tuple[str, list[tuple[int, int]]]:
     if template == "vicuna":
         return _vicuna(messages, tokenizer)
-    where = record["id"]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     text = _apply(tokenizer, messages, where)
     special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
     spans = []

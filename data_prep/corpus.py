@@ -25,6 +25,7 @@ from data_prep.settings import DataConfig
 from draft_models.errors import UserError
 
 Split = Literal["train", "heldout"]
+RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # what generate-responses leaves in a directory
 
 # Left out: tests and their data, installed packages, and generated tables. The character maps in encodings
 # are near-copies of each other, so held-out ones would be known from training; pydoc_data is one long string.
@@ -144,12 +145,17 @@ def python_stdlib_files() -> list[tuple[str, Path]]:
 
 
 def resolve_paths(patterns: Iterable[str]) -> list[Path]:
-    """The files meant by paths, directories (all that is not hidden in them) and globs, each once."""
+    """The files meant by paths, directories (all that is not hidden in them) and globs, each once.
+
+    A directory that generate-responses has left means its responses, not the files beside them.
+    """
     found: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            matches = [p for p in path.rglob("*") if not any(q.startswith(".") for q in p.relative_to(path).parts)]
+            matches = list(path.glob(RESPONSES)) if (path / RUN_FILE).exists() else []
+            if not matches:
+                matches = [p for p in path.rglob("*") if not any(q.startswith(".") for q in p.relative_to(path).parts)]
         else:
             matches = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
         files = sorted(match for match in matches if match.is_file())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from draft_models.errors import UserError
 from inference.sampling import Sampler
 
 _FAILED = -1  # where a token would be: the target's logits were not numbers
@@ -57,12 +58,14 @@ class Answer:
 
 
 class Generator:
-    """Continues prompts with `model`, any causal LM of transformers.
+    """Continues prompts with `model`, a causal LM of transformers that keeps its state in `past_key_values`.
 
     A token is the likeliest one in the first `greedy_tokens` of an answer, then drawn from `sampler`'s distribution
     by inverting its cumulative sum at a uniform number of the prompt's own (Liu et al. 2023's hybrid generation). So
     an answer is a function of its prompt and its numbers; prompts decoded beside it only move the last bits of its
     logits.
+
+    Raises `UserError` for a model that keeps its state elsewhere.
     """
 
     def __init__(
@@ -80,6 +83,11 @@ class Generator:
         self.greedy_tokens, self.top_k_logits = greedy_tokens, top_k_logits
         self._fits = sys.maxsize  # prompts in one batch
         takes = inspect.signature(model.forward).parameters
+        if "past_key_values" not in takes:  # it would take the cache, ignore it, and go on without context
+            raise UserError(
+                f"target: {type(model).__name__} keeps its state elsewhere than in past_key_values, so it cannot be "
+                "decoded here; use another target, or a serving engine"
+            )
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._takes_positions = "position_ids" in takes
 
@@ -131,7 +139,8 @@ class Generator:
             ids, mask, positions = tokens.clamp(min=0)[:, None], _one_more(mask), positions[:, -1:] + 1
             if len(open_rows) <= _REPACK * len(rows):
                 kept = torch.tensor(open_rows, device=device)
-                cache.batch_select_indices(kept)
+                # Of all ways to select rows the one that hybrid caches have too.
+                cache.reorder_cache(kept)  # type: ignore[arg-type]  # asks for torch's legacy class
                 ids, mask, positions, uniform = ids[kept], mask[kept], positions[kept], uniform[kept]
                 rows = [rows[row] for row in open_rows]
         tops = gather_laws(law, emitted) if self.top_k_logits else [None] * len(prompts)

@@ -6,6 +6,7 @@
                                   [n, k], ID.tail [n] (see `TopK`), ID.sequence [m] and ID.places [n] (see `Response`)
     skipped-00000.jsonl           prompts without a response, {"id", "source", "reason", "detail"}
     summary.json                  counts over all shards, written when the run is through
+    .lock                         held by the run that is writing
 
 A shard is there once its JSONL is, which is written last. Each prompt is in one shard. A `responses-*.jsonl` from
 elsewhere (a serving engine) may lie beside them: its prompts count as answered.
@@ -16,23 +17,25 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.conversations import Document, Message, encode, find_layout, to_record
-from data_prep.corpus import read_file
+from data_prep.corpus import RESPONSES, RUN_FILE, read_file
 from data_prep.generation import TopK
 from draft_models.errors import UserError
 from draft_models.files import write_atomically, write_json
 
-RUN_FILE, SUMMARY_FILE = "run.json", "summary.json"
+SUMMARY_FILE = "summary.json"
 _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
@@ -79,11 +82,16 @@ def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
 def read_responses(folder: Path | str) -> Iterator[Response]:
     """Every response in the directory, shard by shard. Raises `UserError` for a file that cannot be read."""
     for shard in shards(Path(folder)):
-        companion = shard.with_suffix(".safetensors")
-        laws = _read_laws(companion) if companion.exists() else {}
-        for number, record in read_file(shard):
-            identity = _identity(record, f"{shard}:{number}")
-            yield Response({**record, "id": identity}, *laws.get(identity, (None,)))
+        yield from read_shard(shard)
+
+
+def read_shard(shard: Path) -> Iterator[Response]:
+    """The responses of one JSONL file, with the laws beside it. Raises `UserError` if it cannot be read."""
+    companion = shard.with_suffix(".safetensors")
+    laws = _read_laws(companion) if companion.exists() else {}
+    for number, record in read_file(shard):
+        identity = _identity(record, f"{shard}:{number}")
+        yield Response({**record, "id": identity}, *laws.get(identity, (None,)))
 
 
 def law_document(
@@ -114,7 +122,7 @@ def law_document(
 
 def shards(folder: Path) -> list[Path]:
     """The complete shards of a directory, in order of name."""
-    return sorted(folder.glob("responses-*.jsonl"))
+    return sorted(folder.glob(RESPONSES))
 
 
 def answered(folder: Path) -> set[str]:
@@ -123,8 +131,27 @@ def answered(folder: Path) -> set[str]:
     for shard in shards(folder):
         skipped = shard.with_name(shard.name.replace("responses-", "skipped-", 1))
         for path in (shard, skipped) if skipped.exists() else (shard,):
-            found |= {_identity(record, f"{path}:{number}") for number, record in read_file(path)}
+            for number, record in read_file(path):
+                found.add(_identity(record, f"{path}:{number}"))
+                if "messages" in record and "unanswered_turns" not in record:  # from elsewhere: its id may be its own
+                    found.add(prompt_id(record["messages"]))
     return found
+
+
+@contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Keep other runs out of the directory meanwhile. Raises `UserError` where one is writing there."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"out_dir={folder}: another run is writing responses there; wait for it, or give another out_dir"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def next_number(folder: Path) -> int:

@@ -3,11 +3,13 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,6 +24,7 @@ from data_prep.response_files import (
     answered,
     check_run,
     next_number,
+    only_run,
     open_run,
     prompt_id,
     summarise,
@@ -50,12 +53,17 @@ def generate_responses(config: GenerateConfig) -> None:
     depends on it, the target, the seed and the decoding options only: not on processes, batches, or how often the run
     was stopped. With resume=true, prompts that were answered or skipped before are left alone; the data may have grown.
 
-    Raises `UserError` for an unusable target, data set or directory.
+    Raises `UserError` for an unusable target, data set or directory, and where another run is writing there.
     """
     if config.debug:
         config = debugged(config, small_responses)
     state = join_processes()
     folder = require_writable(config.out_dir)
+    with only_run(folder) if state.is_main_process else nullcontext():
+        _generate(config, folder, state)
+
+
+def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None:
     target = read_config(config.target, config.revision)
     tokenizer = load_tokenizer(config.target, config.revision)
     dtype = pick_dtype(config.dtype, target, state.device)

@@ -28,7 +28,7 @@ from draft_models.errors import UserError, require
 from draft_models.losses import IGNORE
 from draft_models.target import tokenizer_digest
 
-FORMAT = 1  # part of every cache key: raise it when the same input would give other rows
+FORMAT = 2  # part of every cache key: raise it when the same input would give other rows
 COUNTS = (
     "records",
     "rows",

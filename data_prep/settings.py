@@ -121,7 +121,7 @@ class DataConfig(SourceConfig):
 class GenerateConfig:
     """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
 
-    target: str  # model directory or Hub name: any causal LM that transformers loads
+    target: str  # model directory or Hub name: a causal LM of transformers whose forward takes past_key_values
     data: DataConfig  # whose user turns, or beginnings of plain texts, are the prompts; held-out records are left out
     revision: str | None = None
     turns: str = "all"  # conversations: answer all user turns, each after the target's own answers, or the first
@@ -134,7 +134,7 @@ class GenerateConfig:
     keep_truncated: bool = True  # false: drop answers that reached max_new_tokens without an end
     top_k_logits: int = 0  # also keep the target's k largest log-probabilities at every token, for distillation
     batch_size: int = 32  # prompts decoded together by one process
-    shard_size: int = 512  # prompts behind one file: what a killed process has to do again, at most
+    shard_size: int = 512  # prompts behind one file; a killed process repeats at most shard_size + batch_size - 1
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
     device_map: str | None = None  # auto spreads a large target over all GPUs of one process
     seed: int = 0
@@ -145,6 +145,13 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.target), "target", self.target, "a model directory or Hub name")
+        weights = {name: weight for name, weight, _ in self.data.parts()}
+        require(
+            len(set(weights.values())) <= 1,
+            "data.mix weights",
+            weights,
+            "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
+        )
         require_choice("turns", self.turns, ("all", "first"))
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)

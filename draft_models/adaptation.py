@@ -84,6 +84,24 @@ def with_room(known: ContextMap, more: int) -> ContextMap:
     return larger
 
 
+def _is_sound(known: ContextMap, vocabulary: int) -> bool:
+    """Whether compiled code can walk the map: it checks no index, and would go round in circles for ever."""
+    slots, entries, used = known
+    size = slots.size
+    shapes, types = zip(*((array.shape, array.dtype) for array in known), strict=True)
+    if types != (_SLOT, _ENTRY, np.int64) or shapes != ((size,), (size // _LOAD,), (2,)):
+        return False
+    if size < _LOAD or size & (size - 1):
+        return False
+    heads = slots["head"][slots["head"] >= 0]
+    contexts, count = used.tolist()
+    if contexts != len(heads) or contexts > len(entries) or not 0 <= count <= len(entries):
+        return False
+    following, tokens = entries["following"][:count], entries["token"][:count]
+    linked = np.sort(np.concatenate([heads, following[following >= 0]]))  # every entry once: no circles, none shared
+    return np.array_equal(linked, np.arange(count)) and bool(((tokens >= 0) & (tokens < vocabulary)).all())
+
+
 def _successors(known: ContextMap, key: np.uint64) -> dict[int, float]:
     """{token: weight} behind the context `key`, the heaviest first."""
     entry = known.slots["head"][slot_of(known, key)]
@@ -206,10 +224,13 @@ def _decay(known, factor):  # type: ignore[no-untyped-def]
 class Overlay:
     """Probabilities of n-grams of one order, raised above the table's by the text they occurred in (Algorithm 2).
 
-    P ← min(P + increment, highest); what the table does not have begins at 0.
+    P ← min(P + increment, highest); what the table does not have begins at 0. Raises `UserError` if the table has no
+    n-grams of that order.
     """
 
     def __init__(self, table: TrigramTable, order: int = 3, increment: float = 0.4, highest: float = 0.7):
+        if order not in table.levels:
+            raise UserError(f"order={order}: the n-gram table has orders {sorted(table.levels)} only")
         self.table, self.order, self.increment, self.highest = table, order, increment, highest
         self.level = flat(table.levels[order])
         self.reset()
@@ -225,11 +246,13 @@ class Overlay:
 
     def decay(self, factor: float) -> None:
         """Move every probability back towards the table's, to `factor` of the distance."""
-        require(0 <= factor <= 1, "factor", factor, "a number from 0 to 1")
+        require(0 < factor <= 1, "factor", factor, "a number in (0, 1]; reset() forgets everything")
         _decay(self.known, factor)
 
     def successors(self, context: Sequence[int]) -> dict[int, float]:
         """What was raised behind a context of order − 1 ids: {token: probability}, likeliest first."""
+        if not all(0 <= token < self.table.vocabulary for token in context):
+            return {}
         key = context_key(np.asarray(context, np.int64), len(context), len(context), self.level.bits)
         return _successors(self.known, np.uint64(key))
 
@@ -247,7 +270,7 @@ class Overlay:
             with np.load(path, allow_pickle=False) as stored:
                 facts = (int(stored["order"]), int(stored["vocabulary"]), str(stored["tokenizer"]))
                 known = ContextMap(*(stored[name] for name in ContextMap._fields))
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        except (OSError, ValueError, TypeError, KeyError, EOFError, BadZipFile) as error:
             raise UserError(f"{path}: not a saved overlay ({error})") from None
         expected = (self.order, self.table.vocabulary, self.table.tokenizer)
         if facts != expected:
@@ -255,6 +278,8 @@ class Overlay:
                 f"{path}: overlay for n-grams of order {facts[0]} over {facts[1]} ids of tokenizer {facts[2][:12]}, "
                 f"expected order {expected[0]} over {expected[1]} of {expected[2][:12]}"
             )
+        if not _is_sound(known, self.table.vocabulary):
+            raise UserError(f"{path}: damaged overlay (its arrays do not fit together); save it again")
         self.known = known
 
 

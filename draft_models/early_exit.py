@@ -67,9 +67,7 @@ class EarlyExit(nn.Module):
         return drafter
 
     @classmethod
-    def empty(
-        cls, config: PreTrainedConfig, exit_layer: int, *, own_head: bool, own_layer: bool = True
-    ) -> "EarlyExit":
+    def empty(cls, config: PreTrainedConfig, exit_layer: int, *, own_head: bool, own_layer: bool = True) -> "EarlyExit":
         """An exit layer for a target of `config`, without weights (meta device)."""
         layers = exit_layers(config, exit_layer)
         model = empty_model(select_layers(config, layers))

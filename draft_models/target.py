@@ -84,15 +84,17 @@ class TensorFiles:
         return tensors
 
     def digest(self, names: Iterable[str]) -> str:
-        """A short hash of three rows of each named tensor: tells two fine-tunes apart without reading them whole."""
+        """A short hash of three rows (or the scalar) of each named tensor: tells fine-tunes apart on little reading."""
         digest = hashlib.sha256()
         for name in sorted(names):
             with self._open(self.file_of[name]) as handle:
                 rows = handle.get_slice(self._stored(name))
-                count = rows.get_shape()[0]
-                for row in sorted({0, count // 2, count - 1}):
-                    piece = rows[row : row + 1].contiguous().flatten().view(torch.uint8)
-                    digest.update(name.encode() + piece.numpy().tobytes())
+                if shape := rows.get_shape():
+                    pieces = [rows[row : row + 1] for row in sorted({0, shape[0] // 2, shape[0] - 1})]
+                else:
+                    pieces = [handle.get_tensor(self._stored(name))]
+            for piece in pieces:
+                digest.update(name.encode() + piece.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def _stored(self, name: str) -> str:

@@ -16,8 +16,6 @@ def small_evaluation(config: EvaluateConfig, models: Path) -> EvaluateConfig:
         checkpoint=str(models / EARLY_EXIT) if config.checkpoint else None,
         small_lm=str(models / SMALL_LM) if config.small_lm else None,
         table=str(models / TABLE) if config.table else None,
-        transcripts=None,
-        tokenizer=None,
         prompts="python_stdlib",
         prompt_text=[],
         prompt_chars=min(config.prompt_chars, 120),

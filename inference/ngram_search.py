@@ -257,12 +257,12 @@ def _sample(level, known, begin, end, total, head, mass, seed):  # type: ignore[
 
     mass: of those in the overlay. What hits a successor in the table that the overlay replaces is drawn again.
     """
-    if begin == end and head < 0:
-        return np.int64(-1), 0.0
     kept = np.int64(0)
     for at in range(begin, end):
         kept += np.int64(level.counts[at])
     share = kept / total if end > begin else 0.0
+    if mass + share <= 0:
+        return np.int64(-1), 0.0
     while True:
         height = next_random(seed) * (mass + share)
         entry = head

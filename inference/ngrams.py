@@ -91,13 +91,17 @@ class TrigramDrafter(_OverText):
     """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
 
     overlay: adapt this one and keep what it learns from one generation to the next (`adapt` off: it only reads it);
-    by default every prompt begins with an empty one.
+    by default every prompt begins with an empty one. Raises `UserError` if it is of another table or order.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig, seed: int, overlay: Overlay | None = None):
         super().__init__(config.nodes)
-        if config.order not in table.levels:
-            raise UserError(f"order={config.order}: the n-gram table has orders {sorted(table.levels)} only")
+        if overlay is not None and (overlay.table is not table or overlay.order != config.order):
+            whose = "this" if overlay.table is table else "another"
+            raise UserError(
+                f"overlay: of order {overlay.order} over {whose} n-gram table, expected order {config.order} over this "
+                f"one; make it with Overlay(table, {config.order})"
+            )
         self.table, self.config, self.seed = table, config, seed
         self._keep = overlay is not None
         self.overlay = overlay or Overlay(table, config.order, config.increment, config.max_probability)
@@ -110,7 +114,7 @@ class TrigramDrafter(_OverText):
             self._states = np.empty(config.nodes, np.uint64)
 
     def _reset(self) -> None:
-        self._seed = np.array([self.seed], np.uint64)
+        self._seed = np.array([self.seed % 2**64], np.uint64)
         if not self._keep:
             self.overlay.reset()
 

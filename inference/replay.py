@@ -168,7 +168,11 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
     if not path.is_file():
         raise UserError(f"transcripts={name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
     found = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold what splitlines takes for a line's end
+    except UnicodeDecodeError as error:
+        raise UserError(f"transcripts={name}: not UTF-8 text ({error}); expected answers as JSONL") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -187,13 +191,23 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
 def recordings(
     prompts: Sequence[PromptLike], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary, system: str
 ) -> list[Recording]:
-    """Every turn of every prompt with its recorded answer; earlier turns are the later ones' context."""
+    """Every turn of every prompt with its recorded answer; earlier turns are the later ones' context.
+
+    Every answer is taken to end with the end token. One that the recorder cut at its own limit did not, but the text
+    does not show it: its last token is then not the target's.
+    Raises `UserError` for a prompt without an answer to each of its turns.
+    """
     found = []
     for prompt in prompts:
         if prompt.id not in answers:
             raise UserError(f"prompt {prompt.id}: no answer to it in the transcripts; give the prompts they belong to")
+        if len(prompt.turns) != len(answers[prompt.id]):
+            raise UserError(
+                f"prompt {prompt.id}: {len(prompt.turns)} turns, but {len(answers[prompt.id])} answers in the "
+                "transcripts; give the prompts they belong to"
+            )
         ids = [] if vocabulary.bos is None else [vocabulary.bos]
-        for number, (question, answer) in enumerate(zip(prompt.turns, answers[prompt.id], strict=False), 1):
+        for number, (question, answer) in enumerate(zip(prompt.turns, answers[prompt.id], strict=True), 1):
             opening = f"{system} USER: {question} ASSISTANT:" if number == 1 else f"USER: {question} ASSISTANT:"
             asked = vocabulary.encode(opening)
             both = vocabulary.encode(f"{opening} {answer}")
@@ -215,18 +229,22 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[PromptLike], syste
     assert config.tokenizer is not None
     assert config.transcripts is not None
     out_dir = require_writable(config.out_dir)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     vocabulary = load_vocabulary(config.tokenizer)
     drafters = Drafters(ngrams=open_table(config, vocabulary.digest))
     turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary, system)
     reports = []
     for name, method in config.methods.items():
-        generations = replay_turns(name, method, drafters, turns, config.seed)
+        generations = replay_turns(
+            name, method, drafters, turns, max_new_tokens=config.max_new_tokens, seed=config.seed
+        )
         reports.append({"method": name, **replay_report(turns, generations), "settings": asdict(method)})
     table = replay_markdown(reports, config.transcripts)
     write_atomically(out_dir / "report.md", table.encode())
     facts = {
         "target": "replay",
-        **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "table", "seed")},
+        **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "table", "max_new_tokens", "seed")},
         "machine": describe_machine(),
         "made_with": provenance(),
     }
@@ -236,15 +254,24 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[PromptLike], syste
 
 
 def replay_turns(
-    name: str, method: MethodConfig, drafters: Drafters, turns: Sequence[Recording], seed: int
+    name: str,
+    method: MethodConfig,
+    drafters: Drafters,
+    turns: Sequence[Recording],
+    *,
+    max_new_tokens: int,
+    seed: int,
 ) -> list[Generation]:
-    """Every recorded turn as `method` would have decoded it, whole: its own length is the budget."""
+    """Every recorded turn as `method` would have decoded it, whole, up to the end token that it ends with.
+
+    The budget is max_new_tokens, by which drafts do not see where a shorter answer ends; for a longer one its length.
+    """
     generations = []
     for turn in tqdm(turns, desc=name, unit="turn", disable=None):
         source, structure = make_drafting(method, drafters, seed)
-        generations.append(
-            collect(replay(source, structure, turn.prompt, turn.answer, max_new_tokens=len(turn.answer)))
-        )
+        budget = max(max_new_tokens, len(turn.answer))
+        rounds = replay(source, structure, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
+        generations.append(collect(rounds))
     return generations
 
 

@@ -93,6 +93,8 @@ class NgramConfig:
     def __post_init__(self) -> None:
         require_choice("evidence", self.evidence, ("table", "mixed"))
         require_choice("search", self.search, ("best_first", "puct"))
+        searchable = self.evidence == "table" or self.search == "best_first"
+        require(searchable, "search", self.search, "best_first for evidence=mixed: PUCT searches a single order")
         for key in ("nodes", "depth", "iterations", "sentences", "widest", "longest"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "an integer ≥ 1")
         require(2 <= self.order <= 4, "order", self.order, "2, 3 or 4")
@@ -167,7 +169,7 @@ class EvaluateConfig:
     prompt_chars: int = 1000  # python_stdlib: characters of a file to continue from
     num_prompts: int | None = 24  # evenly spread; null: all
     template: str = "auto"  # auto | tokenizer | vicuna | none
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # target=replay: the length of the recorded answer where that is longer
     ignore_eos: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     stop_strings: list[str] = field(default_factory=list)  # text also ends with the first of these
@@ -185,16 +187,27 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_beta")
         sources = {method.source for method in self.methods.values()}
-        for source, key in (("early_exit", "checkpoint"), ("small_lm", "small_lm"), ("ngrams", "table")):
+        for source, key, what in (
+            ("early_exit", "checkpoint", "an early-exit drafter directory"),
+            ("small_lm", "small_lm", "a causal LM directory or Hub name"),
+            ("ngrams", "table", "an n-gram table directory (data_prep/build_trigrams.py)"),
+        ):
             using = ", ".join(name for name, method in self.methods.items() if method.source == source)
             given = getattr(self, key)
-            require(source not in sources or given is not None, key, given, f"a drafter directory for {using}")
+            require(source not in sources or given is not None, key, given, f"{what} for {using}")
         replayed = self.target == "replay"
         for key in ("transcripts", "tokenizer"):
             expected = "a file for target=replay" if replayed else "null unless target=replay"
             require((getattr(self, key) is not None) == replayed, key, getattr(self, key), expected)
         blind = sources <= {"prompt_lookup", "ngrams"}
         require(not replayed or blind, "target", self.target, "a model: a recording has no hidden states or logits")
+        for key, setting, expected in (
+            ("sampling.temperature", self.sampling.temperature, "0 for target=replay: recordings are greedy"),
+            ("stop_strings", self.stop_strings, "none for target=replay: recordings are replayed whole"),
+            ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
+            ("debug", self.debug, "false for target=replay: no model runs; try it with a small num_prompts"),
+        ):
+            require(not replayed or not setting, key, setting, expected)
         require(self.target is not None or self.checkpoint is not None, "target", None, "the model that is to decode")
         require(self.prompt_chars >= 1, "prompt_chars", self.prompt_chars, "an integer ≥ 1")
         require(self.num_prompts is None or self.num_prompts >= 1, "num_prompts", self.num_prompts, "null or ≥ 1")

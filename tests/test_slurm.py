@@ -28,6 +28,7 @@ SLURM = ROOT / "slurm"
 SCRIPTS = sorted([*SLURM.glob("*.sh"), *SLURM.glob("*.sbatch")])
 ACCELERATE = sorted((CONF_DIR / "accelerate").glob("*.yaml"))
 RECORD = 'printf "%s\\0" "$(basename "$0")" "$@" >> "$CALLS"; printf "\\n" >> "$CALLS"\n'
+RESPONSES = ("o/responses/responses-*.jsonl",)
 STAND_INS = {
     "accelerate": RECORD + 'eval "${BEHAVIOUR:-}"',
     "evaluate-checkpoint": RECORD,
@@ -175,7 +176,7 @@ def test_pipeline(cluster: Cluster) -> None:
         ["generate", train, "data_prep/generate_responses.py", "target=m", "out_dir=o/responses", "resume=true",
          "data=ultrachat"],
         ["eesd", "--nodes", "2", "--gpus-per-node", "8", train, "train/eesd.py", "target=m", "out_dir=o/eesd",
-         "resume=true", "data=self_distillation"],
+         "resume=true", "data=self_distillation", "data.mix.generated.path=o/responses/responses-*.jsonl"],
         ["calibrate", train, "train/calibrate.py", "checkpoint=o/eesd", "out_dir=o/calibrate", "resume=true",
          *responses],
         ["evaluate", "slurm/evaluate.sbatch", "checkpoint=o/eesd", "out_dir=o/evaluate", "prompts=a b.jsonl",
@@ -188,6 +189,27 @@ def test_pipeline(cluster: Cluster) -> None:
         assert call == [*options, *rest]
         for word in rest:
             assert not word.endswith((".py", ".sbatch")) or (ROOT / word).exists()
+
+
+def test_pipeline_stages_are_what_the_commands_take(cluster: Cluster) -> None:
+    """Whatever data a stage is given; an experiment's own is left alone."""
+    generated = "eesd.data.mix.generated.path=mine.jsonl"
+    for given, sources in (
+        ((), ("local", "local")),
+        (("eesd.data=self_distillation", "calibrate.data=self_distillation"), ("mix", "mix")),
+        (("eesd.experiment=eesd/vicuna_13b", generated, "calibrate.experiment=calibrate/vicuna_13b"), ("mix", "hub")),
+        (("eesd.data=ultrachat", "calibrate.data=responses"), ("hub", "local")),
+    ):
+        cluster.record.write_text("")
+        cluster.run("pipeline.sh", "target=m", "out_dir=o", *given)
+        _, eesd, calibrate, _ = (
+            call[call.index("--kill-on-invalid-dep=yes") + 3 :] for call in cluster.calls("sbatch")
+        )
+        built = compose_and_build("eesd", eesd), compose_and_build("calibrate", calibrate)
+        assert tuple(config.data.source for config in built) == sources
+        for config in built:
+            paths = [part.path for part in (config.data, *config.data.mix.values()) if part.source == "local"]
+            assert all(path == (("mine.jsonl",) if generated in given else RESPONSES) for path in paths)
 
 
 @pytest.mark.parametrize("arguments", [["target=m"], ["out_dir=o"], ["target=m", "out_dir=o", "fit.steps=1"]])

@@ -83,8 +83,7 @@ def calibrate(config: CalibrateConfig) -> None:
         rows = load_rows(config.data, tokenizer, config.seq_len, split, max_rows=count)
         prompts = [heldout_prompt(rows[i])[-room:] for i in range(len(rows))]
         folder = out_dir / "captured" / f"{split}-{_digest([settings, prompts])}"
-        missing = [s for s in range(0, len(prompts), SHARD_PROMPTS) if not _shard(folder, s).exists()]
-        mine = missing[state.process_index :: state.num_processes]
+        mine = own_shards(folder, len(prompts), state.process_index, state.num_processes)
         for start in tqdm(mine, desc=f"capture {split}", unit="shard", disable=None):
             texts = prompts[start : start + SHARD_PROMPTS]
             shard = capture(stack(), drafter, texts, config.new_tokens, config.max_draft)
@@ -117,6 +116,15 @@ def calibrate(config: CalibrateConfig) -> None:
             print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
         print(f"saved calibration={config.checkpoint} examples={recipe['examples']}", flush=True)
     state.wait_for_everyone()
+
+
+def own_shards(folder: Path, prompts: int, process: int, processes: int) -> list[int]:
+    """First prompts of the shards that are `process`'s to capture and missing in `folder`.
+
+    Whose a shard is does not depend on what is there: the processes look at different times.
+    """
+    starts = range(0, prompts, SHARD_PROMPTS)[process::processes]
+    return [start for start in starts if not _shard(folder, start).exists()]
 
 
 class Recorder:

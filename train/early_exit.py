@@ -28,7 +28,7 @@ from draft_models.target import (
 from draft_models.tiny_model import debugged
 from inference.evaluation import Drafters, prepare
 from inference.sources import EarlyExitSource
-from train import run_dir
+from train import run_dir, sharding
 from train.debug import small_eesd
 from train.fit import fit
 from train.plan import describe_plan, make_plan
@@ -48,6 +48,8 @@ def train_early_exit(config: EesdConfig) -> None:
     if config.plan:
         print(describe_plan(make_plan(config, target, exit_layer), exit_layer, target.num_hidden_layers), flush=True)
         return
+    if config.decode_prompts:
+        sharding.refuse_fsdp(f"decode_prompts={config.decode_prompts}")
     state = join_processes()
     out_dir = Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
@@ -93,7 +95,7 @@ def train_early_exit(config: EesdConfig) -> None:
         out_dir,
         resume=config.resume,
         identity={**recipe, "target": asdict(fingerprint)},
-        evaluate=Watch(config, target, files, heldout, state.is_main_process),
+        evaluate=Watch(config, target, files, heldout, state.device, state.is_main_process),
     )
     if state.is_main_process:
         training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "metrics": result.metrics}
@@ -135,12 +137,21 @@ class Watch:
     """What is watched while training, on the main process: the number that training is for.
 
     top1: share of held-out supervised positions at which the drafter's argmax is the text's next token. With
-    `decode_prompts` the whole target is loaded, at the first evaluation, for more: top1_target, the same share
-    against the target's own argmax, and real decoding's tau and acceptance by position (`decode_metrics`).
+    `decode_prompts` the whole target is loaded too, for more: top1_target, the same share against the target's own
+    argmax, and real decoding's tau and acceptance by position (`decode_metrics`). Make it before `fit`: DeepSpeed
+    shares out every module made after it has begun.
     """
 
-    def __init__(self, config: EesdConfig, target: PreTrainedConfig, files: TensorFiles, heldout: Rows, active: bool):
-        self.config, self.target, self.files, self.active = config, target, files, active
+    def __init__(
+        self,
+        config: EesdConfig,
+        target: PreTrainedConfig,
+        files: TensorFiles,
+        heldout: Rows,
+        device: torch.device,
+        active: bool,
+    ):
+        self.config, self.active = config, active
         size = config.eval_batch_rows
         starts = range(0, len(heldout), size) if active else ()
         self.batches = [
@@ -148,18 +159,16 @@ class Watch:
         ]
         room = target.max_position_embeddings - config.decode_tokens
         self.prompts = heldout_prompts(heldout, config.decode_prompts, room)
-        self.whole: LayerStack | None = None
-        self.choices: list[Tensor] = []  # the target's argmax at the supervised positions of each batch
+        self.whole = _load_whole(files, target, device) if active and self.prompts else None
+        # the target's argmax at the supervised positions of each batch
+        self.choices = [target_choices(self.whole, batch) for batch in self.batches] if self.whole else []
 
     def __call__(self, student: torch.nn.Module) -> dict[str, float]:
         if not self.active:
             return {}
         assert isinstance(student, EarlyExitStudent)
         metrics = {"top1": self._agreement(student, [batch["labels"] for batch in self.batches])}
-        if self.prompts:
-            if self.whole is None:
-                self.whole = self._load_whole(student.stack.device)
-                self.choices = [target_choices(self.whole, batch) for batch in self.batches]
+        if self.whole is not None:
             metrics["top1_target"] = self._agreement(student, self.choices)
             metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens)
         return metrics
@@ -172,11 +181,6 @@ class Watch:
             counts += student.agreement(**moved)
         return (counts[0] / counts[1]).item()
 
-    def _load_whole(self, device: torch.device) -> LayerStack:
-        every = range(self.target.num_hidden_layers)
-        dtype = pick_dtype("auto", self.target, device)
-        return LayerStack(load_layers(self.files, self.target, every, dtype=dtype, device=device))
-
 
 def decode_student(
     student: EarlyExitStudent, stack: LayerStack, prompts: list[list[int]], max_new_tokens: int
@@ -186,6 +190,12 @@ def decode_student(
     drafter = copy.deepcopy(student.drafter, shared).to(stack.dtype).requires_grad_(False)
     prepare(stack, Drafters(early_exit=drafter))
     return decode_metrics(stack, EarlyExitSource(drafter), prompts, max_new_tokens)
+
+
+def _load_whole(files: TensorFiles, target: PreTrainedConfig, device: torch.device) -> LayerStack:
+    every = range(target.num_hidden_layers)
+    dtype = pick_dtype("auto", target, device)
+    return LayerStack(load_layers(files, target, every, dtype=dtype, device=device))
 
 
 def _recipe(data: dict[str, Any]) -> dict[str, Any]:

@@ -282,8 +282,13 @@ class CalibrateConfig:
         for key in ("prompts", "heldout_prompts", "max_draft"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(0 <= self.l2 < math.inf, "l2", self.l2, "zero or more")
-        for key in ("seq_len", "new_tokens"):
-            require(getattr(self, key) >= 2, key, getattr(self, key), "at least 2 tokens")
+        require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 tokens")
+        require(
+            self.new_tokens >= 3,
+            "new_tokens",
+            self.new_tokens,
+            "at least 3: the first is the prefill's, and the last is never drafted",
+        )
         require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16", "float64"))
         require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
         fraction = self.data.heldout_fraction

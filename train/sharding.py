@@ -9,10 +9,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from draft_models.errors import UserError
 
 
 def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
@@ -78,6 +81,12 @@ def mark_layers(model: Any) -> None:
     """Name the transformer layers in `model` where FSDP's TRANSFORMER_BASED_WRAP looks for them."""
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     model._no_split_modules = sorted({type(layer).__name__ for layer in layers})
+
+
+def refuse_fsdp(what: str) -> None:
+    """Raise `UserError` if FSDP is going to train: `what` copies modules, and FSDP's cannot be copied."""
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise UserError(f"{what}: decodes while training, which FSDP's modules do not allow; use ddp or DeepSpeed")
 
 
 def is_shared_out(parameter: nn.Parameter) -> bool:

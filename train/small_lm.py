@@ -32,7 +32,7 @@ from draft_models.small_lm import require_same_vocabulary
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target, pick_dtype
 from draft_models.tiny_model import debugged
 from inference.sources import SmallLMSource
-from train import run_dir
+from train import run_dir, sharding
 from train.debug import small_finetune
 from train.fit import WEIGHTS_FILE, fit, trained_parameters
 from train.settings import DrafterConfig, FinetuneConfig
@@ -54,6 +54,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     transformers_logging.disable_progress_bar()
     if config.debug:
         config = debugged(config, small_finetune)
+    sharding.refuse_fsdp("finetune_drafter")
     state, out_dir = join_processes(), Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
     target = load_config(config.target, config.revision)
@@ -87,7 +88,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     if state.is_main_process:
         assert stack is not None
         prompts = heldout_prompts(heldout, config.decode_prompts, target.max_position_embeddings - config.decode_tokens)
-        run = {**identity, "fit": config.fit.deciding(), "processes": state.num_processes}
+        run = {**identity, "fit": config.fit.deciding()}
         watch = Watch(stack, prompts, config.decode_tokens, student, served, Best(out_dir / BEST_FOLDER, run))
     result = fit(
         student,

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from draft_models.errors import UserError
 from draft_models.losses import IGNORE, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.target import LayerStack
+from train.sharding import is_shared_out
 from train.watch import packed_hidden
 
 
@@ -55,7 +57,13 @@ class SmallLMStudent(nn.Module):
         return self._unregistered[1]
 
     def begin_step(self, step: int) -> None:
-        """Told by `fit`: what is sampled depends on the step."""
+        """Told by `fit`: what is sampled depends on the step.
+
+        Raises `UserError` where parameters are shared out: every forward gathers them from all processes, which need
+        forwards in different numbers to sample.
+        """
+        if self.on_policy is not None and any(map(is_shared_out, self.parameters())):
+            raise UserError("on_policy: needs whole parameters; use ddp or zero2, or on_policy=0")
         self.step = step
 
     def gradient_checkpointing_enable(self) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.conversations import Document, Record, SkipRecordError, find_layout, to_record
 from data_prep.corpus import content_key, is_heldout, resolve_paths
 from data_prep.generation import TopK
-from data_prep.response_files import Response, law_document, read_responses
+from data_prep.response_files import Response, law_document, read_shard
 from data_prep.rows import pack
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError
@@ -81,7 +81,7 @@ class TopKRows:
 
 
 def load_top_k_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> TopKRows:
-    """The training split of the responses in `config.path` (files of one or more directories, or those).
+    """The training split of the first `config.max_records` responses in the files that `config.path` names.
 
     A response without a law, or whose text is not tokenised as it was generated, is left out; the counts are printed.
     Raises `UserError` where none is left, or where they were made with different k.
@@ -105,33 +105,34 @@ def load_top_k_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_
 def _examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, counts: Counter[str]
 ) -> Iterator[tuple[Document, np.ndarray, TopK]]:
-    for folder in sorted({path.parent for path in resolve_paths(config.path)}):
-        for response in read_responses(folder):
-            record = _record(response, folder)
-            if record is None or is_heldout(content_key(record), config.heldout_fraction):
-                continue
-            counts["responses"] += 1
-            if response.top is None:
-                counts["without_top_k"] += 1
-                continue
-            found = law_document(response, tokenizer, config.template)
-            if found is None:
-                counts["retokenised"] += 1
-                continue
-            document, places = found
-            kept = (places > 0) & (places < seq_len)
-            if not kept.any():
-                counts["unsupervised"] += 1
-                continue
-            law = response.top
-            known = torch.from_numpy(np.flatnonzero(kept))
-            cut = TopK(law.tokens[known], law.ids[known], law.logprobs[known], law.tail[known])
-            yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
+    files = resolve_paths(config.path)
+    read = ((response, file) for file in files for response in read_shard(file))
+    for response, file in islice(read, config.max_records):
+        record = _record(response, file)
+        if record is None or is_heldout(content_key(record), config.heldout_fraction):
+            continue
+        counts["responses"] += 1
+        if response.top is None:
+            counts["without_top_k"] += 1
+            continue
+        found = law_document(response, tokenizer, config.template)
+        if found is None:
+            counts["retokenised"] += 1
+            continue
+        document, places = found
+        kept = (places > 0) & (places < seq_len)
+        if not kept.any():
+            counts["unsupervised"] += 1
+            continue
+        law = response.top
+        known = torch.from_numpy(np.flatnonzero(kept))
+        cut = TopK(law.tokens[known], law.ids[known], law.logprobs[known], law.tail[known])
+        yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
 
 
-def _record(response: Response, folder: Path) -> Record | None:
+def _record(response: Response, file: Path) -> Record | None:
     """In normal form, as `read_records` has it, so that the held-out split is the same; None if it is unusable."""
-    where = f"{folder}: {response.record['id']}"
+    where = f"{file}: {response.record['id']}"
     try:
         return to_record(response.record, find_layout(response.record, "auto", None, where), where)
     except SkipRecordError:

@@ -87,6 +87,7 @@ def test_several_methods_at_once() -> None:
         ("eesd", "exit_layer=0", "exit_layer=0: expected null or at least 1"),
         ("eesd", "data.heldout_fraction=1.5", r"data\.heldout_fraction=1\.5: expected"),
         ("eesd", "fit.wandb.mode=maybe", r"fit\.wandb\.mode='maybe': expected one of"),
+        ("calibrate", "new_tokens=2", "new_tokens=2: expected at least 3"),
         ("toy_target", "fit.lr=-1", r"fit\.lr=-1\.0: expected a positive"),
         ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected a positive number, or a path"),
         (
@@ -141,7 +142,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
     ("command", "message"),
     [
         ("eesd", r"target: missing; give it as target=VALUE\. Expected str"),
-        ("evaluate_checkpoint", r"checkpoint=None: expected a drafter directory for eesd_beta"),
+        ("evaluate_checkpoint", r"checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
     ],
 )
 def test_missing_mandatory_values(command: str, message: str) -> None:
@@ -149,11 +150,11 @@ def test_missing_mandatory_values(command: str, message: str) -> None:
         compose_and_build(command, [])
 
 
-def readme_commands() -> list[tuple[str, list[str]]]:
-    """(command, overrides) of every line of the README that runs one of the entries."""
+def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
+    """(command, overrides) of every line that runs one of the entries."""
     scripts = {Path(script).name: command for command, (_, script, _) in COMMANDS.items()}
     found = []
-    for line in (ROOT / "README.md").read_text().splitlines():
+    for line in lines:
         words = (
             shlex.split(line, comments=True)
             if line.startswith(("python ", "accelerate ", "evaluate-checkpoint "))
@@ -167,7 +168,17 @@ def readme_commands() -> list[tuple[str, list[str]]]:
 
 
 def test_readme_commands_compose() -> None:
-    commands = readme_commands()
+    commands = written_commands((ROOT / "README.md").read_text().splitlines())
+    assert {command for command, _ in commands} == set(COMMANDS)
+    for command, overrides in commands:
+        compose_and_build(command, overrides)
+
+
+def test_makefile_commands_compose() -> None:
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    for name, value in {"DEMO": "runs/demo", "RUN": "", "LAUNCH": "accelerate launch"}.items():
+        text = text.replace(f"$({name})", value)
+    commands = written_commands([line.strip() for line in text.splitlines() if line.startswith("\t")])
     assert {command for command, _ in commands} == set(COMMANDS)
     for command, overrides in commands:
         compose_and_build(command, overrides)

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,7 @@ def test_every_experiment_runs_with_debug(name: str, tmp_path: Path, capfd: pyte
     (out_dir / "mine").write_text("a real run")
     command = name.partition("/")[0]
     config = composed(name, "debug=true", f"out_dir={out_dir}")
-    started = time.perf_counter()
     run(command, config)
-    assert time.perf_counter() - started < 30
     debug = tmp_path / "run-debug"
     assert (debug / "run" / LEAVES[command]).exists()
     assert f"debug target={debug / MODELS / TARGET} architecture={config.debug_architecture} " in capfd.readouterr().out

@@ -148,6 +148,13 @@ def test_text_has_one_bos_where_the_tokenizer_adds_it_and_one_eos(make_tokenizer
     assert tokenizer.decode(document.ids) == "return"
 
 
+def test_truncated_text_has_no_end(tokenizer):
+    raw = {"text": "return first", "finish": "length"}
+    cut, whole = (to_record(r, Layout("text", "text"), "f:1") for r in (raw, {**raw, "finish": "end"}))
+    cut_ids, whole_ids = (document.ids.tolist() for document in encode([cut, whole], tokenizer, "tokenizer"))
+    assert whole_ids == [*cut_ids, tokenizer.eos_token_id]
+
+
 # ----------------------------------------------------------------------------------------------- templates
 
 
@@ -206,6 +213,25 @@ def test_the_supervised_tokens_spell_the_answers(make_tokenizer, turns, trim):
     assert spoken(document, tokenizer) == "".join(f"{answer}<|im_end|>" for _, answer in turns)
     (document,) = encode([chat(*messages)], tokenizer, "vicuna")
     assert spoken(document, tokenizer) == "".join(f" {answer}</s>" for _, answer in turns)
+
+
+TRIMS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("answer", ["Good, é ☃", "e", "Well. \n"])
+@pytest.mark.parametrize("options", [{}, {"chat_template": TRIMS}])
+@pytest.mark.parametrize("template", ["tokenizer", "vicuna"])
+def test_a_truncated_answer_is_supervised_without_its_end(make_tokenizer, answer, options, template):
+    messages = [*TALK[:3], {"role": "assistant", "content": answer}]
+    record = to_record({"messages": messages, "finish": "length"}, Layout("messages", "messages"), "f:1")
+    tokenizer = make_tokenizer(**options)
+    whole, cut = encode([chat(*messages), record], tokenizer, template)
+    assert whole.ids.tolist() == cut.ids.tolist()
+    first, space = ("How are you?<|im_end|>", "") if template == "tokenizer" else (" How are you?</s>", " ")
+    assert spoken(cut, tokenizer) == first + space + answer.rstrip()
 
 
 def test_a_template_without_end_token_keeps_its_line_break_as_the_end(make_tokenizer):

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf
 
-from data_prep.corpus import content_digest, is_heldout, python_stdlib_files, read_records
+from data_prep.corpus import content_digest, is_heldout, python_stdlib_files, read_records, resolve_paths
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError
 
@@ -73,6 +73,15 @@ def test_directories_globs_and_lists(tmp_path):
     assert counts == {"records": 2, "unreadable": 1}
     assert texts(str(tmp_path / "**" / "*.py")) == ["a"]
     assert texts([str(tmp_path / "sub"), str(tmp_path / "*.txt"), str(tmp_path / "b.txt")]) == ["a", "b"]
+
+
+def test_a_directory_of_responses_means_the_responses_alone(tmp_path):
+    for name, content in (("responses-00000", "a"), ("responses-engine", "b"), ("skipped-00000", "no")):
+        (tmp_path / f"{name}.jsonl").write_text(lines([{"text": content}]))
+    (tmp_path / "summary.json").write_text("{}")
+    assert len(resolve_paths([str(tmp_path)])) == 4  # any directory, so far
+    (tmp_path / "run.json").write_text("{}")
+    assert texts(str(tmp_path)) == ["a", "b"]
 
 
 def test_layouts_are_detected_file_by_file(tmp_path, capsys):

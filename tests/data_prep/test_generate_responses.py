@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig, PreTrainedTokenizerFast
 
 from data_prep import generation, response_files
 from data_prep import responses as responses_module
@@ -25,7 +26,7 @@ from data_prep.generation import Answer, Generator, TopK, invert, uniforms
 from data_prep.response_files import Response, law_document, prompt_id, read_responses
 from data_prep.responses import Task, generate_responses
 from data_prep.rows import load_rows
-from data_prep.settings import DataConfig, GenerateConfig
+from data_prep.settings import DataConfig, GenerateConfig, MixPart
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
 from inference.sampling import Sampler
@@ -38,6 +39,10 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
+
+
+HYBRID = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +157,23 @@ def test_a_batch_says_what_each_prompt_says_alone(tmp_path, architecture, sampli
     order = [3, 0, 4, 1, 2]
     again = generator.answer([prompts[i] for i in order], [draws[i] for i in order])
     assert again == [answers[i] for i in order]
+
+
+def test_a_batch_shrinks_where_layers_keep_no_keys():
+    kinds = ["conv", "full_attention"]
+    model = AutoModelForCausalLM.from_config(Lfm2Config(**HYBRID, layer_types=kinds), dtype=torch.float64).eval()
+    prompts, counts = [random_prompt(6, seed=seed) for seed in range(4)], (2, 9, 2, 9)
+    draws = [uniforms(0, str(i), 0, count) for i, count in enumerate(counts)]
+    sampling = SamplingConfig(temperature=1.0)
+    expected = [one_by_one(model, p, d, 1, sampling, ()) for p, d in zip(prompts, draws, strict=True)]
+    answers = Generator(model, Sampler(sampling), (), greedy_tokens=1).answer(prompts, draws)
+    assert [answer.tokens for answer in answers] == expected
+
+
+def test_a_model_with_its_state_elsewhere_is_refused():
+    model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(UserError, match="MambaForCausalLM keeps its state elsewhere than in past_key_values"):
+        Generator(model, Sampler(SamplingConfig()), (), greedy_tokens=1)
 
 
 def test_the_first_tokens_are_greedy_and_the_rest_are_not(model):
@@ -283,7 +305,7 @@ def test_killed_at_any_file_and_resumed_gives_the_same_responses(make):
             assert torch.equal(law.tokens, response.top.tokens)
             torch.testing.assert_close(law.logprobs, response.top.logprobs, atol=0.01, rtol=0)  # kept as float16
         names = {path.name for path in Path(config.out_dir).iterdir()}
-        assert not [name for name in names if name.startswith(".")]
+        assert [name for name in names if name.startswith(".")] == [".lock"]
         assert all(name.replace("safetensors", "jsonl") in names for name in names if name.endswith(".safetensors"))
 
 
@@ -427,6 +449,42 @@ def test_responses_from_elsewhere_count_as_answers(make):
         generate_responses(replace(config, resume=True))
 
 
+def test_records_from_elsewhere_with_ids_of_their_own_answer_their_prompts(make):
+    config = make([talk(f"question {i}") for i in range(4)])
+    folder = Path(config.out_dir)
+    folder.mkdir()
+    theirs = [{**talk(f"question {i}", "A"), "id": f"own-{i}"} for i in range(3)]
+    (folder / "responses-engine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in theirs))
+    generate_responses(replace(config, resume=True))
+    assert responses(config).keys() == {"own-0", "own-1", "own-2", prompt_id(talk("question 3")["messages"])}
+
+
+def test_two_runs_never_write_one_directory(make):
+    config = make(TALKS[:2])
+    folder = Path(config.out_dir)
+    folder.mkdir()
+    with FileLock(folder / ".lock"), pytest.raises(UserError, match="another run is writing responses there"):
+        generate_responses(config)
+    generate_responses(config)
+    with pytest.raises(UserError, match="holds responses already"):
+        generate_responses(config)
+    generate_responses(replace(config, resume=True))  # free again, also after a failure
+
+
+def test_the_directory_is_kept_from_others_until_the_end(make, monkeypatch):
+    config, seen = make(TALKS[:2]), []
+
+    def another(folder):
+        with pytest.raises(UserError, match="another run is writing"):
+            generate_responses(replace(config, resume=True))
+        seen.append(folder)
+        return response_files.summarise(folder)
+
+    monkeypatch.setattr(responses_module, "summarise", another)
+    generate_responses(config)
+    assert seen == [Path(config.out_dir)]
+
+
 def test_more_data_is_answered_on_resume_and_nothing_else(make):
     generate_responses(make(TALKS[:4]))
     before = responses(make())
@@ -470,8 +528,12 @@ def test_training_reads_the_answers(make, tmp_path):
             labels = item["labels"][item["documents"] == document]
             trained.append(tokenizer.decode(labels[labels != IGNORE]))
     answers = [
-        "".join(m["content"] + "</s>" for m in record["messages"][1::2]) for record in responses(config).values()
+        "".join(m["content"] + "</s>" for m in record["messages"][1::2]).removesuffix(
+            "</s>" if record["finish"] == "length" else ""
+        )
+        for record in responses(config).values()
     ]
+    assert {record["finish"] for record in responses(config).values()} == {"end", "length"}
     assert sorted(trained) == sorted(answers)
 
 
@@ -561,3 +623,13 @@ def test_impossible_options_are_named(values, message):
     with pytest.raises(UserError, match=message):
         GenerateConfig(**{"target": "t", "data": DataConfig(), **values})
     assert generation._FAILED < 0  # no token id
+
+
+def test_a_mix_is_answered_whole_and_weighed_later():
+    def configure(**weights):
+        mix = {name: MixPart(source="local", path=name, weight=weight) for name, weight in weights.items()}
+        return GenerateConfig(target="t", data=DataConfig(source="mix", mix=mix))
+
+    configure(a=0.5, b=0.5, c=0.0)
+    with pytest.raises(UserError, match=r"^data\.mix weights=\{'a': 0\.5, 'b': 1\.0\}: expected equal weights"):
+        configure(a=0.5, b=1.0, c=0.0)

@@ -91,6 +91,14 @@ def test_digest_tells_fine_tunes_apart(tmp_path: Path) -> None:
     assert before != open_target(str(path)).digest(names)
 
 
+def test_digest_reads_a_scalar_whole(tmp_path: Path) -> None:
+    def digest(value: float) -> str:
+        save_file({"model.a": torch.tensor(value), "model.b": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+        return open_target(str(tmp_path)).digest(["model.a", "model.b"])
+
+    assert digest(1.0) == digest(1.0) != digest(2.0)
+
+
 def test_layer_windows() -> None:
     kind, extra = ARCHITECTURES["qwen2"]
     assert layer_windows(kind(**extra, num_hidden_layers=4)) == [None, None, 12, 12]

@@ -86,6 +86,14 @@ def test_unknown_contexts_and_ids_beyond_the_vocabulary_have_no_successors() -> 
         assert table.successors([alias, 2])[0].size == 0
 
 
+def test_a_table_of_a_single_context_finds_it_and_no_other() -> None:
+    for token in range(256):
+        table = TrigramTable.from_documents([[token, 1]], (2,), 256, "t")
+        assert table.levels[2].shift == table.levels[2].key_bits  # one bucket: of a key no bit is left
+        assert [context for context in range(256) if table.successors([context])[0].size] == [token]
+        assert table.successors([token])[0].tolist() == [1]
+
+
 @pytest.mark.parametrize("width", range(1, 13))
 def test_mix_is_a_bijection_on_its_width(width: int) -> None:
     assert sorted(int(mix(x, width)) for x in range(2**width)) == list(range(2**width))

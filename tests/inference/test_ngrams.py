@@ -405,6 +405,30 @@ def test_an_overlay_of_ones_own_lasts() -> None:
         assert (draft(drafter, [0, 7, 8]).tokens.tolist() == [9]) == remembers
 
 
+def test_an_overlay_of_another_table_or_order_is_refused() -> None:
+    other = make_table()
+    for overlay, found in ((Overlay(other, 3), "order 3 over another"), (Overlay(TABLE, 2), "order 2 over this")):
+        with pytest.raises(UserError, match=f"{found} n-gram table, expected order 3"):
+            TrigramDrafter(TABLE, NgramConfig(), 0, overlay)
+
+
+def test_a_context_that_lost_all_its_weight_has_no_successor() -> None:
+    table = TrigramTable.from_documents([[1, 2, 3]], [3], VOCABULARY, "t")
+    overlay = Overlay(table, 3)
+    overlay.learn(np.array([7, 8, 9, 5]), 0, 4)
+    overlay.decay(1e-300)
+    overlay.decay(1e-300)
+    assert overlay.successors([8, 9]) == {5: 0.0}
+    drafter = TrigramDrafter(table, NgramConfig(search="puct", iterations=5, adapt=False), 0, overlay)
+    assert paths_of(draft(drafter, [7, 8])) in ([], [(9,)], [(9,), (9, 5)])
+
+
+def test_any_seed_will_do() -> None:
+    config = NgramConfig(search="puct", iterations=20)
+    one, other = (draft(TrigramDrafter(TABLE, config, seed), [0, 1, 2]) for seed in (-1, 2**64 - 1))
+    assert paths_of(one) == paths_of(other) != []
+
+
 def test_tables_of_next_to_nothing() -> None:
     """One context, or none: every look-up stays inside the arrays."""
     for documents, found in (([[5, 6, 7]], True), ([[5]], False)):
@@ -423,4 +447,6 @@ def test_bad_settings_are_refused() -> None:
                 {"max_probability": 0.01}, {"decay": 1.5}, {"strength": 0.0}):  # fmt: skip
         with pytest.raises(UserError, match=next(iter(bad))):
             NgramConfig(**bad)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="search='puct': expected best_first for evidence=mixed"):
+        NgramConfig(evidence="mixed", search="puct")
     assert MethodConfig(source="ngrams").ngrams.evidence == "table"

@@ -1,6 +1,7 @@
 """Replay against the live target, what is read from recordings, and the command."""
 
 import json
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,13 +9,22 @@ import pytest
 import torch
 from sentencepiece import SentencePieceTrainer
 
+from benchmarks import bench_aded
 from draft_models.errors import UserError
 from draft_models.target import load_tokenizer
 from draft_models.trigram import TrigramTable, vocabulary_digest
 from inference.decode import speculative
 from inference.evaluate_checkpoint import main
 from inference.evaluation import Drafters, make_drafting
-from inference.replay import Vocabulary, load_vocabulary, read_transcripts, recordings, replay
+from inference.replay import (
+    Recording,
+    Vocabulary,
+    load_vocabulary,
+    read_transcripts,
+    recordings,
+    replay,
+    replay_turns,
+)
 from inference.settings import MethodConfig, NgramConfig
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 
@@ -46,6 +56,10 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
         recorded = replay(*make_drafting(METHODS[method], drafters, 3), prompt, answer, max_new_tokens=length, eos=eos)
         assert outcome(list(recorded)) == outcome(live)
         assert len(answer) < length if ends else answer == text
+        if ends:  # the command: a draft does not see that the recording ends before the budget does
+            turn = Recording("1", "c", tuple(prompt), tuple(answer))
+            (found,) = replay_turns("m", METHODS[method], drafters, [turn], max_new_tokens=length, seed=3)
+            assert outcome(found.rounds) == outcome(live[1:])
     assert any(r.accepted > 1 for r in live) or method == "prompt_lookup"
 
 
@@ -122,7 +136,13 @@ def run(files: dict[str, str], out_dir: Path, monkeypatch: pytest.MonkeyPatch, *
 
 
 def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(files, tmp_path, monkeypatch, "method=[aded,aded_best_first,ngrams,prompt_lookup]")
+    threads = torch.get_num_threads()
+    try:
+        methods = "method=[aded,aded_best_first,ngrams,prompt_lookup]"
+        run(files, tmp_path, monkeypatch, methods, f"threads={threads + 1}")
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
     report = json.loads((tmp_path / "report.json").read_text())
     taus = {r["method"]: r["tau"] for r in report["reports"]}
     assert list(taus) == ["aded", "aded_best_first", "ngrams", "prompt_lookup"]
@@ -130,6 +150,7 @@ def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.
     assert taus["ngrams"] > 3  # the table holds the answers
     assert {r["turns"] for r in report["reports"]} == {6}
     assert set(report["reports"][0]["by_category"]) == {"c0", "c1"}
+    assert report["max_new_tokens"] == 128
     assert f"| ngrams | {taus['ngrams']:.3f} |" in (tmp_path / "report.md").read_text()
 
 
@@ -138,7 +159,11 @@ def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.
     [
         (["method=ngrams", "table={other_table}"], "built with another tokenizer"),
         (["method=ngrams", "table=nowhere"], "not an n-gram table"),
-        (["method=ngrams", "table=null"], "table=None: expected"),
+        (["method=ngrams", "table=null"], "table=None: expected an n-gram table directory (data_prep/build_trig"),
+        (["method=ngrams", "sampling.temperature=1"], "sampling.temperature=1.0: expected 0 for target=replay"),
+        (["method=ngrams", "stop_strings=[cat]"], "stop_strings=['cat']: expected none for target=replay"),
+        (["method=ngrams", "card=true"], "card=True: expected false for target=replay"),
+        (["method=ngrams", "debug=true"], "debug=True: expected false for target=replay"),
         (["method=ngrams", "tokenizer=null"], "tokenizer=None: expected a file for target=replay"),
         (["method=ngrams", "tokenizer=none.model"], "no such file"),
         (["method=ngrams", "transcripts=none.jsonl"], "no such file"),
@@ -167,9 +192,33 @@ def test_bad_transcripts(tmp_path: Path, content: str, message: str) -> None:
         read_transcripts(str(tmp_path / "answers.jsonl"))
 
 
+def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    records = [{"question_id": i, "choices": [{"turns": ["é\u2028b\x85"]}]} for i in range(2)]
+    lines = "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    path.write_bytes(lines.encode())
+    assert read_transcripts(str(path)) == {"0": ("é\u2028b\x85",), "1": ("é\u2028b\x85",)}
+    path.write_bytes(lines.encode("utf-16"))
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        read_transcripts(str(path))
+
+
 def test_prompts_of_other_transcripts() -> None:
     with pytest.raises(UserError, match="prompt 8: no answer"):
         recordings([Question("8", "c", ("q",))], {"7": ("a",)}, Vocabulary(characters, None, 2, "d"), "S")
+    for answers in ((), ("a",), ("a", "b", "c")):
+        with pytest.raises(UserError, match=f"prompt 7: 2 turns, but {len(answers)} answers"):
+            recordings([Question("7", "c", ("q", "r"))], {"7": answers}, Vocabulary(characters, None, 2, "d"), "S")
+
+
+def test_the_benchmark(files: dict[str, str]) -> None:
+    turns = [Recording("1", "c", (1, 2, 3), (1, 2, 3, 1, 2, 3, 4))]
+    args = Namespace(tokenizer=files["pieces.model"], table=[files["other_table"]])
+    with pytest.raises(UserError, match="other_table: the n-gram table was built with another tokenizer"):
+        bench_aded.corpus(TrigramTable.open(files["table"]), turns, args)
+    found = bench_aded.times(TrigramTable.open(files["table"]), turns, args)
+    for parts in found.values():  # a single turn; the prompt's adaptation is not a round's
+        assert parts["search"]["calls"] <= parts["adaptation"]["calls"] == parts["round"]["calls"] > 0
 
 
 def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from train.calibration import (
     capture,
     expected_calibration_error,
     judge,
+    own_shards,
     predict,
     reliability,
 )
@@ -94,6 +95,13 @@ def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
     rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=30))
     first = got["target_hidden"][got["position"] == 1]
     assert stack.logits(first[None])[0].argmax(-1).tolist() == [r.tokens[-1] for r in rounds[:-1]][: len(first)]
+
+
+def test_every_shard_is_somebodys_whenever_they_look(tmp_path: Path) -> None:
+    everybody = [own_shards(tmp_path, 60, process, 3) for process in range(3)]
+    assert sorted(start for mine in everybody for start in mine) == list(range(0, 60, 8))
+    (tmp_path / f"{everybody[0][0]:06d}.safetensors").touch()  # before the others look
+    assert [own_shards(tmp_path, 60, process, 3) for process in range(3)] == [everybody[0][1:], *everybody[1:]]
 
 
 def test_rows_hold_every_example_once() -> None:

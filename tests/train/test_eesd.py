@@ -268,7 +268,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    metrics = Watch(run, target, files, heldout, active=True)(student)
+    metrics = Watch(run, target, files, heldout, torch.device("cpu"), active=True)(student)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     _, stack = open_stack(path)
@@ -286,7 +286,34 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
         )[1:]
     ]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
-    assert Watch(run, target, files, heldout, active=False)(student) == {}
+    assert Watch(run, target, files, heldout, torch.device("cpu"), active=False)(student) == {}
+
+
+def test_the_target_to_watch_with_is_there_before_training(
+    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may patch how modules are made as soon as `fit` begins."""
+
+    def fit(*_: object, evaluate: Watch, **__: object) -> None:
+        assert evaluate.whole is not None
+        assert len(evaluate.choices) == len(evaluate.batches) > 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.early_exit.fit", fit)
+    with pytest.raises(KeyboardInterrupt):
+        train_early_exit(config(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=1))
+
+
+def test_decoding_under_fsdp_is_refused_at_once(
+    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    path = save_target(tmp_path / "target")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"decode_prompts=2: .*FSDP.*; use ddp or DeepSpeed"):
+        train_early_exit(config(path, corpus, tmp_path / "eesd", decode_prompts=2))
+    with pytest.raises(UserError, match="expected a safetensors checkpoint"):  # without decoding nothing is refused
+        train_early_exit(config(path, corpus, tmp_path / "eesd"))
 
 
 def test_a_heldout_prompt_ends_before_the_first_answer() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
+from draft_models.processes import join_processes
 from draft_models.small_lm import load_small_lm
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target
 from inference.decode import speculative
@@ -227,6 +229,19 @@ def test_best_weights_belong_to_their_run(tmp_path: Path) -> None:
     assert torch.equal(layer.weight, kept)
     other.offer(layer, 1, {"tau": 1.1})  # another run's are not in the way
     assert other.restore(layer) == (1, {"tau": 1.1})
+
+
+def test_the_best_weights_outlast_a_change_of_processes(
+    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config(target, corpus, tmp_path / "out", fit=replace(FIT, steps=1))
+    finetune_drafter(run)
+    before = weights(tmp_path / "out")
+    state = join_processes()
+    two = SimpleNamespace(is_main_process=True, device=state.device, num_processes=2, wait_for_everyone=lambda: None)
+    monkeypatch.setattr("train.small_lm.join_processes", lambda: two)
+    finetune_drafter(replace(run, resume=True))
+    assert same(before, weights(tmp_path / "out"))
 
 
 def test_gradient_checkpointing_changes_nothing(
@@ -478,6 +493,16 @@ def test_on_policy_is_the_divergence_on_own_samples(target: Path) -> None:
         assert (one.eval()(**rows)["loss_sum"] - got).abs() > 1e-3  # evaluation is on the text
 
 
+def test_on_policy_needs_whole_parameters(target: Path) -> None:
+    sampling, plain = student(target, on_policy=OnPolicy(0.5, 6, 0, None)), student(target)
+    sampling.begin_step(1)
+    for one in (sampling, plain):
+        next(one.parameters()).ds_id = 0  # the mark of ZeRO-3
+    with pytest.raises(UserError, match="on_policy: needs whole parameters; use ddp or zero2, or on_policy=0"):
+        sampling.begin_step(2)
+    plain.begin_step(2)
+
+
 def test_a_continuation_is_drawn_from_the_drafter(target: Path) -> None:
     """Each token is where the cumulative probability after its own text passes the number, whatever is beside it."""
     lm = student(target).lm
@@ -593,6 +618,25 @@ def test_a_cached_run_learns_and_resumes(tmp_path: Path, target: Path, small: Pa
     assert same(before, weights(tmp_path / "out"))
 
 
+def test_cached_rows_are_of_the_files_and_records_asked_for(tmp_path: Path, target: Path) -> None:
+    data = replace(save_responses(target, tmp_path / "responses"), heldout_fraction=0.5)
+
+    def texts(**changes: object) -> set[str]:
+        rows = load_top_k_rows(replace(data, **changes), byte_tokenizer(CHAT), 120)
+        parts = [(rows[i]["input_ids"], rows[i]["documents"]) for i in range(len(rows))]
+        return {str(ids[own == n].tolist()) for ids, own in parts for n in set(own.tolist()) - {-1}}
+
+    every = texts()
+    first = texts(path=str(tmp_path / "responses" / "responses-00000.jsonl"))
+    second = texts(path=str(tmp_path / "responses" / "responses-00001.jsonl"))
+    assert first
+    assert second
+    assert first | second == every
+    assert not first & second
+    assert texts(max_records=12) == first  # of which those to be held out count too
+    assert texts(max_records=6) < first
+
+
 def test_cached_needs_responses_with_top_k(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
@@ -603,6 +647,15 @@ def test_cached_needs_responses_with_top_k(tmp_path: Path, target: Path, corpus:
 
 
 # -------------------------------------------------------------------------------------------------- bad input
+
+
+def test_fsdp_is_refused_at_once(
+    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match=r"finetune_drafter: .*FSDP.*; use ddp or DeepSpeed"):
+        finetune_drafter(config(target, corpus, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_names_what_is_wrong_before_anything_is_written(
