@@ -1,6 +1,7 @@
 """The calibration head: what is captured, the fit, the scores, the checkpoint, the command."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -219,7 +220,10 @@ def test_sigkill_then_resume_ends_with_the_same_bits(folder: Path, tmp_path: Pat
         "data.heldout_fraction=0.3", f"data.cache_dir={folder / 'c'}", "prompts=20", "heldout_prompts=6", "seq_len=64",
         "new_tokens=24", "max_draft=4", "fit.epochs=null", f"out_dir={tmp_path / 'killed'}", "fit.steps=30",
     ]  # fmt: skip
-    killed = subprocess.Popen([sys.executable, str(ROOT / "train/calibrate.py"), *overrides], cwd=tmp_path)
+    # The same number of threads, as the order of sums depends on it.
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, str(ROOT / "train/calibrate.py"), *overrides]
+    killed = subprocess.Popen(command, cwd=tmp_path, env=environment)
     deadline = time.monotonic() + 90
     while not any((tmp_path / "killed").rglob("*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.005)
