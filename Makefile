@@ -67,7 +67,7 @@ $(DEMO)/report/report.json: $(DEMO)/eesd/calibration.json $(DEMO)/small_lm/finet
 	$(RUN)evaluate-checkpoint checkpoint=$(DEMO)/eesd small_lm=$(DEMO)/small_lm table=$(DEMO)/trigrams \
 		"method=[eesd_beta,eesd_cali,eesd_fixed,vanilla,opt_tree,gsd,mcsd,aded,ngrams,prompt_lookup]" \
 		methods.ngrams.ngrams.nodes=16 \
-		num_prompts=16 out_dir=$(DEMO)/report
+		num_prompts=12 out_dir=$(DEMO)/report
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info
