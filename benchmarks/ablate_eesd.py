@@ -66,7 +66,8 @@ def run_all(target: str, out: Path, steps: int, prompts: int) -> dict[str, Any]:
         methods = sorted({method for drafter, method in ROWS.values() if drafter == name})
         fixed = ["methods.eesd_fixed.stop.max_draft=10"] if "eesd_fixed" in methods else []
         command("inference/evaluate_checkpoint.py", out / f"{name}_report", "report.json", f"checkpoint={folder}",
-                f"target={target}", f"num_prompts={prompts}", f"method=[{','.join(methods)}]", *fixed)  # fmt: skip
+                f"target={target}", f"num_prompts={prompts}", f"method=[{','.join(methods)}]", *fixed,
+                "resume=true")  # fmt: skip
         read = json.loads((out / f"{name}_report/report.json").read_text())
         reports[name] = {report["method"]: report for report in read.get("reports", [read])}
     return reports

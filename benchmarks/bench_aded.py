@@ -32,7 +32,8 @@ from data_prep.conversations import VICUNA_SYSTEM
 from data_prep.prompts import read_prompts
 from draft_models.trigram import TrigramTable
 from inference.decode import Round
-from inference.evaluation import Drafters, Generation, decode_statistics
+from inference.evaluation import Drafters, Generation
+from inference.measures import decode_statistics
 from inference.ngrams import make_ngram_drafter
 from inference.replay import Recording, load_vocabulary, read_transcripts, recordings, replay, replay_turns
 from inference.report import describe_machine

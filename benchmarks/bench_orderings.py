@@ -23,8 +23,10 @@ from data_prep.settings import DataConfig
 from draft_models.calibration import load_calibration
 from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance, read_meta
 from draft_models.small_lm import load_small_lm
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target
-from inference.evaluation import Drafters, Generation, acceptance_by_candidates, make_arms, prepare
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
+from draft_models.tensor_files import open_target
+from inference.evaluation import Drafters, Generation, make_arms, prepare
+from inference.measures import acceptance_by_candidates
 from inference.report import describe_machine
 from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
 

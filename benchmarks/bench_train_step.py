@@ -21,7 +21,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.target import load_config, load_layers, open_target
+from draft_models.target import load_config, load_layers
+from draft_models.tensor_files import open_target
 from inference.report import describe_machine
 from train.early_exit import default_exit_layer
 

@@ -1,7 +1,8 @@
 """Seconds of the parts of a round of speculative decoding, by timers set from outside around the runtime's functions.
 
 A part's seconds leave out the parts inside it. Forward parts are the modules' own work (cache writes included); rows
-are what it takes to call them: masks, rotary tables, bookkeeping.
+are what it takes to call them: masks, rotary tables, bookkeeping. With CUDA graphs the forward parts are whole passes,
+masks included, as they are replayed.
 """
 
 import itertools
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from transformers import PreTrainedModel
+from subjects import Subject
 
 from draft_models.early_exit import EarlyExit
 from draft_models.plain_lm import PlainLM
@@ -20,22 +21,12 @@ from draft_models.target import LayerStack
 from inference.choosing import Chooser
 from inference.decode import Clock, Round, autoregressive, speculative
 from inference.drafting import Structure
-from inference.evaluation import Drafters, make_drafting
+from inference.evaluation import make_drafting
+from inference.graphed import GraphedSession
+from inference.runtime import Runtime
 from inference.session import TargetSession
 from inference.settings import MethodConfig
 from inference.sources import Drafter, EarlyExitSource
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A target ready to decode, its drafters, the same models as transformers runs them, and prompts of ids."""
-
-    name: str
-    stack: LayerStack
-    drafters: Drafters
-    plain: PreTrainedModel
-    assistant: PreTrainedModel
-    prompts: list[list[int]]
 
 
 class Stopwatch:
@@ -87,7 +78,10 @@ def timers(watch: Stopwatch, source: Drafter | None, structure: Structure | None
         (LayerStack, "logits", "forward"),
         (EarlyExit, "logits", "forward"),
         (PlainLM, "rows", "forward"),
+        (GraphedSession, "_run", "forward"),
         (TargetSession, "feed", "rows"),
+        (TargetSession, "extend", "rows"),
+        (TargetSession, "run_exit", "rows"),
         (TargetSession, "finish", "rows"),
         (TargetSession, "commit", "cache"),
         (Chooser, "verify", "verify"),
@@ -121,11 +115,11 @@ class Profile:
 
 
 def profile(
-    subject: Subject, methods: Mapping[str, MethodConfig | None], max_new_tokens: int, clock: Clock
+    subject: Subject, methods: Mapping[str, MethodConfig | None], max_new_tokens: int, runtime: Runtime, clock: Clock
 ) -> dict[str, Profile]:
     """Every prompt decoded by every method (None: plainly) in turn, once without timers and once with."""
     profiles = {name: Profile() for name in methods}
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "clock": clock}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "runtime": runtime, "clock": clock}
     for prompt, (name, method), timed in itertools.product(subject.prompts, methods.items(), (False, True)):
         watch, laps = Stopwatch(clock), []
         with ExitStack() as context:

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from draft_models.errors import UserError
+from draft_models.plain import construct
 
 Config = TypeVar("Config")
 CONF_DIR = Path(__file__).resolve().parent
@@ -86,7 +87,7 @@ def build(schema: type[Config], composed: DictConfig) -> Config:
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
         raise UserError(f"{key}: missing; give it as {key}=VALUE. {_describe(schema, key)}".rstrip()) from None
-    return typing.cast(Config, _construct(schema, values))
+    return typing.cast(Config, construct(schema, values))
 
 
 def explain(error: Exception, schema: type) -> str:
@@ -134,25 +135,11 @@ def _thaw(kind: Any) -> Any:
         return kind
     arguments = tuple(_thaw(a) for a in arguments)
     if isinstance(kind, types.UnionType):
+        given = [a for a in arguments if a is not type(None)]
+        if len(given) > 1 and any(map(typing.get_args, given)):
+            return typing.Any  # OmegaConf has no unions with containers; the dataclass checks such values itself
         return typing.Union[arguments]  # noqa: UP007 (built at run time)
     return typing.get_origin(kind)[arguments]
-
-
-def _construct(kind: Any, value: Any, path: str = "") -> Any:
-    """Plain containers → nested frozen dataclasses, running each `__post_init__` with its key path in errors."""
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
-        inner = {k: _construct(hints[k], v, f"{path}{k}.") for k, v in value.items()}
-        try:
-            return typing.cast(Any, kind)(**inner)
-        except UserError as error:
-            raise UserError(f"{path}{error}") from None
-    if typing.get_origin(kind) is dict and isinstance(value, dict):
-        inner_kind = typing.get_args(kind)[1]
-        return {k: _construct(inner_kind, v, f"{path}{k}.") for k, v in value.items()}
-    if typing.get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(value)
-    return value
 
 
 def _field_type(schema: type, key: str) -> Any:

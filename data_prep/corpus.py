@@ -1,31 +1,26 @@
 """Records from the interpreter's library, the Hugging Face Hub or local files; train and held-out split."""
 
+import functools
 import glob
 import gzip
 import hashlib
 import json
 import os
 import sysconfig
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from data_prep.conversations import (
-    Layout,
-    Record,
-    SkipRecordError,
-    content_key,
-    find_layout,
-    text_record,
-    to_record,
-)
+from data_prep.records import Layout, Record, SkipRecordError, content_key, find_layout, text_record, to_record
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError
 
 Split = Literal["train", "heldout"]
 RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # what generate-responses leaves in a directory
+_SETTLED = 2 * 10**9  # nanoseconds: a file written later may be written again under the same time stamp
 
 # Left out: tests and their data, installed packages, and generated tables. The character maps in encodings
 # are near-copies of each other, so held-out ones would be known from training; pydoc_data is one long string.
@@ -97,7 +92,7 @@ def content_digest(config: DataConfig) -> str:
         for path in resolve_paths(config.path):
             digest.update(path.suffix.encode() + _file_digest(path))
     else:
-        for name, path in python_stdlib_files():
+        for name, path in python_files(config.packages):
             digest.update(name.encode() + _file_digest(path))
     return digest.hexdigest()
 
@@ -113,7 +108,7 @@ def _sources(config: DataConfig, counts: Counter[str]) -> Iterator[tuple[str, It
         for path in resolve_paths(config.path):
             yield str(path), read_file(path, counts)
     elif config.source == "python_stdlib":
-        for name, path in python_stdlib_files():
+        for name, path in python_files(config.packages):
             yield name, _text_rows(path, counts)
 
 
@@ -134,13 +129,38 @@ def _convert(
 def python_stdlib_files() -> list[tuple[str, Path]]:
     """(path relative to the library, file) of the interpreter's own source, sorted by relative path."""
     root = Path(sysconfig.get_path("stdlib"))
+    files = _source_files(root)
+    if not files:
+        raise UserError(f"source=python_stdlib: no Python source under {root}; use source=local with your own files")
+    return files
+
+
+def python_files(packages: bool) -> list[tuple[str, Path]]:
+    """`python_stdlib_files`, and with `packages` the installed packages' source after it, as "site-packages/…".
+
+    A package's file whose content stands before it is left out: many carry copies of others, and of the library,
+    whose held-out files must not come back as training text.
+    """
+    files = python_stdlib_files()
+    if not packages:
+        return files
+    roots = dict.fromkeys(Path(sysconfig.get_path(key)) for key in ("purelib", "platlib"))
+    seen = {_file_digest(path) for _, path in files}
+    for name, path in (found for root in roots for found in _source_files(root)):
+        digest = _file_digest(path)
+        if digest not in seen:
+            seen.add(digest)
+            files.append((f"site-packages/{name}", path))
+    return files
+
+
+def _source_files(root: Path) -> list[tuple[str, Path]]:
+    """(path relative to `root`, file) of the Python source under `root` that is text to learn from, sorted."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_LIBRARY
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
         files += [(path.relative_to(root).as_posix(), path) for path in paths]
-    if not files:
-        raise UserError(f"source=python_stdlib: no Python source under {root}; use source=local with your own files")
     return sorted(files)
 
 
@@ -286,10 +306,19 @@ def _is_record(line: bytes) -> bool:
 
 def _file_digest(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
+        state = path.stat()
+        settled = time.time_ns() - state.st_mtime_ns > _SETTLED
+        digest = _digest_of if settled else _digest_of.__wrapped__
+        return digest(path, state.st_ino, state.st_size, state.st_mtime_ns)
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+@functools.lru_cache(maxsize=2**18)
+def _digest_of(path: Path, *_state: int) -> bytes:
+    """Every split of a data set asks for all its files: a large corpus is read once for it, until it changes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:

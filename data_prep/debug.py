@@ -2,11 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from data_prep.settings import DataConfig, GenerateConfig, MixPart, TrigramConfig
 from draft_models.tiny_model import TARGET
 
 RECORDS = 10  # files of the standard library; half of them held out
+
+Config = TypeVar("Config")
+
+
+def shrink(config: Config, models: Path, limits: dict[str, int], **changes: object) -> Config:
+    """The config of a command with `small_data` in place of its `data`, no revision, and numbers cut to `limits`."""
+    small = {key: min(getattr(config, key), limit) for key, limit in limits.items()}
+    data = small_data(config.data, models)  # type: ignore[attr-defined]
+    return replace(config, revision=None, data=data, **small, **changes)  # type: ignore[type-var]
 
 
 def small_data(data: DataConfig, models: Path) -> DataConfig:
@@ -21,27 +31,10 @@ def small_data(data: DataConfig, models: Path) -> DataConfig:
 
 def small_responses(config: GenerateConfig, models: Path) -> GenerateConfig:
     """See `debugged`."""
-    return replace(
-        config,
-        target=str(models / TARGET),
-        revision=None,
-        data=small_data(config.data, models),
-        prefix_tokens=min(config.prefix_tokens, 24),
-        max_new_tokens=min(config.max_new_tokens, 12),
-        top_k_logits=min(config.top_k_logits, 8),
-        batch_size=min(config.batch_size, 8),
-        shard_size=min(config.shard_size, 8),
-    )
+    limits = {"prefix_tokens": 24, "max_new_tokens": 12, "top_k_logits": 8, "batch_size": 8, "shard_size": 8}
+    return shrink(config, models, limits, target=str(models / TARGET))
 
 
 def small_table(config: TrigramConfig, models: Path) -> TrigramConfig:
     """See `debugged`."""
-    return replace(
-        config,
-        tokenizer=str(models / TARGET),
-        revision=None,
-        data=small_data(config.data, models),
-        merge=(),
-        workers=1,
-        memory_gb=0.1,
-    )
+    return shrink(config, models, {}, tokenizer=str(models / TARGET), merge=(), workers=1, memory_gb=0.1)

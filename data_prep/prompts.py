@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.conversations import alpaca_instruction
 from data_prep.corpus import read_file, read_records
+from data_prep.records import alpaca_instruction
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError, require
 

@@ -17,23 +17,23 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.conversations import Document, Message, encode, find_layout, to_record
+from data_prep.conversations import Document, encode
 from data_prep.corpus import RESPONSES, RUN_FILE, read_file
 from data_prep.generation import TopK
+from data_prep.records import Message, find_layout, to_record
 from draft_models.errors import UserError
 from draft_models.files import write_atomically, write_json
+from draft_models.out_dirs import check_identity
 
 SUMMARY_FILE = "summary.json"
 _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
@@ -77,12 +77,6 @@ def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
     """What a prompt is known by: a hash of its system and user messages, or of its plain text."""
     asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
     return hashlib.sha256(json.dumps([asked, text]).encode()).hexdigest()[:32]
-
-
-def read_responses(folder: Path | str) -> Iterator[Response]:
-    """Every response in the directory, shard by shard. Raises `UserError` for a file that cannot be read."""
-    for shard in shards(Path(folder)):
-        yield from read_shard(shard)
 
 
 def read_shard(shard: Path) -> Iterator[Response]:
@@ -138,22 +132,6 @@ def answered(folder: Path) -> set[str]:
     return found
 
 
-@contextmanager
-def only_run(folder: Path) -> Iterator[None]:
-    """Keep other runs out of the directory meanwhile. Raises `UserError` where one is writing there."""
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"out_dir={folder}: another run is writing responses there; wait for it, or give another out_dir"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def next_number(folder: Path) -> int:
     """The first shard number that no file of the directory has."""
     matches = [_OWN.fullmatch(path.name) for path in folder.glob("*")]
@@ -178,16 +156,8 @@ def check_run(folder: Path, identity: Mapping[str, Any], resume: bool) -> None:
             f"out_dir={folder}: holds responses already; resume=true continues them, another out_dir keeps both"
         )
     path = folder / RUN_FILE
-    if not (resume and path.exists()):
-        return
-    before, now = json.loads(path.read_text()), json.loads(json.dumps(identity))
-    differing = [f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in sorted(before.keys() | now.keys())
-                 if before.get(key) != now.get(key)]  # fmt: skip
-    if differing:
-        raise UserError(
-            f"resume=true: {folder} was made with other settings: {', '.join(differing)}; give the same ones, or "
-            "another out_dir"
-        )
+    if resume and path.exists():
+        check_identity(json.loads(path.read_text()), identity, folder)
 
 
 def summarise(folder: Path) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.conversations import Message, Record, adds_bos, render_prompt
+from data_prep.conversations import adds_bos, render_prompt
 from data_prep.corpus import read_records
 from data_prep.debug import small_responses
 from data_prep.generation import Answer, Generator, TopK, uniforms
+from data_prep.records import Message, Record
 from data_prep.response_files import (
     SUMMARY_FILE,
     Response,
@@ -24,7 +25,6 @@ from data_prep.response_files import (
     answered,
     check_run,
     next_number,
-    only_run,
     open_run,
     prompt_id,
     summarise,
@@ -32,11 +32,13 @@ from data_prep.response_files import (
 from data_prep.settings import DataConfig, GenerateConfig
 from draft_models.errors import UserError
 from draft_models.files import require_writable, write_json
+from draft_models.out_dirs import only_run
 from draft_models.processes import join_processes
-from draft_models.target import load_tokenizer, open_target, pick_dtype, read_config, tokenizer_digest
+from draft_models.target import load_tokenizer, pick_dtype, read_config, tokenizer_digest
+from draft_models.tensor_files import open_target
 from draft_models.tiny_model import debugged
-from inference.compare import end_tokens
 from inference.sampling import Sampler
+from inference.subject import end_tokens
 
 _CHARS_A_TOKEN = 32  # at most: no more of a long text is tokenised to find its first tokens
 _WEIGHTS_HASHED = 16  # tensors, evenly spread, that tell one target from another
@@ -59,7 +61,7 @@ def generate_responses(config: GenerateConfig) -> None:
         config = debugged(config, small_responses)
     state = join_processes()
     folder = require_writable(config.out_dir)
-    with only_run(folder) if state.is_main_process else nullcontext():
+    with only_run(folder, "responses") if state.is_main_process else nullcontext():
         _generate(config, folder, state)
 
 
@@ -80,7 +82,7 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     todo = Todo()
     for task in read_tasks(config, tokenizer, todo):
         if task.id not in done and int(task.id, 16) % state.num_processes == state.process_index:
-            todo.add(task, context_length(target))
+            todo.add(task, tokenizer, context_length(target))
     responder = Responder(config, target, tokenizer, dtype, state.device) if todo.tasks else None
     rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state.is_main_process)
     state.wait_for_everyone()
@@ -143,8 +145,10 @@ class Todo:
     skipped: list[dict[str, str]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, task: Task, context: int) -> None:
+    def add(self, task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
         """Take a task, to be skipped where it has a problem or leaves no room in the target's context."""
+        if task.messages and not task.problem:  # not before: most tasks may be another process's, or done
+            _render(task, tokenizer)
         if not task.problem and len(task.prompt) >= context:
             task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {context}"
         if task.problem:
@@ -180,20 +184,17 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
         ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
         ids = list(ids[: min(config.prefix_tokens, max(1, len(ids) // 2))])
         identity = prompt_id(text=str(tokenizer.decode(ids)))
+        problem = "" if ids else "no_question"
         if adds_bos(tokenizer):
             ids.insert(0, tokenizer.bos_token_id)
-        return Task(identity, record["id"], data.template, ids, problem="" if ids else "no_question")
+        return Task(identity, record["id"], data.template, ids, problem=problem)
     asked = [message for message in record["messages"] if message["role"] != "assistant"]
     system = [message for message in asked if message["role"] == "system"]
     turns = [message["content"] for message in asked if message["role"] == "user"]
     turns = turns[: 1 if config.turns == "first" else None]
     messages: list[Message] = [*system, *({"role": "user", "content": turn} for turn in turns)]
-    task = Task(prompt_id(messages), record["id"], data.template, [], messages[: len(system) + 1], turns[1:])
-    if not turns:
-        task.problem = "no_question"
-    else:
-        _render(task, tokenizer)
-    return task
+    first, problem = messages[: len(system) + 1], "" if turns else "no_question"
+    return Task(prompt_id(messages), record["id"], data.template, [], first, turns[1:], problem=problem)
 
 
 def _render(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ class SourceConfig:
     """Where records come from and how they are read.
 
     source: python_stdlib (the interpreter's own library), hub (a Hugging Face dataset) or local (files).
+    packages: python_stdlib: the source of the installed packages too, about 200 MB beside torch and transformers.
     path: the dataset's name for hub; for local a file, a directory, a glob, or a list of those.
     subset, data_dir, revision, split, streaming: handed to `datasets.load_dataset` (hub only).
     layout: how a record is laid out; auto decides from the first record of each file or dataset.
@@ -29,6 +30,7 @@ class SourceConfig:
     """
 
     source: str = "python_stdlib"
+    packages: bool = False
     path: Any = None  # a string or a list of strings: OmegaConf has no such union. Kept as a tuple
     subset: str | None = None
     data_dir: str | None = None
@@ -51,6 +53,8 @@ class SourceConfig:
             require(len(self.path) == 1, "path", self.path, "one dataset name with source=hub")
         else:
             require(bool(self.path), "path", None, "a file, directory, glob or list of those with source=local")
+        only_library = self.source == "python_stdlib" or not self.packages
+        require(only_library, "packages", self.packages, f"false with source={self.source}")
         require(bool(self.split), "split", self.split, "the name of a split of the hub dataset")
         require(
             self.max_records is None or self.max_records > 0,
@@ -107,6 +111,10 @@ class DataConfig(SourceConfig):
     def cache(self) -> Path:
         """The directory of the tokenised rows."""
         return Path(self.cache_dir).expanduser() if self.cache_dir else default_cache_dir()
+
+    def deciding(self) -> dict[str, Any]:
+        """The options that decide the rows; where they are cached does not."""
+        return {key: value for key, value in asdict(self).items() if key != "cache_dir"}
 
     def parts(self) -> Iterator[tuple[str, float, "DataConfig"]]:
         """(name, weight, data set) of each source of a mix that is not left out."""
@@ -215,7 +223,7 @@ class TrigramConfig:
 
     def corpus(self) -> dict[str, Any]:
         """What decides which text is counted, JSON-able."""
-        names = ("source", "subset", "data_dir", "revision", "split", "layout", "column", "max_records")
+        names = ("source", "packages", "subset", "data_dir", "revision", "split", "layout", "column", "max_records")
         own = {name: getattr(self.data, name) for name in (*names, "heldout_fraction")}
         return {**own, "path": list(self.data.path), "text": self.text}
 

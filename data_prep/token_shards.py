@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data_prep.conversations import Record
+from data_prep.records import Record
 from draft_models.errors import UserError
 from draft_models.files import write_atomically
 

@@ -1,5 +1,8 @@
 """Attention for every pass of this toolkit: grouped heads are never repeated, masks are explicit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,6 +10,21 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
+# For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax one by one.
+# Fused kernels for a mask put all keys of a head on one processor of a GPU, which leaves most of it idle then.
+KERNELS = ("fused", "products")
+_kernel = "fused"
+
+
+@contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Attention over a filled cache is computed with `name`, one of `KERNELS`, inside."""
+    global _kernel
+    before, _kernel = _kernel, name
+    try:
+        yield
+    finally:
+        _kernel = before
 
 
 def grouped_attention(
@@ -47,8 +65,19 @@ def grouped_attention(
         if attention_mask is not None and queries > 1:
             rows = attention_mask.shape[0]
             attention_mask = attention_mask.expand(rows, group, queries, keys).reshape(rows, 1, -1, keys)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+    attend = _by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
+    out = attend(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
     return out.reshape(batch, heads, queries, width).transpose(1, 2), None
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, scale: float | None
+) -> Tensor:
+    """`scaled_dot_product_attention` without dropout, its softmax in float32; additive masks only."""
+    scores = (query * (scale if scale is not None else query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 AttentionInterface.register(ATTENTION, grouped_attention)

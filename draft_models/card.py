@@ -78,5 +78,5 @@ _USES = {"early_exit": _EARLY_EXIT, "small_lm": _SMALL_LM}
 _UPLOAD = """## Sharing it
 
 ```
-hf upload USER/NAME {path} --exclude "checkpoint-*" "wandb/*"
+hf upload USER/NAME {path} --exclude "checkpoint-*" "best/*" "wandb/*"
 ```"""

@@ -23,7 +23,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from draft_models.early_exit import EarlyExit, NoLayer
 from draft_models.errors import UserError
 from draft_models.files import require_writable, write_atomically, write_json
-from draft_models.target import TensorFiles, anatomy, tokenizer_digest
+from draft_models.target import anatomy, tokenizer_digest
+from draft_models.tensor_files import TensorFiles
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
 FORMAT = 1

@@ -157,12 +157,10 @@ class EarlyExitStudent(nn.Module):
         return {"loss_sum": linear_kl(hidden, weight, target, self.stack.head.weight, labels)}
 
     @torch.no_grad()
-    def agreement(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-        """[right, supervised]: on how many supervised positions the drafter's argmax is the label."""
-        keep = labels != IGNORE
-        hidden = self.hidden(input_ids, positions, documents)[0][keep]
-        right = sum(
-            (self.drafter.output_head(part.to(self.drafter.output_head.weight.dtype)).argmax(-1) == want).sum()
-            for part, want in zip(hidden.split(1024), labels[keep].split(1024), strict=True)
-        )
-        return torch.stack([torch.as_tensor(right, device=labels.device), keep.sum()])
+    def choices(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        """The drafter's argmax [B, T] at the supervised positions, IGNORE elsewhere. Arguments as in `forward`."""
+        keep, head = labels != IGNORE, self.drafter.output_head
+        hidden = self.hidden(input_ids, positions, documents)[0][keep].to(head.weight.dtype)
+        choices = torch.full_like(labels, IGNORE)
+        choices[keep] = torch.cat([head(part).argmax(-1) for part in hidden.split(1024)])
+        return choices

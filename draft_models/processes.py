@@ -3,11 +3,18 @@
 import atexit
 import functools
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import distributed
+
+from draft_models.errors import UserError
+
+Value = TypeVar("Value")
 
 
 @functools.cache
@@ -19,6 +26,26 @@ def join_processes() -> PartialState:
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=6))
     atexit.register(_leave)
     return state
+
+
+def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
+    """What `make()` gives on the main process, the only one to call it, on every process (so it must be picklable).
+
+    Where it fails there, all of them fail: the others with a `UserError` that says the same.
+    """
+    sent: list[Any] = [None, None]
+    failure: Exception | None = None
+    if state.is_main_process:
+        try:
+            sent[0] = make()
+        except Exception as error:
+            failure, sent[1] = error, str(error) or repr(error)
+    broadcast_object_list(sent)
+    if failure is not None:
+        raise failure
+    if sent[1] is not None:
+        raise UserError(sent[1])
+    return sent[0]
 
 
 def _leave() -> None:

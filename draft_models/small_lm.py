@@ -5,15 +5,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draft_models.errors import UserError
 from draft_models.plain_lm import PlainLM, load_plain_lm
-from draft_models.target import (
-    LayerStack,
-    layer_windows,
-    load_layers,
-    load_tokenizer,
-    open_target,
-    read_config,
-    why_not_by_layers,
-)
+from draft_models.target import LayerStack, layer_windows, load_layers, load_tokenizer, read_config, why_not_by_layers
+from draft_models.tensor_files import open_target
 
 SmallLM = LayerStack | PlainLM
 

@@ -25,7 +25,8 @@ from draft_models.checkpoint import fingerprint_target, read_meta, save_pretrain
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.errors import UserError
 from draft_models.processes import join_processes
-from draft_models.target import load_config, load_layers, load_tokenizer, open_target
+from draft_models.target import load_config, load_layers, load_tokenizer
+from draft_models.tensor_files import open_target
 from draft_models.trigram import TrigramTable, vocabulary_digest
 
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {

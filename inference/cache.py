@@ -1,6 +1,7 @@
 """Preallocated keys and values of consecutive layers, for one sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ class KVCache:
     """Keys and values of layers `layers` in one buffer [layers, 2, heads, capacity, head_dim], allocated on first use.
 
     Speaks the part of transformers' `Cache` protocol that attention modules use (`update`). `length` counts
-    the positions that are in; a pass writes its positions behind them, then `advance` makes them count.
+    the positions that are in; a pass writes its positions behind them, then `advance` makes them count. Inside
+    `at` a pass writes to the slots it is given instead, and sees a fixed number of them.
     """
 
     def __init__(self, layers: range, capacity: int):
@@ -19,18 +21,33 @@ class KVCache:
         self.length = 0
         self._buffer: Tensor | None = None
         self._views: list[tuple[Tensor, Tensor]] = []  # of each layer, [1, heads, capacity, head_dim]
+        self._fixed: tuple[Tensor, int] | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write key, value [1, heads, q, head_dim] behind `length`; returns views of all length + q positions."""
         if self._buffer is None:
             shape = (len(self.layers), 2, key.shape[1], self.capacity, key.shape[3])
-            self._buffer = key.new_empty(shape)
+            self._buffer = key.new_zeros(shape)  # not empty: what a mask hides must still be a number
             self._views = [(layer[0, None], layer[1, None]) for layer in self._buffer]
         keys, values = self._views[layer_idx - self.layers.start]
+        if self._fixed is not None:
+            slots, seen = self._fixed
+            keys.index_copy_(2, slots, key)
+            values.index_copy_(2, slots, value)
+            return keys[:, :, :seen], values[:, :, :seen]
         stop = self.length + key.shape[2]
         keys[:, :, self.length : stop] = key
         values[:, :, self.length : stop] = value
         return keys[:, :, :stop], values[:, :, :stop]
+
+    @contextmanager
+    def at(self, slots: Tensor, seen: int) -> Iterator[None]:
+        """For the pass inside: `update` writes to `slots` [q] and returns views of the first `seen` positions."""
+        self._fixed = slots, seen
+        try:
+            yield
+        finally:
+            self._fixed = None
 
     def advance(self, count: int) -> None:
         """Count the `count` positions that the last pass wrote."""
@@ -47,6 +64,7 @@ class KVCache:
             self._buffer[..., base + settled : base + len(rows), :] = self._buffer.index_select(3, chosen)
         self.length = base + len(rows)
 
-    def content(self) -> list[tuple[Tensor, Tensor]]:
-        """Views of the filled part of every layer, (keys, values)."""
-        return [(keys[:, :, : self.length], values[:, :, : self.length]) for keys, values in self._views]
+    def content(self, positions: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Views of the first `positions` of every layer, (keys, values); None: of those that are in."""
+        stop = self.length if positions is None else positions
+        return [(keys[:, :, :stop], values[:, :, :stop]) for keys, values in self._views]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -12,6 +13,7 @@ from draft_models.errors import UserError
 from draft_models.target import LayerStack
 from inference.choosing import Chooser
 from inference.drafting import Structure
+from inference.runtime import Eager, Runtime
 from inference.session import TargetSession
 from inference.sources import Drafter, DraftModel
 from inference.structures import ToProbs
@@ -72,31 +74,32 @@ def autoregressive(
     max_new_tokens: int,
     eos: Collection[int] = (),
     chooser: Chooser | None = None,
+    runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
     """Plain decoding, one token a pass; yields a `Round` per pass. Raises `UserError` for an impossible length.
 
-    chooser: how tokens are chosen from logits; None: greedily.
+    chooser: how tokens are chosen from logits; None: greedily. runtime: how passes run; None: eagerly.
     """
     chooser = chooser or Chooser()
-    session = _new_session(stack, 0, prompt, max_new_tokens, spare=0)
-    started = clock()
-    logits = _prefill(session, prompt)
-    session.commit(range(len(prompt)))
-    chooser.begin(session, prompt)
-    root = chooser.next_token(logits)
-    token = int(root)
-    yield Round((token,), 0, 0, clock() - started)
-    for _ in range(max_new_tokens - 1):
-        if token in eos:
-            return
+    with closing(_new_session(runtime, stack, 0, prompt, max_new_tokens, spare=0)) as session:
         started = clock()
-        session.feed(root, (ROOT,))
-        logits = session.finish()
-        session.commit((0,))
+        logits = _prefill(session, prompt)
+        session.commit(range(len(prompt)))
+        chooser.begin(session, prompt)
         root = chooser.next_token(logits)
         token = int(root)
         yield Round((token,), 0, 0, clock() - started)
+        for _ in range(max_new_tokens - 1):
+            if token in eos:
+                return
+            started = clock()
+            session.feed(root, (ROOT,))
+            logits = session.finish()
+            session.commit((0,))
+            root = chooser.next_token(logits)
+            token = int(root)
+            yield Round((token,), 0, 0, clock() - started)
 
 
 @torch.inference_mode()
@@ -109,49 +112,53 @@ def speculative(
     max_new_tokens: int,
     eos: Collection[int] = (),
     chooser: Chooser | None = None,
+    runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
     """Speculative decoding: the tokens, or under sampling their law, are `autoregressive`'s whatever is drafted.
 
     Each round `structure` drafts a tree under the last committed token, the target runs once over it, `chooser`
-    (None: greedy) finds the path to keep and the next token. Raises `UserError` for an impossible length.
+    (None: greedy) finds the path to keep and the next token. runtime: how passes run; None: eagerly. Raises
+    `UserError` for an impossible length.
     """
     chooser = chooser or Chooser()
-    session = _new_session(stack, source.split, prompt, max_new_tokens, spare=structure.max_rows)
-    timed = _TimedSource(cast(DraftModel, source), chooser, clock)  # a structure of its own needs no distributions
-    started = clock()
-    logits = _prefill(session, prompt)
-    source.begin(session)
-    session.commit(range(len(prompt)))
-    chooser.begin(session, prompt)
-    root = chooser.next_token(logits)
-    token = int(root)
-    yield Round((token,), 0, 0, clock() - started)
-    budget = max_new_tokens - 1
-    while budget > 0 and token not in eos:
+    with closing(
+        _new_session(runtime, stack, source.split, prompt, max_new_tokens, spare=structure.max_rows)
+    ) as session:
+        timed = _TimedSource(cast(DraftModel, source), chooser, clock)  # a structure of its own needs no distributions
         started = clock()
-        timed.begin_round()
-        tree = structure.draft(timed, root, budget - 1)
-        drafted = clock()
-        logits, node_rows = _run_target(session, root, tree)
-        proposed, nodes, root, bonus = chooser.verify(tree, logits)
-        verified = clock()
-        committed = [token, *(proposed[node] for node in nodes)]
-        source.commit([0, *((node_rows if source.split else tree.rows)[node] for node in nodes)], committed)
-        session.commit([0, *(node_rows[node] for node in nodes)])
-        structure.observe(tree, nodes)
-        tokens = cut([*committed[1:], bonus], eos, budget)
-        budget -= len(tokens)
-        token = tokens[-1]
-        yield Round(
-            tokens,
-            len(tree),
-            min(len(nodes), len(tokens)),
-            seconds=clock() - started,
-            draft_seconds=timed.seconds,
-            structure_seconds=drafted - started - timed.seconds,
-            verify_seconds=verified - drafted,
-        )
+        logits = _prefill(session, prompt)
+        source.begin(session)
+        session.commit(range(len(prompt)))
+        chooser.begin(session, prompt)
+        root = chooser.next_token(logits)
+        token = int(root)
+        yield Round((token,), 0, 0, clock() - started)
+        budget = max_new_tokens - 1
+        while budget > 0 and token not in eos:
+            started = clock()
+            timed.begin_round()
+            tree = structure.draft(timed, root, budget - 1)
+            drafted = clock()
+            logits, node_rows = _run_target(session, root, tree)
+            proposed, nodes, root, bonus = chooser.verify(tree, logits)
+            verified = clock()
+            committed = [token, *(proposed[node] for node in nodes)]
+            source.commit([0, *((node_rows if source.split else tree.rows)[node] for node in nodes)], committed)
+            session.commit([0, *(node_rows[node] for node in nodes)])
+            structure.observe(tree, nodes)
+            tokens = cut([*committed[1:], bonus], eos, budget)
+            budget -= len(tokens)
+            token = tokens[-1]
+            yield Round(
+                tokens,
+                len(tree),
+                min(len(nodes), len(tokens)),
+                seconds=clock() - started,
+                draft_seconds=timed.seconds,
+                structure_seconds=drafted - started - timed.seconds,
+                verify_seconds=verified - drafted,
+            )
 
 
 class _TimedSource:
@@ -190,7 +197,7 @@ class _TimedSource:
 
 
 def _new_session(
-    stack: LayerStack, split: int, prompt: Sequence[int], max_new_tokens: int, spare: int
+    runtime: Runtime | None, stack: LayerStack, split: int, prompt: Sequence[int], max_new_tokens: int, spare: int
 ) -> TargetSession:
     if not prompt:
         raise UserError("empty prompt: the target needs at least one token to continue from")
@@ -204,7 +211,7 @@ def _new_session(
         )
     # A tree needs more cache slots than positions: near the end of the context the slots go beyond it.
     context = len(prompt) + max_new_tokens
-    return TargetSession(stack, split, context + spare + 1, context)
+    return (runtime or Eager()).session(stack, split, context + spare + 1, context)
 
 
 def _prefill(session: TargetSession, prompt: Sequence[int]) -> Tensor:

@@ -1,34 +1,34 @@
 """Ways of drafting a round: a structure with its settings and, for a chain, its stop rule."""
 
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
-from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.auto import BestLength, BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
+from inference.opt_tree import opt_tree
+from inference.settings import AUTO, MOST_NODES, MethodConfig, StopConfig, StructureConfig, number
 from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
 from inference.structures import (
     EAGLE_25,
     Extends,
-    OptimalTree,
     ToProbs,
     binary_shape,
     chain,
     k_config,
-    opt_tree,
     plain_probs,
     read_shape,
     static,
 )
 from inference.token_graph import GraphTree, token_graph
-from inference.tree import ROOT, DraftTree
+from inference.tree import DraftTree, OptimalTree
 
-TRIED, CANDIDATE = "nodes_tried", "accepted_candidate_"  # names in `Structure.totals`
+TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # names in `Structure.totals`
 
 
 class RoundSource(Extends, Protocol):
@@ -53,8 +53,9 @@ class Structure(Protocol):
     @property
     def totals(self) -> Mapping[str, float]:
         """Sums over the rounds observed: expected_tau (OPT-Tree's E(A)), drafted_by_source (a token graph's nodes
-        before unmerging), graph_success (rounds in which a copy was accepted), and for a k-config tree `TRIED` nodes
-        and `CANDIDATE`k of them at which the k-th draw was accepted."""
+        before unmerging), graph_success (rounds in which a copy was accepted), for a k-config tree `TRIED` nodes
+        and `CANDIDATE`k of them at which the k-th draw was accepted, and where sizes are chosen `CHOSEN`max_depth=3
+        rounds of 3 levels, or `CHOSEN`widths=[4,2] rounds of such trees."""
         ...
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -69,13 +70,15 @@ class Chain:
         self.rule = rule
         self.generator = generator
         self.max_rows = rule.max_draft
-        self.totals: Mapping[str, float] = {}
+        self.totals: Counter[str] = Counter()
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
         limit = min(limit, self.rule.max_draft)
         return chain(source, root, self.rule, limit=limit, to_probs=source.to_probs, generator=self.generator)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        if isinstance(self.rule, BestLength) and len(tree):
+            self.totals[f"{CHOSEN}max_draft={self.rule.length}"] += 1
         self.rule.observe(len(tree), len(accepted))
 
 
@@ -88,6 +91,7 @@ class Tree:
     max_depth: int
     greedy_probs: ToProbs | None = None  # q under greedy decoding; None where logits do, to rank by
     count_candidates: bool = False
+    sizes: TreeSizes | BestWidths | None = None  # where `build` chooses: told what came of it
     totals: dict[str, float] = field(default_factory=dict)
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
@@ -101,34 +105,40 @@ class Tree:
             self._add("drafted_by_source", tree.drafted)
             self._add("graph_success", any(node >= tree.drafted for node in accepted))
         if self.count_candidates:
-            self._count_candidates(tree, accepted)
-
-    def _count_candidates(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """At every node the target went through: was one of the candidates accepted, and the how-manyeth draw?"""
-        for node, child in zip([ROOT, *accepted], [*accepted, None], strict=True):
-            candidates = tree.draws.get(node) or [i for i, parent in enumerate(tree.parents) if parent == node]
-            if candidates:
+            for _, place in outcomes_at_nodes(tree, accepted):
                 self._add(TRIED, 1)
-                if child is not None:
-                    self._add(f"{CANDIDATE}{list(candidates).index(child) + 1}", 1)
+                if place is not None:
+                    self._add(f"{CANDIDATE}{place + 1}", 1)
+        if self.sizes is not None and len(tree):
+            self.sizes.observe(tree, accepted)
+            for name in self.sizes.chosen(tree):
+                self._add(CHOSEN + name, 1)
 
     def _add(self, name: str, value: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + value
 
 
-def make_rule(stop: StopConfig, seed: int, head: CalibrationHead | None = None) -> StopRule:
-    """The stop rule of `stop`, fresh: what it learns belongs to one generation. head: for rule=calibrated."""
+def make_rule(
+    stop: StopConfig, seed: int, head: CalibrationHead | None = None, tuning: Tuning | None = None
+) -> StopRule:
+    """The stop rule of `stop`, fresh: what it learns belongs to one generation.
+
+    head: for rule=calibrated; tuning: for max_draft=auto.
+    """
+    if stop.max_draft == AUTO:
+        return BestLength(_required(tuning))
+    longest = number(stop.max_draft)
     if stop.rule == "fixed":
-        return FixedLength(stop.max_draft)
+        return FixedLength(longest)
     if stop.rule == "confidence":
-        return Confidence(stop.max_draft, stop.threshold)
+        return Confidence(longest, stop.threshold)
     generator = torch.Generator().manual_seed(seed)
     if stop.rule == "beta":
-        return BetaThompson(stop.max_draft, stop.alpha, stop.beta, stop.update, generator)
+        return BetaThompson(longest, stop.alpha, stop.beta, stop.update, generator)
     if head is None:
         raise ValueError("rule=calibrated needs the drafter's calibration head")
     sigmas = (stop.model_sigma, stop.sample_sigma)
-    return CalibratedThompson(head, stop.max_draft, *sigmas, stop.prior, stop.mean, generator, stop.evidence)
+    return CalibratedThompson(head, longest, *sigmas, stop.prior, stop.mean, generator, stop.evidence)
 
 
 def make_structure(
@@ -136,44 +146,77 @@ def make_structure(
     seed: int,
     generator: torch.Generator | None = None,
     head: CalibrationHead | None = None,
+    tuning: Tuning | None = None,
 ) -> Structure:
     """The structure of `method`, fresh.
 
-    generator: draw the draft from q (sampling); None: the likeliest tokens. head: for stop.rule=calibrated.
+    generator: draw the draft from q (sampling); None: the likeliest tokens. head: for stop.rule=calibrated. tuning:
+    for sizes that are "auto" (see `inference.tuning`).
     """
     settings = method.structure
     if settings.kind == "chain":
-        return Chain(make_rule(method.stop, seed, head), generator)
-    return make_tree(settings, generator)
+        return Chain(make_rule(method.stop, seed, head, tuning), generator)
+    return make_tree(settings, generator, tuning)
 
 
-def make_tree(settings: StructureConfig, generator: torch.Generator | None = None) -> Tree:
-    """A tree structure with `settings` bound."""
+def _required(tuning: Tuning | None) -> Tuning:
+    if tuning is None:
+        raise ValueError('a size of "auto" needs measured costs (inference.tuning)')
+    return tuning
+
+
+def make_tree(
+    settings: StructureConfig, generator: torch.Generator | None = None, tuning: Tuning | None = None
+) -> Tree:
+    """A tree structure with `settings` bound; tuning: for sizes that are "auto"."""
 
     def greedy_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
         return plain_probs(logits / settings.temperature, rows)
 
     build: Callable[..., DraftTree]
     if settings.kind == "opt_tree":
-        if settings.delta is None:
-            raise ValueError("opt_tree needs a delta: measure one (inference.evaluation.with_measured_delta)")
-        build = partial(opt_tree, nodes=settings.nodes, delta=settings.delta)
-        return Tree(build, settings.nodes * settings.max_depth, settings.max_depth, greedy_probs)
+        return _make_opt_tree(settings, greedy_probs, tuning)
     if settings.kind == "token_graph":
         build = partial(
             token_graph,
-            node_budget=settings.nodes,
+            node_budget=number(settings.nodes),
             out_degree=settings.out_degree,
             theta_prob=settings.theta_prob,
             theta_sibling=settings.theta_sibling,
             tau=settings.tau,
         )
-        return Tree(build, settings.nodes, settings.max_depth, greedy_probs)
+        return Tree(build, number(settings.nodes), number(settings.max_depth), greedy_probs)
     if settings.kind == "k_config":
-        rows = sum(math.prod(settings.widths[: depth + 1]) for depth in range(len(settings.widths)))
         mode = "top_k" if generator is None else settings.draw
-        build = partial(k_config, widths=settings.widths, mode=mode, generator=generator)
-        return Tree(build, rows, len(settings.widths), count_candidates=True)
-    shapes = {"eagle": EAGLE_25, "binary": binary_shape(settings.nodes)}
+        build = partial(k_config, mode=mode, generator=generator)
+        if isinstance(settings.widths, str):
+            sizes = BestWidths(_required(tuning))
+            chosen = _with_chosen_widths(build, sizes)
+            return Tree(chosen, MOST_NODES, sizes.max_depth, count_candidates=True, sizes=sizes)
+        rows = sum(level_sizes(settings.widths))
+        return Tree(partial(build, widths=settings.widths), rows, len(settings.widths), count_candidates=True)
+    shapes = {"eagle": EAGLE_25, "binary": binary_shape(number(settings.nodes))}
     shape = shapes[settings.shape] if settings.shape in shapes else read_shape(settings.shape)
     return Tree(partial(static, shape=shape), len(shape), len(shape))
+
+
+def _make_opt_tree(settings: StructureConfig, greedy_probs: ToProbs, tuning: Tuning | None) -> Tree:
+    nodes, depth = (None if size == AUTO else number(size) for size in (settings.nodes, settings.max_depth))
+    if settings.delta is None and depth is not None:
+        raise ValueError("opt_tree needs a delta: measure one (inference.tuning)")
+    delta = settings.delta or 0.0
+    if nodes is not None and depth is not None:
+        return Tree(partial(opt_tree, nodes=nodes, delta=delta), nodes * depth, depth, greedy_probs)
+    sizes = TreeSizes(_required(tuning), nodes, depth)
+
+    def build(source: RoundSource, root: Tensor, **options: Any) -> DraftTree:
+        return opt_tree(source, root, nodes=sizes.max_nodes, delta=delta, growth=sizes.begin(), **options)
+
+    return Tree(build, sizes.max_nodes * sizes.max_depth, sizes.max_depth, greedy_probs, sizes=sizes)
+
+
+def _with_chosen_widths(build: Callable[..., DraftTree], sizes: BestWidths) -> Callable[..., DraftTree]:
+    def choose(source: RoundSource, root: Tensor, *, limit: int, to_probs: ToProbs | None) -> DraftTree:
+        return build(source, root, limit=limit, to_probs=to_probs, widths=sizes.widths(limit))
+
+    return choose

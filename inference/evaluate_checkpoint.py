@@ -13,8 +13,9 @@ def main(config: EvaluateConfig) -> None:
     from data_prep.conversations import VICUNA_SYSTEM, render_prompt
     from data_prep.prompts import read_prompts
     from data_prep.settings import DataConfig
-    from inference.compare import evaluate_checkpoint, heldout_fraction
+    from inference.compare import evaluate_checkpoint
     from inference.replay import evaluate_replay
+    from inference.subject import heldout_fraction
 
     if config.debug:
         from draft_models.tiny_model import debugged

@@ -1,13 +1,10 @@
 """Measuring: several ways of decoding, run in turn on the same prompts, and whether they emit the same tokens."""
 
-import itertools
-import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,18 +16,33 @@ from draft_models.errors import require
 from draft_models.small_lm import SmallLM
 from draft_models.target import LayerStack
 from draft_models.trigram import TrigramTable
+from inference.auto import Tuning
 from inference.choosing import Chooser
 from inference.decode import Clock, Round, autoregressive, cut, speculative, until
-from inference.drafting import CANDIDATE, TRIED, Structure, make_structure
+from inference.drafting import Structure, make_structure
 from inference.lookup import PromptLookup
 from inference.ngrams import make_ngram_drafter
-from inference.packing import can_pack, pack_linears
+from inference.packing import can_pack, fuse_layers, pack_linears
+from inference.runtime import Runtime
 from inference.sampling import Sampler
-from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, number
 from inference.sources import Drafter, EarlyExitSource, SmallLMSource
 
 GREEDY = SamplingConfig()
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
+
+
+class PromptLike(Protocol):
+    """What evaluation needs to know of a prompt (see `data_prep.prompts.Prompt`)."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def category(self) -> str: ...
+    @property
+    def turns(self) -> tuple[str, ...]: ...
+    @property
+    def chat(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -79,17 +91,24 @@ class Drafters:
 
 
 def make_drafting(
-    method: MethodConfig, drafters: Drafters, seed: int, generator: torch.Generator | None = None
+    method: MethodConfig,
+    drafters: Drafters,
+    seed: int,
+    generator: torch.Generator | None = None,
+    tuning: Tuning | None = None,
 ) -> tuple[Drafter, Structure]:
-    """The source and structure of `method`, fresh for one generation. generator: draw drafts from q (sampling)."""
+    """The source and structure of `method`, fresh for one generation.
+
+    generator: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.tuning`).
+    """
     if method.source == "prompt_lookup":
-        lookup = PromptLookup(method.max_ngram, method.stop.max_draft)
+        lookup = PromptLookup(method.max_ngram, number(method.stop.max_draft))
         return lookup, lookup
     if method.source == "ngrams":
         assert drafters.ngrams is not None
         ngrams = make_ngram_drafter(drafters.ngrams, method.ngrams, seed)
         return ngrams, ngrams
-    structure = make_structure(method, seed, generator, drafters.calibration)
+    structure = make_structure(method, seed, generator, drafters.calibration, tuning)
     if method.source == "small_lm":
         assert drafters.small_lm is not None
         return SmallLMSource(drafters.small_lm), structure
@@ -113,25 +132,6 @@ def open_table(config: EvaluateConfig, digest: str, vocabulary: int | None = Non
     return table
 
 
-def with_measured_delta(
-    method: MethodConfig, stack: LayerStack, drafters: Drafters, prompt: Sequence[int], clock: Clock
-) -> MethodConfig:
-    """`method` with OPT-Tree's δ set, where it is null, to μ = seconds of a draft step / of a decoding step.
-
-    Both are medians over a short generation on this device: of single-token draft steps, and of target steps.
-    """
-    if method.structure.kind != "opt_tree" or method.structure.delta is not None:
-        return method
-    prompt = prompt[-(stack.config.max_position_embeddings - 24) :]
-    chain = replace(method, structure=StructureConfig(), stop=StopConfig(rule="fixed", max_draft=4))
-    source, structure = make_drafting(chain, drafters, seed=0)
-    drafting = list(speculative(stack, source, structure, prompt, max_new_tokens=24, clock=clock))[1:]
-    plain = list(autoregressive(stack, prompt, max_new_tokens=12, clock=clock))[1:]
-    draft_step = statistics.median(r.draft_seconds / r.drafted for r in drafting if r.drafted)
-    mu = draft_step / statistics.median(r.seconds for r in plain)
-    return replace(method, structure=replace(method.structure, delta=min(1.0, mu)))
-
-
 def make_arms(
     stack: LayerStack,
     drafters: Drafters,
@@ -144,15 +144,19 @@ def make_arms(
     sampling: SamplingConfig = GREEDY,
     stops: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
+    runtime: Runtime | None = None,
+    tunings: Mapping[str, Tuning] | None = None,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
     sampling: how all of them choose tokens; when it samples, every generation starts from `seed` again. stops:
-    strings that end a text, which need the `tokenizer`.
+    strings that end a text, which need the `tokenizer`. runtime: how the passes of all but `generate` run; None:
+    eagerly. tunings: of the methods with sizes of "auto" (see `inference.tuning`).
     """
     sampler = None if sampling == GREEDY else Sampler(sampling)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
+    ours: dict[str, Any] = {**options, "runtime": runtime, "clock": clock}
 
     def run(rounds: Iterator[Round]) -> Generation:
         if not stops:
@@ -165,19 +169,23 @@ def make_arms(
 
     def autoregress(prompt: Sequence[int]) -> Generation:
         chooser = Chooser(sampler, fresh_generator())
-        return run(autoregressive(stack, prompt, chooser=chooser, clock=clock, **options))
+        return run(autoregressive(stack, prompt, chooser=chooser, **ours))
 
-    def drafting(method: MethodConfig) -> Arm:
+    def drafting(name: str, method: MethodConfig) -> Arm:
+        tuning = tunings.get(name) if tunings else None
+
         def draft(prompt: Sequence[int]) -> Generation:
             generator = fresh_generator()
-            source, structure = make_drafting(method, drafters, seed, generator)
+            source, structure = make_drafting(method, drafters, seed, generator, tuning)
             chooser = Chooser(sampler, generator, naive=method.verify == "naive")
-            generation = run(speculative(stack, source, structure, prompt, chooser=chooser, clock=clock, **options))
+            generation = run(speculative(stack, source, structure, prompt, chooser=chooser, **ours))
             return replace(generation, totals=dict(structure.totals))
 
         return draft
 
-    arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(method) for name, method in methods.items()}}
+    arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(name, method) for name, method in methods.items()}}
+    if runtime is not None:
+        arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
     if plain is not None:
         arms[TRANSFORMERS] = lambda prompt: transformers_generate(
             plain, prompt, sampling=sampling, seed=seed, stops=stops, tokenizer=tokenizer, **options
@@ -185,11 +193,25 @@ def make_arms(
     return arms
 
 
+def without_captures(arm: Arm, runtime: Runtime) -> Arm:
+    """`arm`, run again where it captured graphs on its way: what that takes is none of decoding's time."""
+
+    def settled(prompt: Sequence[int]) -> Generation:
+        while True:
+            before = runtime.captures
+            generation = arm(prompt)
+            if runtime.captures == before:
+                return generation
+
+    return settled
+
+
 def prepare(stack: LayerStack, drafters: Drafters) -> None:
     """Make a target and its drafters ready to decode: a shared head joined, weights laid out for the device."""
-    if can_pack(stack.device, stack.dtype):
-        for module in (stack, drafters.early_exit, drafters.small_lm):
-            if module is not None:
+    for module in (stack, drafters.early_exit, drafters.small_lm):
+        if module is not None:
+            fuse_layers(module)
+            if can_pack(stack.device, stack.dtype):
                 pack_linears(module)
     if drafters.early_exit is not None and drafters.early_exit.head is None:
         drafters.early_exit.use_head(stack.head)
@@ -349,75 +371,3 @@ def stock_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(ours)
-
-
-def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
-    """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM).
-
-    tau: tokens per target pass, bonus included, prefill excluded; acceptance_rate v_d: accepted / drafted;
-    draft_share r_d: accepted / all output tokens; harmonic_mean of the two.
-    """
-    generations = list(generations)
-    rounds = [r for g in generations for r in g.rounds]
-    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    emitted, output = sum(len(r.tokens) for r in rounds), sum(len(g.tokens) for g in generations)
-    v, r = (accepted / drafted if drafted else 0.0), (accepted / output if output else 0.0)
-    return {
-        "tau": emitted / len(rounds) if rounds else 0.0,
-        "acceptance_rate": v,
-        "draft_share": r,
-        "harmonic_mean": 2 * v * r / (v + r) if v + r else 0.0,
-        "drafted_tokens_per_round": drafted / len(rounds) if rounds else 0.0,
-    }
-
-
-def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
-    """Per-round means of what the structure summed up (see `Structure.totals`); empty for those that do not.
-
-    Candidates are not among them, see `acceptance_by_candidates`.
-    """
-    generations = list(generations)
-    rounds = sum(len(g.rounds) for g in generations)
-    names = sorted({name for g in generations for name in g.totals if name != TRIED and CANDIDATE not in name})
-    return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}
-
-
-def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
-    """MCSD's acceptance by k: the share of nodes at which one of the first k = 1, 2, … candidates was accepted.
-
-    Candidates are tried one after the other, so this is what a tree with k of them would have accepted there.
-    Empty for structures without candidates.
-    """
-    totals: Counter[str] = Counter()
-    for generation in generations:
-        totals.update(generation.totals)
-    widest = max((int(name.removeprefix(CANDIDATE)) for name in totals if CANDIDATE in name), default=0)
-    accepted = itertools.accumulate(totals[f"{CANDIDATE}{k}"] for k in range(1, widest + 1))
-    return [count / totals[TRIED] for count in accepted]
-
-
-def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, float]]:
-    """For draft position i = 1, 2, …: how many rounds drafted that far, and in which share it was accepted."""
-    rounds = [r for g in generations for r in g.rounds]
-    longest = max((r.drafted for r in rounds), default=0)
-    table = []
-    for position in range(1, longest + 1):
-        reached = [r for r in rounds if r.drafted >= position]
-        table.append(
-            {
-                "position": position,
-                "rounds": len(reached),
-                "accepted": sum(r.accepted >= position for r in reached) / len(reached),
-            }
-        )
-    return table
-
-
-def bootstrap_median(values: Sequence[float], seed: int, draws: int = 2000) -> tuple[float, list[float]]:
-    """The median of `values` and the 95 % bootstrap interval of it, resampling `values` with replacement."""
-    data = torch.tensor(values, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(values), (draws, len(values)), generator=generator)
-    medians = data[picks].quantile(0.5, dim=1)
-    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return statistics.median(values), [low, high]

@@ -17,46 +17,28 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sentencepiece import SentencePieceProcessor
 from tqdm import tqdm
 
 from draft_models.checkpoint import provenance
-from draft_models.errors import UserError
+from draft_models.errors import UserError, require
 from draft_models.files import require_writable, write_atomically, write_json
+from draft_models.processes import join_processes
 from draft_models.target import load_tokenizer
 from draft_models.trigram import vocabulary_digest
 from inference.decode import Clock, Round, cut
 from inference.drafting import Structure
-from inference.evaluation import (
-    Drafters,
-    Generation,
-    acceptance_by_position,
-    collect,
-    decode_statistics,
-    make_drafting,
-    open_table,
-    structure_statistics,
-)
+from inference.evaluation import Drafters, Generation, PromptLike, collect, make_drafting, open_table
+from inference.measures import acceptance_by_position, decode_statistics, structure_statistics
 from inference.report import describe_machine
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.sources import Drafter
 from inference.verify import verify_greedy
 
 _BEYOND = -1  # the "choice" of a recording behind its end
-
-
-class PromptLike(Protocol):
-    """What replay needs to know of a prompt (see `data_prep.prompts.Prompt`)."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def category(self) -> str: ...
-    @property
-    def turns(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -228,6 +210,8 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[PromptLike], syste
     """
     assert config.tokenizer is not None
     assert config.transcripts is not None
+    processes = join_processes().num_processes
+    require(processes == 1, "target", "replay", f"one process, not {processes}: it takes seconds")
     out_dir = require_writable(config.out_dir)
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -14,25 +14,34 @@ from matplotlib.ticker import MaxNLocator
 
 from draft_models.checkpoint import provenance
 from draft_models.files import require_writable, write_atomically, write_json
-from inference.evaluation import (
-    AUTOREGRESSIVE,
-    TRANSFORMERS,
-    Generation,
-    PromptResult,
+from inference.auto import Tuning
+from inference.evaluation import AUTOREGRESSIVE, TRANSFORMERS, Generation, PromptResult
+from inference.measures import (
     acceptance_by_candidates,
     acceptance_by_position,
     bootstrap_median,
+    chosen_sizes,
     decode_statistics,
     structure_statistics,
 )
 from inference.settings import SamplingConfig
 
 Report = dict[str, Any]
+REPORT_FILE = "report.json"
 MIN_PROMPTS = 5  # fewer have no interval worth the name, so no verdict
 
 
-def build_report(method: str, results: Sequence[PromptResult], facts: Mapping[str, Any], seed: int) -> Report:
-    """The report of one method over all prompts; `facts` (target, temperature, settings, …) go in as they are."""
+def build_report(
+    method: str,
+    results: Sequence[PromptResult],
+    facts: Mapping[str, Any],
+    seed: int,
+    tuning: Tuning | None = None,
+) -> Report:
+    """The report of one method over all prompts; `facts` (target, temperature, settings, …) go in as they are.
+
+    tuning: what sizes of "auto" were chosen from.
+    """
     mine = [r.generations[method] for r in results]
     seconds = _seconds([r.profiles.get(method, r.generations[method]) for r in results])
     speedups = _speedups(results, method, AUTOREGRESSIVE)
@@ -48,6 +57,7 @@ def build_report(method: str, results: Sequence[PromptResult], facts: Mapping[st
         **decode_statistics(mine),
         "structure": structure_statistics(mine),
         "acceptance_by_candidates": acceptance_by_candidates(mine),
+        "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
         "tokens_per_second": {
             name: _tokens_per_second(results, arm)
             for name, arm in (
@@ -114,12 +124,14 @@ def is_lossless(report: Report) -> bool:
 def markdown(reports: Sequence[Report]) -> str:
     """The table people read: one row per method, baselines first."""
     first = reports[0]
-    speeds = first["tokens_per_second"]
+    speeds, processes = first["tokens_per_second"], first["processes"]
+    together = f", {processes} processes at a time" if processes > 1 else ""
     lines = [
         f"# {first['drafter']} on {first['target']}",
         "",
         f"{first['prompts']} prompts × up to {first['max_new_tokens']} tokens, {_choice(first)}, {first['dtype']} on "
-        f"{first['machine']['device']} ({first['machine']['threads']} threads), arms interleaved prompt by prompt.",
+        f"{first['machine']['device']} ({first['machine']['threads']} threads), arms interleaved prompt by prompt"
+        f"{together}.",
         "",
         "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -151,12 +163,12 @@ def write_reports(out_dir: Path, reports: Sequence[Report], results: Sequence[Pr
         for arm, g in r.generations.items()
     ]  # fmt: skip
     content = reports[0] if len(reports) == 1 else {"reports": list(reports)}
-    (out_dir / "report.json").unlink(missing_ok=True)  # written last: it never stands beside files of another run
+    (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last: it never stands beside files of another run
     write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
     _save(plot_speedups(reports), out_dir / "speedup_per_prompt.png")
     _save(plot_acceptance(reports), out_dir / "acceptance_by_position.png")
     write_atomically(out_dir / "report.md", markdown(reports).encode())
-    write_json(out_dir / "report.json", content)
+    write_json(out_dir / REPORT_FILE, content)
 
 
 def plot_speedups(reports: Sequence[Report]) -> Figure:
@@ -305,10 +317,18 @@ def _sentence(report: Report) -> str:
     if report["acceptance_by_candidates"]:
         shares = ", ".join(f"{share:.2f}" for share in report["acceptance_by_candidates"])
         structure += f"; accepted by the first 1, 2, … candidates {shares}"
+    if report["auto"]:
+        structure += "".join(f"; chose {_chosen(name, size)}" for name, size in report["auto"]["chosen"].items())
     return (
         f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
         f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}{structure}."
     )
+
+
+def _chosen(name: str, size: Mapping[str, Any]) -> str:
+    """What was chosen for a size of "auto", in words."""
+    mean = f"{size['mean']:.1f} on average, " if "mean" in size else ""
+    return f"{name} {mean}most often {size['mode']} ({100 * size['share']:.0f} % of rounds)"
 
 
 def _choice(report: Report) -> str:

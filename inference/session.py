@@ -1,14 +1,35 @@
 """One sequence inside a target: its caches, split at a layer, and the rows of the current round."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from draft_models.early_exit import EarlyExit
 from draft_models.target import LayerStack
 from inference.cache import KVCache
-from inference.tree import chain_parents
+from inference.layout import Layout, Masks, Rows
+
+
+class View(Protocol):
+    """What a pass knows of its rows, on the device."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[1, n]."""
+        ...
+
+    def masks(self) -> Masks:
+        """Additive masks [1, 1, n, keys] by window size of the layers."""
+        ...
+
+    def last(self, hidden: Tensor, count: int) -> Tensor:
+        """The last `count` rows of hidden [1, n, d], to spare the head the others; all, where shapes are fixed."""
+        ...
+
+
+Pass = Callable[[Tensor, View], tuple[Tensor, ...]]  # of the rows' input; the outputs have a row for each of them too
 
 
 class TargetSession:
@@ -34,19 +55,27 @@ class TargetSession:
         self.first = KVCache(range(split), capacity)
         self.rest = KVCache(range(split, len(stack.layers)), capacity)
         self.base = 0
-        self._places = torch.arange(capacity, device=stack.device)
+        self.places = torch.arange(capacity, device=stack.device)
         stack.reserve(capacity)
-        self.parents: list[int] = []
-        self.depths: list[int] = []
+        self._start_round()
+
+    def _start_round(self) -> None:
+        self.round = Rows()
         self._tokens: list[Tensor] = []
         self._hidden: list[Tensor] = []
-        self._finished: list[int] = []  # the rows that have been through the second half
-        self._is_chain = True
+        self._finished: Sequence[int] = ()  # the rows that have been through the second half
+
+    def beside(self, stack: LayerStack) -> "TargetSession":
+        """A session of the same kind and size for another model, run through by `extend`."""
+        return TargetSession(stack, len(stack.layers), self.capacity, self.context)
+
+    def close(self) -> None:
+        """The generation is over: what it worked in may serve another one."""
 
     @property
     def rows(self) -> int:
         """Rows of this round that have been through the first half."""
-        return len(self.parents)
+        return len(self.round)
 
     @property
     def hidden(self) -> Tensor:
@@ -65,37 +94,72 @@ class TargetSession:
 
         Returns their hidden states [1, n, d].
         """
-        start = self.rows
-        self._is_chain = self._is_chain and tuple(parents) == chain_parents(start, len(parents))
-        for parent in parents:
-            self.parents.append(parent)
-            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
-        positions = self.positions(start, self.rows)
-        hidden = self.stack.embed(tokens[None], positions)
-        if self.split:
-            masks = self.masks(start, self.rows)
-            hidden = self.stack.run(hidden, 0, self.split, self.stack.rotary(positions), masks, self.first)
-        self.first.advance(len(parents))
-        self._hidden.append(hidden)
+        layout = self._add(parents)
+        (hidden,) = self._run("first", self._first_half, tokens, layout, self.first)
         self._tokens.append(tokens)
+        self._remember(hidden, layout.start)
         return hidden
+
+    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
+        """`feed` where the first half is the whole model: hidden states [n, d] and the last rows' logits [wanted, V].
+
+        They hold until the next call.
+        """
+
+        def whole(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
+            (hidden,) = self._first_half(tokens, view)
+            return hidden, self.stack.logits(view.last(hidden, wanted))
+
+        hidden, logits = self._run("whole", whole, tokens, self._add(parents), self.first)
+        return hidden[0], logits[0, -wanted:]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         """Run the second half over `rows` (ascending, with all their ancestors; None: every row).
 
-        Returns next-token logits of each of them [n, V], or of the last one [1, V]. Rows left out stay out of
-        the second half, and cannot be committed.
+        Returns next-token logits of each of them [n, V], or of the last one [1, V]; they hold until the next call.
+        Rows left out stay out of the second half, and cannot be committed.
         """
-        self._finished = list(range(self.rows)) if rows is None else list(rows)
-        everything = len(self._finished) == self.rows
-        hidden = self.hidden if everything else self.hidden[:, self._finished]
-        masks, rotary = self.masks(0, self.rows), self.rotary(0, self.rows)
-        if not everything:
-            masks, rotary = self._selected(masks, rotary)
-        hidden = self.stack.run(hidden, self.split, len(self.stack.layers), rotary, masks, self.rest)
-        self.rest.advance(len(self._finished))
+        self._finished = range(self.rows) if rows is None else rows
+        count = len(self._finished)
+        everything = count == self.rows
+        hidden = self.hidden if everything else self.hidden[:, list(self._finished)]
+        chosen = self.round if everything else self.round.select(self._finished)
+        wanted = 1 if last_only else count
+
+        def second_half(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
+            rotary = self.stack.rotary(view.positions)
+            hidden = self.stack.run(hidden, self.split, len(self.stack.layers), rotary, view.masks(), self.rest)
+            return hidden, self.stack.logits(view.last(hidden, wanted))
+
+        hidden, logits = self._run("rest", second_half, hidden, chosen.layout(self.base, 0, count), self.rest)
         self._last_hidden = hidden[0]
-        return self.stack.logits(hidden[:, -1:] if last_only else hidden)[0]
+        return logits[0, -wanted:]
+
+    def run_exit(
+        self, drafter: EarlyExit, hidden: Tensor, start: int, cache: KVCache, wanted: int
+    ) -> tuple[Tensor, Tensor]:
+        """The exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
+
+        Returns its output [1, n, d] and the logits of the last `wanted` rows [1, wanted, V]; they hold until the
+        next call.
+        """
+
+        def exit_pass(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
+            hidden = drafter.layer(
+                hidden,
+                attention_mask=view.masks()[drafter.window],
+                past_key_values=cache,
+                position_embeddings=self.stack.rotary(view.positions),
+            )
+            return hidden, drafter.logits(view.last(hidden, wanted)) if wanted else hidden[:, :0]
+
+        layout = self.round.layout(self.base, start, start + hidden.shape[1])
+        hidden, logits = self._run(f"exit {id(drafter)}", exit_pass, hidden, layout, cache)
+        return hidden, logits[:, logits.shape[1] - wanted :]
+
+    def exit_cache(self, drafter: EarlyExit) -> KVCache:
+        """An empty cache for the exit layer of `drafter`."""
+        return KVCache(range(self.split, self.split + 1), self.capacity)
 
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: the tokens of `rows`, an ascending path from row 0, are part of the text; drop the others."""
@@ -106,69 +170,41 @@ class TargetSession:
             last = place[rows[-1]]
             self.target_hidden = self._last_hidden[last : last + 1]
         self.base += len(rows)
-        self.parents, self.depths, self._is_chain = [], [], True
-        self._tokens, self._hidden, self._finished = [], [], []
+        self._start_round()
 
-    def positions(self, start: int, stop: int) -> Tensor:
-        """Positions [1, stop − start] of rows start..stop−1; a negative start reaches into the committed ones."""
-        if self._is_chain or stop <= 1:
-            return self._places[None, self.base + start : self.base + stop]
-        depths = torch.tensor(self.depths[start:stop], device=self._places.device)
-        return (self.base + depths)[None]
+    def _add(self, parents: Sequence[int]) -> Layout:
+        start = self.rows
+        self.round.add(parents)
+        return self.round.layout(self.base, start, self.rows)
 
-    def rotary(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Rotary cos and sin of rows start..stop−1, as `positions`."""
-        return self.stack.rotary(self.positions(start, stop))
+    def _remember(self, hidden: Tensor, start: int) -> None:
+        """Keep the hidden states of rows start, start + 1, … for `hidden`."""
+        self._hidden.append(hidden)
 
-    def masks(self, start: int, stop: int) -> dict[int | None, Tensor | None]:
-        """Additive masks [1, 1, queries, base + stop] for rows start..stop−1, by window size of the layers.
+    def _run(self, name: str, pass_: Pass, x: Tensor, layout: Layout, cache: KVCache) -> tuple[Tensor, ...]:
+        """Run a pass over the rows of `layout`, whose keys and values go behind what `cache` has."""
+        outputs = pass_(x, _EagerView(self, layout))
+        cache.advance(layout.stop - layout.start)
+        return outputs
 
-        A row sees every committed position and its own ancestors. None where attention needs no mask: one
-        query, or causal attention over an empty cache. A negative start reaches into the committed positions.
-        """
-        past, keys = self.base + start, self.base + stop
-        trivial = self._is_chain and (stop - start == 1 or past == 0)
-        built: dict[int | None, Tensor | None] = {}
-        for window in set(self.stack.windows):
-            binding = window if window is not None and window < keys else None
-            if binding not in built:
-                built[binding] = None if trivial and binding is None else self._mask(past, keys, binding)
-            built[window] = built[binding]
-        return built
-
-    def _selected(
-        self, masks: dict[int | None, Tensor | None], rotary: tuple[Tensor, Tensor]
-    ) -> tuple[dict[int | None, Tensor | None], tuple[Tensor, Tensor]]:
-        """The masks and rotary tables of all rows, cut down to the finished ones."""
-        rows = torch.tensor(self._finished, device=self.stack.device)
-        columns = torch.cat([self._places[: self.base], self.base + rows])
-        cut = {w: None if m is None else m[:, :, rows[:, None], columns] for w, m in masks.items()}
-        return cut, (rotary[0][:, rows], rotary[1][:, rows])
-
-    def _mask(self, past: int, keys: int, window: int | None) -> Tensor:
-        device, dtype = self.stack.device, self.stack.dtype
-        lowest = torch.finfo(dtype).min
-        mask = torch.zeros(keys - past, keys, dtype=dtype, device=device)
-        columns = self._places[:keys]
-        if self._is_chain:
-            mask.masked_fill_(columns > columns[past:, None], lowest)
-        else:
-            closure = ancestors(self.parents)[past - self.base : keys - self.base, : keys - self.base]
-            mask[:, self.base :].masked_fill_(~closure.to(device), lowest)
-        if window is not None:
-            if not self._is_chain:
-                depths = torch.tensor(self.depths[: keys - self.base], device=device)
-                columns = torch.cat([columns[: self.base], self.base + depths])
-            mask.masked_fill_(columns <= columns[past:, None] - window, lowest)
-        return mask[None, None]
+    def _first_half(self, tokens: Tensor, view: View) -> tuple[Tensor]:
+        hidden = self.stack.embed(tokens[None], view.positions)
+        if self.split:
+            rotary = self.stack.rotary(view.positions)
+            hidden = self.stack.run(hidden, 0, self.split, rotary, view.masks(), self.first)
+        return (hidden,)
 
 
-def ancestors(parents: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """bool [n, n]: entry (i, j) says that j is i or an ancestor of i: the transitive closure of `parents`."""
-    lineages: list[int] = []  # of each node as bits: a round builds several of these, and tensor steps cost more
-    for node, parent in enumerate(parents):
-        lineages.append((lineages[parent] if parent >= 0 else 0) | 1 << node)
-    count, width = len(lineages), -(-len(lineages) // 8)
-    packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in lineages), dtype=np.uint8)
-    bits = np.unpackbits(packed.reshape(count, width), axis=1, count=count, bitorder="little")
-    return torch.from_numpy(bits.view(np.bool_)).to(device)
+class _EagerView:
+    """Positions and masks of a layout, made when asked for."""
+
+    def __init__(self, session: TargetSession, layout: Layout):
+        self._session, self._layout = session, layout
+        self.positions = layout.positions(session.places)
+
+    def masks(self) -> Masks:
+        stack = self._session.stack
+        return self._layout.masks(stack.windows, self._session.places, stack.dtype)
+
+    def last(self, hidden: Tensor, count: int) -> Tensor:
+        return hidden[:, -count:]

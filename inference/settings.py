@@ -7,6 +7,22 @@ from draft_models.errors import require, require_choice
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ARCHITECTURES = ("llama", "mistral", "opt", "qwen2", "qwen3")  # of the random models of debug=true
+RUNTIMES = ("auto", "eager", "graphed")
+# A size that is chosen from costs measured at start and from acceptance (see inference/auto.py). Greedy tokens never
+# depend on it, nor does the law of sampled ones; but which tokens a seed draws does, and so on the machine's speed.
+AUTO = "auto"
+MOST_NODES = 63  # that "auto" considers: with the root 64 rows
+
+
+def _is_size(value: int | str) -> bool:
+    return value >= 1 if isinstance(value, int) else value == AUTO
+
+
+def number(value: int | str) -> int:
+    """A size that was given as a number; it must not be "auto"."""
+    if isinstance(value, str):
+        raise ValueError(f"a size is {value!r} where it must be known by now")
+    return value
 
 
 @dataclass(frozen=True)
@@ -14,7 +30,7 @@ class StopConfig:
     """When a chain stops drafting (see inference/stop_rules.py)."""
 
     rule: str = "fixed"  # fixed | confidence | beta | calibrated (early_exit, after train/calibrate.py)
-    max_draft: int = 8  # drafted tokens per round at most; rule=fixed drafts exactly this many
+    max_draft: int | str = 8  # drafted tokens per round at most; rule=fixed drafts exactly this many, or chooses: auto
     threshold: float = 0.4  # confidence: stop below this probability
     alpha: float = 4.0  # beta: the prior, as successes …
     beta: float = 2.0  # … and failures already seen
@@ -33,7 +49,9 @@ class StopConfig:
         for key in ("model_sigma", "sample_sigma"):
             require(0 < getattr(self, key) < math.inf, key, getattr(self, key), "a number > 0")
         require(0 <= self.prior <= 1, "prior", self.prior, "a probability")
-        require(self.max_draft >= 1, "max_draft", self.max_draft, "an integer ≥ 1")
+        expected = "an integer ≥ 1, or auto with rule=fixed: the other rules decide themselves when to stop"
+        fits = _is_size(self.max_draft) and (self.max_draft != AUTO or self.rule == "fixed")
+        require(fits, "max_draft", self.max_draft, expected)
         require(0 < self.threshold < 1, "threshold", self.threshold, "a probability between 0 and 1")
         require(0 < self.alpha < math.inf, "alpha", self.alpha, "a number > 0")
         require(0 < self.beta < math.inf, "beta", self.beta, "a number > 0")
@@ -44,9 +62,9 @@ class StructureConfig:
     """The shape of a draft (see inference/structures.py)."""
 
     kind: str = "chain"  # chain | k_config | opt_tree | token_graph | static
-    max_depth: int = 10  # opt_tree, token_graph: drafting steps at most
-    nodes: int = 25  # opt_tree, token_graph: node budget; static shape=binary: its size
-    widths: tuple[int, ...] = (4, 2, 2)  # k_config: children per node, level by level
+    max_depth: int | str = 10  # opt_tree, token_graph: drafting steps at most; opt_tree: or auto
+    nodes: int | str = 25  # opt_tree, token_graph: node budget; static shape=binary: its size; opt_tree: or auto
+    widths: tuple[int, ...] | str = (4, 2, 2)  # k_config: children per node, level by level; or auto
     draw: str = "without_replacement"  # k_config when sampling: with_replacement | without_replacement | top_k
     delta: float | None = None  # opt_tree: stop when E(A) gains no more than this; null: μ, as measured here
     out_degree: int = 4  # token_graph, and its pruning and merging:
@@ -60,13 +78,28 @@ class StructureConfig:
     def __post_init__(self) -> None:
         require_choice("kind", self.kind, ("chain", "k_config", "opt_tree", "token_graph", "static"))
         require_choice("draw", self.draw, ("with_replacement", "without_replacement", "top_k"))
-        for key in ("max_depth", "nodes", "out_degree", "tau"):
+        for key in ("out_degree", "tau"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "an integer ≥ 1")
-        require(len(self.widths) > 0 and min(self.widths) >= 1, "widths", self.widths, "integers ≥ 1, e.g. [4,2,2]")
+        self._check_sizes()
         require(0 < self.temperature < math.inf, "temperature", self.temperature, "a number > 0")
         require(self.delta is None or 0 <= self.delta <= 1, "delta", self.delta, "0 to 1, or null")
         for key in ("theta_prob", "theta_sibling"):
             require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "a probability")
+
+    def _check_sizes(self) -> None:
+        for key in ("max_depth", "nodes"):
+            value = getattr(self, key)
+            fits = _is_size(value) and (value != AUTO or self.kind == "opt_tree")
+            require(fits, key, value, "an integer ≥ 1, or auto with kind=opt_tree")
+        if isinstance(self.widths, tuple):
+            fits = len(self.widths) > 0 and all(isinstance(width, int) and width >= 1 for width in self.widths)
+        else:
+            fits = self.widths == AUTO and self.kind == "k_config"
+        require(fits, "widths", self.widths, "integers ≥ 1, e.g. [4,2,2], or auto with kind=k_config")
+        if self.max_depth == AUTO:
+            require(self.delta is None, "delta", self.delta, "null with max_depth=auto, which decides when to stop")
+            few = self.nodes == AUTO or number(self.nodes) <= MOST_NODES
+            require(few, "nodes", self.nodes, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
 
 
 @dataclass(frozen=True)
@@ -127,6 +160,22 @@ class MethodConfig:
             f"another rule for source={self.source}: the calibration head belongs to an early-exit drafter",
         )
         require(self.max_ngram >= 1, "max_ngram", self.max_ngram, "an integer ≥ 1")
+        chain = self.structure.kind == "chain"
+        modelled = self.source in ("early_exit", "small_lm")
+        for key, given, fits in (
+            ("stop.max_draft", self.stop.max_draft, modelled and chain),
+            ("structure.nodes", self.structure.nodes, modelled),
+            ("structure.max_depth", self.structure.max_depth, modelled),
+            ("structure.widths", self.structure.widths, modelled),
+        ):
+            expected = "a number: auto chooses the size of a chain, OPT-Tree or k-config tree of early_exit or small_lm"
+            require(given != AUTO or fits, key, given, expected)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether a size is left to be chosen here."""
+        tree = self.structure
+        return AUTO in (self.stop.max_draft, tree.nodes, tree.max_depth, tree.widths)
 
 
 @dataclass(frozen=True)
@@ -177,10 +226,12 @@ class EvaluateConfig:
     compare_transformers: bool = True  # also time model.generate
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
     device: str = "auto"
+    runtime: str = "auto"  # eager | graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA) | auto
     threads: int | None = None  # CPU threads; null: torch's choice
     seed: int = 0
     card: bool = False  # also put the table into README.md of the drafters evaluated
     out_dir: str = "runs/evaluate"
+    resume: bool = False  # go on with what an earlier run left in out_dir
     debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, few tokens
     debug_architecture: str = "llama"  # see ARCHITECTURES
 
@@ -205,7 +256,9 @@ class EvaluateConfig:
             ("sampling.temperature", self.sampling.temperature, "0 for target=replay: recordings are greedy"),
             ("stop_strings", self.stop_strings, "none for target=replay: recordings are replayed whole"),
             ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
+            ("runtime", self.runtime == "graphed", "auto for target=replay: no model runs"),
             ("debug", self.debug, "false for target=replay: no model runs; try it with a small num_prompts"),
+            ("resume", self.resume, "false for target=replay: it takes seconds and starts over"),
         ):
             require(not replayed or not setting, key, setting, expected)
         require(self.target is not None or self.checkpoint is not None, "target", None, "the model that is to decode")
@@ -223,3 +276,4 @@ class EvaluateConfig:
         require_choice("template", self.template, ("auto", "tokenizer", "vicuna", "none"))
         require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
         require_choice("dtype", self.dtype, DTYPES)
+        require_choice("runtime", self.runtime, RUNTIMES)

@@ -12,8 +12,8 @@ from draft_models.errors import UserError
 from draft_models.plain_lm import PlainLM, RowCache
 from draft_models.small_lm import SmallLM
 from draft_models.target import position_limit
-from inference.cache import KVCache
-from inference.session import TargetSession, ancestors
+from inference.layout import Rows, unpack
+from inference.session import TargetSession
 from inference.tree import chain_parents
 
 
@@ -49,7 +49,10 @@ class DraftModel(Drafter, Protocol):
         ...
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, V] after each."""
+        """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, V] after each.
+
+        `hidden` and the logits hold until the next call.
+        """
         ...
 
 
@@ -69,10 +72,10 @@ class EarlyExitSource:
 
     def begin(self, session: TargetSession) -> None:
         self.session = session
-        self.cache = KVCache(range(self.split, self.split + 1), session.capacity)
-        self._pending = session.hidden
-        self._run(self._pending, start=0)
-        self._pending = self._pending[:, :0]
+        self.cache = session.exit_cache(self.drafter)
+        prompt = session.hidden
+        session.run_exit(self.drafter, prompt, 0, self.cache, wanted=0)
+        self._pending = prompt[:, :0]
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         start = self.session.rows
@@ -81,9 +84,9 @@ class EarlyExitSource:
         if waiting:
             hidden = torch.cat([self._pending, hidden], dim=1)
             self._pending = self._pending[:, :0]
-        hidden = self._run(hidden, start - waiting)[:, waiting:]
-        self.hidden = hidden[0]
-        return self.drafter.logits(hidden)[0]
+        hidden, logits = self.session.run_exit(self.drafter, hidden, start - waiting, self.cache, len(parents))
+        self.hidden = hidden[0, waiting:]
+        return logits[0]
 
     @property
     def target_hidden(self) -> Tensor:
@@ -98,19 +101,6 @@ class EarlyExitSource:
             self._pending = torch.cat([self._pending, fresh], dim=1)
         if self.cache.length > base:
             self.cache.keep(base, known)
-
-    def _run(self, hidden: Tensor, start: int) -> Tensor:
-        stop = start + hidden.shape[1]
-        window = self.drafter.window
-        masks = self.session.masks(start, stop)
-        hidden = self.drafter.layer(
-            hidden,
-            attention_mask=masks[window],
-            past_key_values=self.cache,
-            position_embeddings=self.session.rotary(start, stop),
-        )
-        self.cache.advance(hidden.shape[1])
-        return hidden
 
 
 class SmallLMSource:
@@ -142,7 +132,7 @@ class SmallLMSource:
         if isinstance(self.lm, PlainLM):
             self.session = PlainSession(self.lm, prompt, session.capacity)
         else:
-            self.session = TargetSession(self.lm, len(self.lm.layers), session.capacity)
+            self.session = session.beside(self.lm)
             self.session.feed(prompt, chain_parents(0, len(prompt)))
             self.session.commit(range(len(prompt)))
         self._pending = prompt[:0]
@@ -155,12 +145,8 @@ class SmallLMSource:
         elif waiting:
             parents = [parent + waiting for parent in parents]
         skip = waiting if first else 0
-        if isinstance(self.session, PlainSession):
-            hidden, logits = (rows[skip:] for rows in self.session.feed(tokens, parents))
-        else:
-            hidden = self.session.feed(tokens, parents)[0, skip:]
-            logits = self.session.stack.logits(hidden)
-        self.hidden = hidden
+        hidden, logits = self.session.extend(tokens, parents, len(parents) - skip)
+        self.hidden = hidden[skip:]
         return fit_vocabulary(logits, self.vocabulary)
 
     @property
@@ -186,32 +172,31 @@ class PlainSession:
         self.lm = lm
         self.cache = RowCache(capacity)
         self.base = len(prompt)
-        self._parents: list[int] = []
-        self._depths: list[int] = []
+        self._round = Rows()
         places = torch.arange(len(prompt), device=lm.device)
         lm.rows(prompt, places, places <= places[:, None], self.cache, last_only=True)
 
     @property
     def rows(self) -> int:
         """Rows of this round that have been fed."""
-        return len(self._parents)
+        return len(self._round)
 
-    def feed(self, tokens: Tensor, parents: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Add rows as `TargetSession.feed` does; returns their hidden states [n, d] and next-token logits [n, V]."""
-        start = self.rows
-        for parent in parents:
-            self._parents.append(parent)
-            self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
-        device = self.lm.device
-        closure = ancestors(self._parents, device)[start:]
+    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
+        """Add rows as `TargetSession.extend` does, with the same results."""
+        start, device = self.rows, self.lm.device
+        self._round.add(parents)
+        lineages, depths = self._round.lineages[start:], self._round.depths[start:]
+        closure = torch.from_numpy(unpack(lineages, self.rows)).to(device)
         visible = torch.cat([closure.new_ones(len(parents), self.base), closure], dim=1)
-        return self.lm.rows(tokens, self.base + torch.tensor(self._depths[start:], device=device), visible, self.cache)
+        positions = self.base + torch.tensor(depths, device=device)
+        hidden, logits = self.lm.rows(tokens, positions, visible, self.cache)
+        return hidden, logits[-wanted:]
 
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: keep `rows`, an ascending path from row 0, and drop the others."""
         self.cache.keep(self.base, rows)
         self.base += len(rows)
-        self._parents, self._depths = [], []
+        self._round = Rows()
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:

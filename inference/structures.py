@@ -7,7 +7,6 @@ path; at limit 0 nothing is drafted and nothing is fed.
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draft_models.errors import UserError, require_choice
@@ -35,13 +33,6 @@ class Extends(Protocol):
     @property
     def target_hidden(self) -> Tensor: ...
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class OptimalTree(DraftTree):
-    """An OPT-Tree. expected: E(A) = 1 + Σ p̂ over its nodes, known on the host."""
-
-    expected: float = 1.0
 
 
 def plain_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
@@ -138,7 +129,7 @@ def k_config(
         levels.append(tokens)
         parent_rows = [rows[parents[node]] if depth else 0 for node in inner]
         rows += range(fed, fed + len(inner)) if depth + 1 < len(widths) else [-1] * len(inner)
-    return DraftTree(_cat(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
+    return DraftTree(cat_levels(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
 
 
 def _draw(probs: Tensor, count: int, generator: torch.Generator | None, replacement: bool) -> Tensor:
@@ -161,99 +152,6 @@ def _draw(probs: Tensor, count: int, generator: torch.Generator | None, replacem
         if i + 1 < rounds:
             left.scatter_(-1, tokens, 0.0)
     return drawn[0] if rounds == 1 else torch.cat(drawn, dim=-1)
-
-
-# --- OPT-Tree ------------------------------------------------------------------------------------------------------
-
-
-def opt_tree(
-    source: Extends,
-    root: Tensor,
-    *,
-    limit: int,
-    nodes: int,
-    delta: float,
-    to_probs: ToProbs | None = None,
-) -> OptimalTree:
-    """The tree of at most `nodes` nodes with the largest E(A) = 1 + Σ p̂ (OPT-Tree, Algorithm 1).
-
-    Level by level: the next level is the `nodes` largest p̂ among the children of the last one. Drafting ends
-    when a level raised E of the best tree by `delta` or less. Of the last level only nodes that are in the best
-    tree so far are fed: a child comes behind its parent in the order by (p̂, depth), so descendants of a node
-    outside the best `nodes` can never enter. Nodes with p̂ = 0 are left out. The best tree holds a prefix of
-    every level sorted by p̂, which makes parent closure hold under ties and leaves nothing to gather.
-    One transfer per level; at most nodes · limit rows.
-    """
-    to_probs = to_probs or plain_probs
-    levels: list[tuple[Tensor, Tensor]] = []  # per level: tokens, p̂, descending
-    above: list[list[int]] = []  # per level: place of each node's parent in the level before
-    first_rows: list[int] = []  # per level: row of its first node
-    fed: list[int] = []  # per level: how many of its nodes were fed
-    best: list[tuple[float, int]] = []  # (−p̂, level) of the best tree, ascending
-    tokens, parent_rows, rows = root, [ROOT], 0
-    weights: Tensor | None = None
-    gain, expected = math.inf, 0.0
-    while len(levels) < limit and gain > delta and parent_rows:
-        logits = source.extend(tokens, parent_rows)
-        probs = to_probs(logits, range(rows, rows + len(parent_rows)))
-        start, rows = rows, rows + len(parent_rows)
-        found, places, level_tokens = _largest(probs, weights, nodes)
-        values, place_list = torch.stack([found, places.to(found.dtype)]).tolist()
-        depth = len(levels)
-        best = sorted([*best, *((-value, depth) for value in values if value > 0)])[:nodes]
-        levels.append((level_tokens, found))
-        above.append([int(place) for place in place_list])
-        first_rows.append(rows)
-        kept = sum(level == depth for _, level in best)
-        total = -math.fsum(value for value, _ in best)
-        gain, expected = total - expected, total
-        tokens, weights = level_tokens[:kept], found[:kept]
-        parent_rows = [start + place for place in above[-1][:kept]]
-        fed.append(kept)
-    if fed:
-        fed[-1] = 0
-    counts = [0] * len(levels)
-    for _, level in best:
-        counts[level] += 1
-    parents: list[int] = []
-    fed_rows: list[int] = []
-    offset = 0
-    for depth, count in enumerate(counts):
-        previous = offset - counts[depth - 1] if depth else 0
-        parents += [previous + place if depth else ROOT for place in above[depth][:count]]
-        fed_rows += [first_rows[depth] + i if i < fed[depth] else -1 for i in range(count)]
-        offset += count
-    kept_levels = [(level[:count], values[:count]) for (level, values), count in zip(levels, counts, strict=True)]
-    return OptimalTree(
-        _cat([level for level, _ in kept_levels], root),
-        tuple(parents),
-        tuple(fed_rows),
-        path_probs=_cat([values for _, values in kept_levels], torch.zeros(1, device=root.device)),
-        expected=1.0 + expected,
-    )
-
-
-def _largest(probs: Tensor, weights: Tensor | None, count: int, chunk: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` largest of probs [m, V] · weights [m, 1], descending: values, rows, columns (each [count] or fewer).
-
-    They lie in the `count` chunks with the largest maxima, so one pass over probs finds the chunks and the rest
-    looks at count · chunk numbers. V is padded with zeros, which come last.
-    """
-    if probs.shape[-1] % chunk:
-        probs = F.pad(probs, (0, -probs.shape[-1] % chunk))
-    chunks = probs.unflatten(-1, (-1, chunk))  # [m, V / chunk, chunk]
-    per_row = chunks.shape[1]
-    maxima = chunks.amax(-1)
-    if weights is not None:
-        maxima = maxima * weights[:, None]
-    best = maxima.flatten().topk(min(count, maxima.numel())).indices
-    rows = best // per_row
-    candidates = chunks.flatten(0, 1)[best]
-    if weights is not None:
-        candidates = candidates * weights[rows, None]
-    top = candidates.flatten().topk(min(count, candidates.numel()))
-    at = top.indices // chunk
-    return top.values, rows[at], (best - rows * per_row)[at] * chunk + top.indices % chunk
 
 
 # --- fixed shapes ----------------------------------------------------------------------------------------------------
@@ -368,7 +266,7 @@ def static(
         fed += len(scores)
         ranked = scores.topk(step.ranks).indices.flatten()
         levels.append(ranked if step.picks is None else ranked[step.picks])
-    return DraftTree(_cat(levels, root), plan.parents, plan.rows)
+    return DraftTree(cat_levels(levels, root), plan.parents, plan.rows)
 
 
 class _Step(NamedTuple):
@@ -413,5 +311,6 @@ def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _P
     return _Plan(tuple(steps), parents, tuple(row_of.get(node, -1) for node in range(len(paths))))
 
 
-def _cat(levels: Sequence[Tensor], root: Tensor) -> Tensor:
+def cat_levels(levels: Sequence[Tensor], root: Tensor) -> Tensor:
+    """All levels' nodes; without any, an empty tensor like `root`."""
     return torch.cat(list(levels)) if levels else root[:0]

@@ -1,5 +1,6 @@
 """The draft of one round: a tree of proposed tokens under the last committed token."""
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -28,6 +29,20 @@ class DraftTree:
 
     def __len__(self) -> int:
         return len(self.parents)
+
+
+@dataclass(frozen=True)
+class OptimalTree(DraftTree):
+    """An OPT-Tree. Known on the host: masses, Σ p̂ over the nodes of every level that was drafted; and steps, q of each
+    node after its parent."""
+
+    masses: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()
+
+    @property
+    def expected(self) -> float:
+        """E(A) = 1 + Σ p̂ over all nodes."""
+        return 1.0 + math.fsum(self.masses)
 
 
 def chain_parents(start: int, count: int) -> tuple[int, ...]:

@@ -57,4 +57,4 @@ train=slurm/train.sbatch
 submit generate $train data_prep/generate_responses.py target="$target" out_dir="$out/responses" resume=true
 submit eesd $train train/eesd.py target="$target" out_dir="$out/eesd" resume=true
 submit calibrate $train train/calibrate.py checkpoint="$out/eesd" out_dir="$out/calibrate" resume=true
-submit evaluate slurm/evaluate.sbatch checkpoint="$out/eesd" out_dir="$out/evaluate"
+submit evaluate slurm/evaluate.sbatch checkpoint="$out/eesd" out_dir="$out/evaluate" resume=true

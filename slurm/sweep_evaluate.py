@@ -12,7 +12,7 @@ from pathlib import Path
 
 def main() -> None:
     out_dir = Path("runs/sweep") / os.environ.get("WANDB_RUN_ID", f"pid-{os.getpid()}")
-    measured = subprocess.run(["evaluate-checkpoint", *sys.argv[1:], f"out_dir={out_dir}"], check=False)
+    measured = subprocess.run(["evaluate-checkpoint", *sys.argv[1:], "resume=true", f"out_dir={out_dir}"], check=False)
     if measured.returncode:
         sys.exit(measured.returncode)  # a drafter that is not lossless has no speed-up to report
     report = json.loads((out_dir / "report.json").read_text())

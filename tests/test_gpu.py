@@ -9,18 +9,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_prep.settings import DataConfig
+from draft_models.attention import KERNELS
 from draft_models.checkpoint import fingerprint_target, from_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
+from draft_models.tensor_files import open_target
+from inference import graphed
 from inference.decode import autoregressive, speculative
-from inference.drafting import Chain
+from inference.drafting import Chain, make_structure
 from inference.evaluation import AUTOREGRESSIVE, Drafters, excuse_ties, make_arms, measure, prepare, synchronized_clock
-from inference.settings import MethodConfig, StopConfig
-from inference.sources import EarlyExitSource
+from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.sources import EarlyExitSource, SmallLMSource
 from inference.stop_rules import FixedLength
 from tests.tiny import ARCHITECTURES, LAYERS, random_prompt, reference_generate, save_target
 from train.early_exit import train_early_exit
-from train.settings import EesdConfig, FitConfig, WandbConfig
+from train.fit_settings import FitConfig, WandbConfig
+from train.settings import EesdConfig
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -48,6 +52,43 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int
     rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=48))
     assert [t for r in rounds for t in r.tokens] == expected
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=48) for t in r.tokens] == expected
+
+
+STRUCTURES = {
+    "chain": StructureConfig(),
+    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
+    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
+    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
+    "static": StructureConfig(kind="static", shape="eagle"),
+}
+
+
+@pytest.mark.parametrize("kernels", [*((kernel,) for kernel in KERNELS), KERNELS])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_graphs_decode_to_the_same_tokens_and_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, structure: str, kernels: tuple[str, ...]
+) -> None:
+    """Texts cross the cache's buckets; with each attention kernel, and with the one that is measured to be best."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
+    monkeypatch.setattr(graphed, "KERNELS", kernels)
+    path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0)
+    stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
+    small = LayerStack(load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS),
+                                   dtype=torch.float32, device=CUDA))  # fmt: skip
+    method = MethodConfig(structure=STRUCTURES[structure], stop=StopConfig(rule="fixed", max_draft=3))
+    runtime = graphed.Graphed()
+    for source in (EarlyExitSource(drafter), SmallLMSource(small)):
+        for turn, (length, count) in enumerate(((20, 48), (20, 48), (9, 30))):
+            options = {"max_new_tokens": count, "runtime": runtime}
+            expected = [t for r in autoregressive(stack, random_prompt(length), max_new_tokens=count) for t in r.tokens]
+            before = runtime.captures
+            rounds = list(speculative(stack, source, make_structure(method, 0), random_prompt(length), **options))
+            assert [t for r in rounds for t in r.tokens] == expected
+            plain = autoregressive(stack, random_prompt(length), **options)
+            assert [t for r in plain for t in r.tokens] == expected
+            assert (runtime.captures == before) == (turn == 1)
 
 
 def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ ENTRIES = {
     "train/calibrate.py",
     "train/eesd.py",
     "train/finetune_drafter.py",
+    "train/pipeline.py",
     "train/toy_target.py",
 }
 MAY_IMPORT = {

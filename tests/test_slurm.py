@@ -130,10 +130,11 @@ def test_a_restarted_job_resumes_in_its_own_directory(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("restarts", "requeued"), [("0", True), ("2", True), ("3", False)])
-def test_out_of_time(cluster: Cluster, restarts: str, requeued: bool) -> None:
+@pytest.mark.parametrize("script", ["train.sbatch", "evaluate.sbatch"])
+def test_out_of_time(cluster: Cluster, script: str, restarts: str, requeued: bool) -> None:
     """USR1 while the work runs: the job is requeued, the work left alone, and its status is the job's."""
     work = 'echo $$ > "$TMPDIR/work"; for _ in $(seq 100); do [ -f "$TMPDIR/over" ] && exit 7; sleep 0.05; done'
-    job = cluster.start("train.sbatch", "s.py", BEHAVIOUR=work, SLURM_RESTART_COUNT=restarts, MAX_RESTARTS="3")
+    job = cluster.start(script, "s.py", BEHAVIOUR=work, SLURM_RESTART_COUNT=restarts, MAX_RESTARTS="3")
     deadline = time.monotonic() + 30
     while not (cluster.folder / "work").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -153,14 +154,29 @@ def test_failure_is_the_jobs_failure(cluster: Cluster) -> None:
 
 
 def test_evaluate_and_sweep_agent(cluster: Cluster) -> None:
-    cluster.run("evaluate.sbatch", "checkpoint=c")
-    cluster.run("evaluate.sbatch", "checkpoint=c", "out_dir=o")
-    assert cluster.calls("evaluate-checkpoint") == [
-        ["checkpoint=c", "out_dir=runs/evaluate-4711"],
-        ["checkpoint=c", "out_dir=o"],
-    ]
+    cluster.run("evaluate.sbatch", "checkpoint=c", SLURM_GPUS_ON_NODE="4")
+    cluster.run("evaluate.sbatch", "checkpoint=c", "prompt_text=[two words]", "out_dir=o", SLURM_RESTART_COUNT="1")
+    on_four_gpus, restarted = map(parsed, cluster.calls("accelerate"))
+    assert (on_four_gpus.num_processes, on_four_gpus.multi_gpu) == (4, True)
+    assert (restarted.num_processes, restarted.multi_gpu) == (1, False)
+    assert {launch.training_script for launch in (on_four_gpus, restarted)} == {"inference/evaluate_checkpoint.py"}
+    assert on_four_gpus.training_script_args == ["checkpoint=c", "out_dir=runs/evaluate-4711"]
+    assert restarted.training_script_args == ["checkpoint=c", "prompt_text=[two words]", "out_dir=o", "resume=true"]
     cluster.run("sweep_agent.sbatch", "me/outrider/abc")
     assert cluster.calls("wandb") == [["agent", "--count", "1", "me/outrider/abc"]]
+
+
+def test_validate_gpu(cluster: Cluster) -> None:
+    cluster.run("validate_gpu.sbatch")
+    cluster.run("validate_gpu.sbatch", "out_dir=o", 'steps.target.more=["minutes=2"]', SLURM_RESTART_COUNT="1")
+    first, restarted = map(parsed, cluster.calls("accelerate"))
+    assert {launch.training_script for launch in (first, restarted)} == {"train/pipeline.py"}
+    assert (first.num_processes, first.multi_gpu) == (1, False)
+    assert first.training_script_args == ["experiment=gpu_validation", "out_dir=runs/gpu_validation-4711"]
+    assert restarted.training_script_args[2:] == ['steps.target.more=["minutes=2"]', "resume=true"]
+    config = compose_and_build("pipeline", restarted.training_script_args)
+    assert (config.out_dir, config.resume, "minutes=2" in config.options("target")) == ("o", True, True)
+    assert "measures one GPU" in cluster.run("validate_gpu.sbatch", SLURM_GPUS_ON_NODE="2", status=2)
 
 
 def test_pipeline(cluster: Cluster) -> None:
@@ -179,8 +195,8 @@ def test_pipeline(cluster: Cluster) -> None:
          "resume=true", "data=self_distillation", "data.mix.generated.path=o/responses/responses-*.jsonl"],
         ["calibrate", train, "train/calibrate.py", "checkpoint=o/eesd", "out_dir=o/calibrate", "resume=true",
          *responses],
-        ["evaluate", "slurm/evaluate.sbatch", "checkpoint=o/eesd", "out_dir=o/evaluate", "prompts=a b.jsonl",
-         "method=[eesd_beta,eesd_cali]"],
+        ["evaluate", "slurm/evaluate.sbatch", "checkpoint=o/eesd", "out_dir=o/evaluate", "resume=true",
+         "prompts=a b.jsonl", "method=[eesd_beta,eesd_cali]"],
     ]  # fmt: skip
     for place, (call, (stage, *rest)) in enumerate(zip(cluster.calls("sbatch"), expected, strict=True)):
         options = [option.format(stage if "name" in option else 100 + place) for option in always]
@@ -314,5 +330,5 @@ def test_a_sweeps_evaluation_logs_the_report(cluster: Cluster, monkeypatch: pyte
 
     monkeypatch.setattr("wandb.init", lambda **_: Run())
     sweep_evaluate.main()
-    assert cluster.calls("evaluate-checkpoint") == [["checkpoint=c", "out_dir=runs/sweep/r1"]]
+    assert cluster.calls("evaluate-checkpoint") == [["checkpoint=c", "resume=true", "out_dir=runs/sweep/r1"]]
     assert logged == [{"speedup": 1.5, "tau": 3.0, "acceptance_rate": 0.6, "tokens_per_second": 90.0}]

@@ -18,7 +18,8 @@ from transformers import (
 
 from draft_models import tiny_model
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target import LayerStack, load_config, load_layers, open_target
+from draft_models.target import LayerStack, load_config, load_layers
+from draft_models.tensor_files import open_target
 
 LAYERS = 4
 VOCABULARY = tiny_model.VOCABULARY

@@ -20,10 +20,12 @@ from data_prep.rows import load_rows
 from draft_models.calibration import CalibrationHead, save_calibration
 from draft_models.checkpoint import fingerprint_target, from_pretrained, read_meta
 from draft_models.early_exit import EarlyExit
+from draft_models.errors import UserError
 from draft_models.files import require_writable, write_atomically, write_json
 from draft_models.losses import IGNORE
 from draft_models.processes import join_processes
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target, pick_dtype
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
+from draft_models.tensor_files import open_target
 from draft_models.tiny_model import debugged
 from inference.decode import speculative
 from inference.drafting import Chain
@@ -77,6 +79,11 @@ def calibrate(config: CalibrateConfig) -> None:
         "shard_prompts": SHARD_PROMPTS,
     }
     room = min(config.seq_len, target.max_position_embeddings - config.new_tokens)
+    if room < 1:
+        raise UserError(
+            f"new_tokens={config.new_tokens}: expected less than the target's context of "
+            f"{target.max_position_embeddings} tokens"
+        )
     captured: dict[str, Batch] = {}
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
     for split, count in counts.items():

@@ -11,20 +11,14 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
 from data_prep.rows import Rows, load_rows
-from draft_models.card import write_card
+from draft_models.card import CARD_FILE, write_card
 from draft_models.checkpoint import Fingerprint, fingerprint_target, save_pretrained
 from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.errors import UserError
+from draft_models.losses import IGNORE
 from draft_models.processes import join_processes
-from draft_models.target import (
-    LayerStack,
-    TensorFiles,
-    load_config,
-    load_layers,
-    load_tokenizer,
-    open_target,
-    pick_dtype,
-)
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
+from draft_models.tensor_files import TensorFiles, open_target
 from draft_models.tiny_model import debugged
 from inference.evaluation import Drafters, prepare
 from inference.sources import EarlyExitSource
@@ -85,7 +79,7 @@ def train_early_exit(config: EesdConfig) -> None:
         "objective": config.objective,
         "frozen_dtype": config.frozen_dtype,
         "seq_len": config.seq_len,
-        "data": _recipe(asdict(config.data)),
+        "data": config.data.deciding(),
         "data_key": rows.key,
     }
     result = fit(
@@ -97,7 +91,9 @@ def train_early_exit(config: EesdConfig) -> None:
         identity={**recipe, "target": asdict(fingerprint)},
         evaluate=Watch(config, target, files, heldout, state.device, state.is_main_process),
     )
-    if state.is_main_process:
+    if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it
+        print(f"{out_dir}: finished already", flush=True)
+    elif state.is_main_process:
         training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "metrics": result.metrics}
         save_drafter(out_dir, student, fingerprint, training, target)
         facts = {key: recipe[key] for key in ("exit_layer", "objective", "train_head", "seq_len")}
@@ -167,19 +163,20 @@ class Watch:
         if not self.active:
             return {}
         assert isinstance(student, EarlyExitStudent)
-        metrics = {"top1": self._agreement(student, [batch["labels"] for batch in self.batches])}
+        device = student.stack.device
+        guesses = [student.choices(**{key: value.to(device) for key, value in batch.items()}) for batch in self.batches]
+        metrics = {"top1": agreement(guesses, [batch["labels"] for batch in self.batches])}
         if self.whole is not None:
-            metrics["top1_target"] = self._agreement(student, self.choices)
+            metrics["top1_target"] = agreement(guesses, self.choices)
             metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens)
         return metrics
 
-    def _agreement(self, student: EarlyExitStudent, wanted: list[Tensor]) -> float:
-        device = student.stack.device
-        counts = torch.zeros(2, device=device)
-        for batch, labels in zip(self.batches, wanted, strict=True):
-            moved = {key: value.to(device) for key, value in {**batch, "labels": labels}.items()}
-            counts += student.agreement(**moved)
-        return (counts[0] / counts[1]).item()
+
+def agreement(guesses: list[Tensor], wanted: list[Tensor]) -> float:
+    """The share of the positions [B, T] with something wanted (not IGNORE) at which the guess is that."""
+    pairs = [(guess, labels.to(guess.device)) for guess, labels in zip(guesses, wanted, strict=True)]
+    right = sum(int(((guess == labels) & (labels != IGNORE)).sum()) for guess, labels in pairs)
+    return right / sum(int((labels != IGNORE).sum()) for _, labels in pairs)
 
 
 def decode_student(
@@ -196,8 +193,3 @@ def _load_whole(files: TensorFiles, target: PreTrainedConfig, device: torch.devi
     every = range(target.num_hidden_layers)
     dtype = pick_dtype("auto", target, device)
     return LayerStack(load_layers(files, target, every, dtype=dtype, device=device))
-
-
-def _recipe(data: dict[str, Any]) -> dict[str, Any]:
-    """The data options that decide the rows; where they are cached does not."""
-    return {key: value for key, value in data.items() if key != "cache_dir"}

@@ -6,7 +6,6 @@ and hold only what is trained, a data order that is a pure function of (seed, ep
 logging step.
 """
 
-import hashlib
 import json
 import math
 import shutil
@@ -21,9 +20,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from accelerate.utils import save_fsdp_optimizer
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler, default_collate
+from torch.utils.data import DataLoader, default_collate
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 
@@ -32,12 +30,13 @@ from draft_models.files import write_json
 from draft_models.losses import IGNORE
 from draft_models.processes import join_processes
 from train import run_dir, sharding
+from train.fit_settings import FitConfig
 from train.optimizers import build_optimizer
 from train.progress import Report
-from train.settings import FitConfig
+from train.row_order import RowOrder
+from train.trained_weights import load_trained, save_trained
 
 Evaluate = Callable[[nn.Module], dict[str, float]]
-WEIGHTS_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,11 @@ class FitResult:
     steps: int
     resumed_from: int  # 0: from the beginning
     metrics: dict[str, float]
+
+    @property
+    def was_finished(self) -> bool:
+        """Whether there was nothing left to do: the weights are those of an earlier call."""
+        return self.resumed_from == self.steps
 
 
 class Rows(Protocol):
@@ -93,7 +97,7 @@ def fit(
     arguments.distributed_state.wait_for_everyone()  # nobody writes before everybody has looked
 
     if start is not None and run_dir.step_of(start) == total:
-        _load_trained(model, start)
+        load_trained(model, start)
         return FitResult(total, total, _last_metrics(start))
 
     if config.gradient_checkpointing:
@@ -104,28 +108,6 @@ def fit(
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     sharding.make_whole(model)
     return FitResult(total, 0 if start is None else run_dir.step_of(start), trainer.metrics)
-
-
-def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
-    """The order of `count` rows in one epoch: a pure function of its arguments."""
-    # hashed, because a CPU generator looks at 32 bits of its seed only
-    mixed = int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:4], "big")
-    generator = torch.Generator().manual_seed(mixed)
-    return torch.randperm(count, generator=generator).tolist()
-
-
-class RowOrder(Sampler[int]):
-    """Row indices of a whole run, epoch after epoch: step s takes rows [s · batch, (s + 1) · batch) of it."""
-
-    def __init__(self, count: int, length: int, seed: int) -> None:
-        self.count, self.length, self.seed = count, length, seed
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        for start in range(0, self.length, self.count):
-            yield from epoch_order(self.count, self.seed, start // self.count)[: self.length - start]
 
 
 class _FitTrainer(Trainer):
@@ -302,11 +284,7 @@ class _FitTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         assert output_dir is not None
-        weights = sharding.whole_parameters(trained_parameters(self.fitted).items())
-        if self.args.should_save:
-            folder = Path(output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS_FILE)
+        save_trained(self.fitted, Path(output_dir), self.args.should_save)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # By itself Trainer has both engines save the frozen weights as well.
@@ -323,7 +301,7 @@ class _FitTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        _load_trained(model or self.fitted, Path(resume_from_checkpoint))
+        load_trained(model or self.fitted, Path(resume_from_checkpoint))
 
 
 class _Schedule(TrainerCallback):
@@ -344,22 +322,6 @@ class _Schedule(TrainerCallback):
         due = self.every is not None and state.global_step % self.every == 0
         control.should_evaluate = self.active and (due or last)
         control.should_log = control.should_log or last
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, by name; a tied one once."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _load_trained(model: nn.Module, checkpoint: Path) -> None:
-    saved, trained = load_file(checkpoint / WEIGHTS_FILE), trained_parameters(model)
-    wrong = sorted(saved.keys() ^ trained.keys()) or sorted(
-        name for name, p in trained.items() if p.shape != saved[name].shape
-    )
-    if wrong:
-        raise UserError(f"{checkpoint}: does not fit the model to train; they differ in {', '.join(wrong[:5])}")
-    for name, parameter in trained.items():
-        sharding.assign(parameter, saved[name])
 
 
 def _last_metrics(checkpoint: Path) -> dict[str, float]:

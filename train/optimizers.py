@@ -8,7 +8,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draft_models.errors import UserError
-from train.settings import FitConfig
+from train.fit_settings import FitConfig
 
 
 class MuonAdamW(torch.optim.Optimizer):

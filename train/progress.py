@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainingArguments
 
 from draft_models.errors import UserError
-from train.settings import WandbConfig
+from train.fit_settings import WandbConfig
 
 LOG_FILE = "log.jsonl"
 

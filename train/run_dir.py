@@ -14,6 +14,7 @@ from typing import Any
 
 from draft_models.errors import UserError
 from draft_models.files import require_writable
+from draft_models.out_dirs import check_identity
 
 RUN_FILE = "run.json"  # in every checkpoint: what the run was started with
 STAGING = ".staging"  # whatever is being written; never read
@@ -78,21 +79,6 @@ def finished(out_dir: Path, report: str, identity: Mapping[str, Any], resume: bo
     return True
 
 
-def check_identity(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    """Raise `UserError` naming every entry in which `now` differs from `before`, read from `where`."""
-    old, new = _flatten(before), _flatten(json.loads(json.dumps(now)))
-    differences = [
-        f"{key}={_show(new, key)} (was {_show(old, key)})"
-        for key in sorted(old.keys() | new.keys())
-        if _show(old, key) != _show(new, key)
-    ]
-    if differences:
-        raise UserError(
-            f"resume=true: {where} was made with other settings: {', '.join(differences)}; "
-            "give the same ones, or another out_dir"
-        )
-
-
 def publish(staged: Path, final: Path, keep: int) -> None:
     """Give the finished directory `staged` its checkpoint name; drop all but the newest `keep` ones."""
     if final.exists():
@@ -110,16 +96,3 @@ def _discard(checkpoint: Path) -> None:
     shutil.rmtree(grave, ignore_errors=True)
     os.replace(checkpoint, grave)
     shutil.rmtree(grave, ignore_errors=True)
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else key)
-    return flat
-
-
-def _show(flat: Mapping[str, Any], key: str) -> str:
-    return json.dumps(flat[key]) if key in flat else "absent"

@@ -68,13 +68,16 @@ def whole(model: nn.Module, engine: Any) -> Iterator[None]:
         module.set_reshard_after_forward(module is not model, recurse=False)
 
 
-def make_whole(model: nn.Module) -> None:
-    """Replace the trained parameters of `model` that are shared out by whole ones; nothing can train it after that."""
+def make_whole(model: nn.Module, *, frozen: bool = False) -> None:
+    """Replace the parameters of `model` that are shared out by whole ones: the trained ones, or the frozen ones too.
+
+    Call it on every process; nothing can train the model after that.
+    """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.requires_grad and is_shared_out(parameter):
+            if (frozen or parameter.requires_grad) and is_shared_out(parameter):
                 value = whole_parameters([(name, parameter)])[name]
-                module._parameters[name] = nn.Parameter(value)
+                module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
 def mark_layers(model: Any) -> None:

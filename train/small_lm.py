@@ -29,16 +29,18 @@ from draft_models.errors import UserError
 from draft_models.files import require_writable, write_atomically, write_json
 from draft_models.processes import join_processes
 from draft_models.small_lm import require_same_vocabulary
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, open_target, pick_dtype
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
+from draft_models.tensor_files import open_target
 from draft_models.tiny_model import debugged
 from inference.sources import SmallLMSource
 from train import run_dir, sharding
 from train.debug import small_finetune
-from train.fit import WEIGHTS_FILE, fit, trained_parameters
+from train.export import export, special_tokens
+from train.fit import fit
 from train.settings import DrafterConfig, FinetuneConfig
 from train.small_lm_student import OnPolicy, SmallLMStudent
 from train.top_k_rows import TopKRows, load_top_k_rows
-from train.toy_model import export
+from train.trained_weights import WEIGHTS_FILE, trained_parameters
 from train.watch import decode_metrics, heldout_prompts
 
 REPORT_FILE = "finetune_drafter.json"  # written last
@@ -100,7 +102,10 @@ def finetune_drafter(config: FinetuneConfig) -> None:
         evaluate=watch or (lambda _: {}),
         on_step=student.begin_step,
     )
-    if watch is not None:
+    sharding.make_whole(student, frozen=True)  # adapters are merged into what is frozen
+    if watch is not None and result.was_finished and (out_dir / REPORT_FILE).exists():  # the card may have more by now
+        print(f"{out_dir}: finished already", flush=True)
+    elif watch is not None:
         step, metrics = watch.best.restore(student)
         drafter = student.merged(served)
         drafter.set_attn_implementation("sdpa")  # ours is of no use to others
@@ -187,11 +192,6 @@ def start_lm(
             lora = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules="all-linear")  # type: ignore[arg-type]
             lm = get_peft_model(lm, lora)
     return lm.to(device)
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The ids under which configs know the tokenizer's special tokens."""
-    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
 def describe(student: SmallLMStudent, config: FinetuneConfig) -> str:

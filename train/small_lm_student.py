@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from data_prep.generation import invert
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.target import LayerStack
@@ -172,7 +173,7 @@ def continue_prefixes(
         for place in range(feed.shape[1], ids.shape[1]):
             logits = lm(feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1, :vocabulary]
             turn = place - lengths
-            drawn = _invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None]))
+            drawn = invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None])[:, 0])
             ids[:, place] = torch.where((turn >= 0) & (turn < count), drawn, ids[:, place])
             feed = ids[:, place : place + 1]
     offsets = torch.arange(count, device=ids.device)
@@ -187,13 +188,6 @@ def own_labels(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None
     for row, start, tokens in zip(labels, lengths, wanted, strict=True):
         row[start - 1 : start - 1 + len(tokens)] = tokens
     return labels
-
-
-def _invert(probs: Tensor, numbers: Tensor) -> Tensor:
-    """The token [B] of probs [B, V] at which the cumulative sum passes numbers [B, 1]."""
-    cumulative = probs.cumsum(-1)
-    passed = (cumulative <= numbers * cumulative[:, -1:]).sum(-1)
-    return passed.clamp(max=probs.shape[-1] - 1)
 
 
 def _row_generator(seed: int, step: int, row: Tensor) -> torch.Generator:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.conversations import Document, Record, SkipRecordError, find_layout, to_record
+from data_prep.conversations import Document
 from data_prep.corpus import content_key, is_heldout, resolve_paths
 from data_prep.generation import TopK
+from data_prep.records import Record, SkipRecordError, find_layout, to_record
 from data_prep.response_files import Response, law_document, read_shard
 from data_prep.rows import pack
 from data_prep.settings import DataConfig

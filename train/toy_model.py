@@ -1,28 +1,22 @@
 """The toy target: a byte-level BPE tokenizer and a small Llama, both trained from scratch."""
 
 import functools
+import importlib.util
 import math
 import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import reduce
-from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from data_prep.corpus import read_records
@@ -32,10 +26,11 @@ from draft_models.errors import UserError
 from draft_models.files import write_json
 from draft_models.losses import IGNORE, linear_cross_entropy
 from draft_models.processes import join_processes
-from train import run_dir
+from train.export import export, special_tokens
 from train.fit import fit
 from train.optimizers import layer_matrices
 from train.settings import TOY_REPORT, ToyTargetConfig
+from train.time_budget import steps_for_minutes
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
@@ -69,13 +64,25 @@ def train_toy_target(config: ToyTargetConfig) -> None:
     tokenizer = train_tokenizer(_texts(config), config.vocabulary)
     rows = load_rows(config.data, tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
-    model = ToyTarget(build_lm(config, tokenizer))
     sizes = token_bytes(tokenizer)
+    compiled = can_compile(process.device) if config.compile is None else config.compile
+
+    def build() -> ToyTarget:
+        lm = build_lm(config, tokenizer)
+        if compiled:
+            compile_layers(lm)
+        return ToyTarget(lm)
+
+    settings = config.fit
+    if config.minutes is not None:
+        steps = steps_for_minutes(config.minutes, build, rows, settings, out_dir, resume=config.resume)
+        settings = replace(settings, steps=steps, epochs=None)
+    model = build()
 
     result = fit(
         model,
         rows,
-        config.fit,
+        settings,
         out_dir,
         resume=config.resume,
         identity=config.deciding() | {"data_key": rows.key},
@@ -129,11 +136,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
 
 def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The untrained model: a fixed function of the config. Every layer starts as the identity."""
-    special = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    special = special_tokens(tokenizer)
     lm_config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden,
@@ -158,6 +161,18 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
     return lm
 
 
+def can_compile(device: torch.device) -> bool:
+    """Whether `torch.compile` pays and works here: on a GPU, with Triton and a C compiler at hand."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None and compiler is not None
+
+
+def compile_layers(lm: LlamaForCausalLM, backend: str = "inductor") -> None:
+    """Compile the transformer layers in place, one compilation for all; parameters keep their names."""
+    for layer in lm.model.layers:
+        layer.compile(backend=backend, dynamic=False)
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """int64 [V]: how many bytes of text each token stands for, 0 for special ones."""
     sizes = torch.zeros(len(tokenizer), dtype=torch.long)
@@ -167,6 +182,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
     return sizes
 
 
+@torch.compiler.set_stance("force_eager")  # other shapes than in training: each would be compiled again
 def bits_per_byte(model: nn.Module, rows: Rows, sizes: Tensor, batch_rows: int = 8) -> float:
     """Loss of `rows` in bits per byte of the text predicted (EOS costs bits too); split over processes."""
     process = join_processes()
@@ -181,6 +197,7 @@ def bits_per_byte(model: nn.Module, rows: Rows, sizes: Tensor, batch_rows: int =
     return nats / size / math.log(2)
 
 
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def greedy_sample(
     lm: LlamaForCausalLM,
@@ -197,21 +214,6 @@ def greedy_sample(
     text = lm.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens)[0]  # type: ignore[misc]
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     return f"{decode(text[: prompt.shape[1]])}⟫{decode(text[prompt.shape[1] :])}"
-
-
-def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
-    """Write the Hugging Face directory; config.json appears last, so a half-written one does not load."""
-    staged = out_dir / run_dir.STAGING
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
-        lm.save_pretrained(staged)
-        tokenizer.save_pretrained(staged)
-        for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
-            os.replace(file, out_dir / file.name)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"out_dir={out_dir}: cannot be written ({error}); free space, then resume=true") from None
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
 
 
 def describe(report: dict[str, Any], out_dir: Path) -> str:

@@ -10,7 +10,8 @@ from draft_models.losses import IGNORE
 from draft_models.target import LayerStack
 from inference.decode import speculative
 from inference.drafting import Chain
-from inference.evaluation import acceptance_by_position, collect, decode_statistics
+from inference.evaluation import collect
+from inference.measures import acceptance_by_position, decode_statistics
 from inference.sources import Drafter
 from inference.stop_rules import FixedLength
 

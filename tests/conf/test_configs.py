@@ -14,6 +14,7 @@ from conf import CONF_DIR, build, register
 from data_prep.settings import GenerateConfig, TrigramConfig
 from draft_models.errors import UserError
 from inference.settings import EvaluateConfig
+from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,6 +30,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "finetune_drafter": (FinetuneConfig, "train/finetune_drafter.py", ["target=t"]),
     "toy_target": (ToyTargetConfig, "train/toy_target.py", []),
     "generate_responses": (GenerateConfig, "data_prep/generate_responses.py", ["target=t"]),
+    "pipeline": (PipelineConfig, "train/pipeline.py", []),
 }
 GROUPS = {
     p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in CONF_DIR.iterdir() if p.is_dir() and p.name[0] != "_"
@@ -95,6 +97,11 @@ def test_several_methods_at_once() -> None:
             "methods.eesd_beta.stop.rule=never",
             r"methods\.eesd_beta\.stop\.rule='never': expected one of fixed, confidence, beta",
         ),
+        (
+            "evaluate_checkpoint",
+            "methods.eesd_beta.stop.max_draft=auto",
+            r"methods\.eesd_beta\.stop\.max_draft='auto': expected an integer ≥ 1, or auto with rule=fixed",
+        ),
     ],
 )
 def test_impossible_values_name_the_key_and_what_is_allowed(command: str, override: str, message: str) -> None:
@@ -102,17 +109,32 @@ def test_impossible_values_name_the_key_and_what_is_allowed(command: str, overri
         compose_and_build(command, [*COMMANDS[command][2], override])
 
 
+def test_sizes_are_numbers_or_auto() -> None:
+    """On the command line too; what is neither is refused, though OmegaConf itself lets any value of widths pass."""
+    options = ["small_lm=d", "target=t", "method=[mcsd,opt_tree]"]
+    widths, tree = "methods.mcsd.structure.widths", "methods.opt_tree.structure"
+    methods = compose_and_build("evaluate_checkpoint", [*options, f"{widths}=auto", f"{tree}.nodes=auto"]).methods
+    assert (methods["mcsd"].structure.widths, methods["opt_tree"].structure.nodes) == ("auto", "auto")
+    assert all(method.adapts for method in methods.values())
+    methods = compose_and_build("evaluate_checkpoint", [*options, f"{widths}=[3,2]", f"{tree}.nodes=7"]).methods
+    assert (methods["mcsd"].structure.widths, methods["opt_tree"].structure.nodes) == ((3, 2), 7)
+    assert not any(method.adapts for method in methods.values())
+    for wrong in ("4", "all", "[2,x]"):
+        with pytest.raises(UserError, match=r"methods\.mcsd\.structure\.widths=.*expected integers"):
+            compose_and_build("evaluate_checkpoint", [*options, f"{widths}={wrong}"])
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
-        ("{number}=many", "could not be converted to Integer. Expected int"),
+        ("{typed}=many", "Expected {kind}"),
         ("data=nowhere", "data"),
     ],
 )
 def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: str, override: str, message: str) -> None:
-    number = {
+    typed = {
         "build_trigrams": "min_count",
         "evaluate_checkpoint": "max_new_tokens",
         "eesd": "seq_len",
@@ -120,6 +142,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "toy_target": "seq_len",
         "finetune_drafter": "seq_len",
         "generate_responses": "max_new_tokens",
+        "pipeline": "resume",
     }[command]
     _, script, mandatory = COMMANDS[command]
     # Whoever mistypes an option does not wait for torch: here there is none to be had.
@@ -127,13 +150,13 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
     (tmp_path / "modules/torch/__init__.py").write_text("raise ImportError('no torch before the config is checked')")
     (tmp_path / "here").mkdir()
     run = subprocess.run(
-        [sys.executable, ROOT / script, *mandatory, override.format(number=number)],
+        [sys.executable, ROOT / script, *mandatory, override.format(typed=typed)],
         capture_output=True, text=True, cwd=tmp_path / "here", check=False,
         env=os.environ | {"PYTHONPATH": str(tmp_path / "modules")},
     )  # fmt: skip
     assert run.returncode == 2
     assert run.stderr.startswith("error: ")
-    assert message in run.stderr
+    assert message.format(kind="bool" if command == "pipeline" else "int") in run.stderr
     assert "Traceback" not in run.stderr
     assert not list((tmp_path / "here").iterdir())
 
@@ -175,10 +198,7 @@ def test_readme_commands_compose() -> None:
 
 
 def test_makefile_commands_compose() -> None:
-    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    for name, value in {"DEMO": "runs/demo", "RUN": "", "LAUNCH": "accelerate launch"}.items():
-        text = text.replace(f"$({name})", value)
-    commands = written_commands([line.strip() for line in text.splitlines() if line.startswith("\t")])
-    assert {command for command, _ in commands} == set(COMMANDS)
-    for command, overrides in commands:
-        compose_and_build(command, overrides)
+    lines = (ROOT / "Makefile").read_text().replace("$(RUN)", "").splitlines()
+    ((command, overrides),) = written_commands([line.strip() for line in lines if line.startswith("\t")])
+    assert command == "pipeline"
+    compose_and_build(command, overrides)

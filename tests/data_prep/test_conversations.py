@@ -5,16 +5,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.conversations import (
-    VICUNA_SYSTEM,
-    Layout,
-    SkipRecordError,
-    adds_bos,
-    encode,
-    find_layout,
-    render_prompt,
-    to_record,
-)
+from data_prep.conversations import VICUNA_SYSTEM, adds_bos, encode, render_prompt
+from data_prep.records import Layout, SkipRecordError, find_layout, to_record
 from draft_models.errors import UserError
 
 QUESTION, ANSWER = (

@@ -1,5 +1,7 @@
 import gzip
+import hashlib
 import json
+import os
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -174,6 +176,30 @@ def test_the_digest_follows_the_content_and_not_the_name(tmp_path):
     assert content_digest(DataConfig(**hub)) != content_digest(DataConfig(**hub, revision="v2"))
 
 
+def test_a_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
+    file, hashed = tmp_path / "a.jsonl", []
+    real = hashlib.file_digest
+
+    def counted(*arguments):
+        hashed.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    file.write_text(lines(ROWS))
+    config = DataConfig(source="local", path=str(file))
+    before = content_digest(config)
+    file.write_text(lines(reversed(ROWS)))  # as long, and at the same time as far as a coarse clock can tell
+    after = content_digest(config)
+    assert after != before
+    os.utime(file, ns=(0, 0))
+    hashed.clear()
+    assert content_digest(config) == content_digest(config) == after
+    assert len(hashed) == 1
+    file.write_text(lines(ROWS))
+    os.utime(file, ns=(0, 1))
+    assert content_digest(config) == before
+
+
 # -------------------------------------------------------------------------------------------------- stdlib
 
 
@@ -193,6 +219,41 @@ def test_the_library_is_split_by_file():
     share = sum(len(r["text"]) for r in heldout) / sum(len(r["text"]) for r in train + heldout)
     assert 0.01 < share < 0.07
     assert {r["id"] for r in heldout} == {r["id"] for r in train + heldout if is_heldout(r["id"], 0.05)}
+
+
+def test_packages_come_after_the_library_without_copies(tmp_path, monkeypatch):
+    library, site = tmp_path / "lib", tmp_path / "lib/site-packages"
+    monkeypatch.setattr(sysconfig, "get_path", lambda key: str(library if key == "stdlib" else site))
+    for name, text in {
+        "site-packages/a/one.py": "one",
+        "site-packages/a/copy_of_ast.py": "ast",
+        "site-packages/b/one_again.py": "one",
+        "site-packages/b/tests/test_it.py": "test",
+        "site-packages/b/data.json": "data",
+        "ast.py": "ast",
+        "json/ast.py": "ast",
+    }.items():
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(text)
+    packages = DataConfig(packages=True, heldout_fraction=0)
+    found = {r["id"]: r["text"] for r in read_records(packages, "train")}
+    assert found == {"ast.py": "ast", "json/ast.py": "ast", "site-packages/a/one.py": "one"}
+    assert [r["id"] for r in read_records(DataConfig(heldout_fraction=0), "train")] == ["ast.py", "json/ast.py"]
+    digests = [content_digest(packages), content_digest(DataConfig())]
+    (site / "a/one.py").write_text("two")  # and now b's file is no copy
+    assert len({*digests, content_digest(packages)}) == 3
+    assert len(list(read_records(packages, "train"))) == 4
+    for fraction in (0.3, 0.6):  # what is held out does not depend on what else is read
+        alone, both = (
+            {r["id"] for r in read_records(DataConfig(packages=p, heldout_fraction=fraction), "heldout")}
+            for p in (False, True)
+        )
+        assert alone == {name for name in both if not name.startswith("site-packages/")}
+
+
+def test_only_the_library_has_packages():
+    with pytest.raises(UserError, match="packages=True: expected false with source=hub"):
+        DataConfig(source="hub", path="x", packages=True)
 
 
 def test_undecodable_and_missing_library_files(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from draft_models.attention import packed_mask
 from draft_models.early_exit import exit_layers
 from draft_models.errors import UserError
-from draft_models.target import LayerStack, TensorFiles, layer_windows, load_config, load_layers, open_target
+from draft_models.target import LayerStack, layer_windows, load_config, load_layers
+from draft_models.tensor_files import TensorFiles, open_target
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
 
 VARIANTS = list(itertools.product(ARCHITECTURES, (False, True), (4, 2)))

@@ -121,10 +121,10 @@ def test_other_architectures_run(trained: tuple, tmp_path: Path, name: str) -> N
     lm = load(save_plain(tmp_path, RUN[name]))
     assert decode(stack, SmallLMSource(lm), "k_config", prompt, 40)[0] == expected
     if can_pack(torch.device("cpu"), torch.float32):
-        before = PlainSession(lm, torch.tensor(prompt), 32).feed(torch.tensor([1, 2]), (-1, 0))[1]
+        before = PlainSession(lm, torch.tensor(prompt), 32).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
         pack_linears(lm)
         assert any(isinstance(module, PackedLinear) for module in lm.modules())
-        after = PlainSession(lm, torch.tensor(prompt), 32).feed(torch.tensor([1, 2]), (-1, 0))[1]
+        after = PlainSession(lm, torch.tensor(prompt), 32).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
         torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-4)
 
 
@@ -150,7 +150,8 @@ def test_rows_of_a_tree_equal_their_paths(tmp_path: Path, name: str) -> None:
     prompt, tokens = random_prompt(7), random_prompt(6, seed=1)
     parents = (-1, 0, 0, 1, 2, 2)
     session = PlainSession(lm, torch.tensor(prompt), 64)
-    parts = [session.feed(torch.tensor(tokens[:3]), parents[:3]), session.feed(torch.tensor(tokens[3:]), parents[3:])]
+    halves = (slice(3), slice(3, None))
+    parts = [session.extend(torch.tensor(tokens[half]), parents[half], 3) for half in halves]
     for row in range(6):
         path, node = [], row
         while node >= 0:

@@ -15,15 +15,7 @@ from inference.decode import Round, autoregressive, cut, speculative, until
 from inference.drafting import Chain
 from inference.sources import EarlyExitSource
 from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
-from tests.tiny import (
-    ARCHITECTURES,
-    LAYERS,
-    make_drafter,
-    open_stack,
-    random_prompt,
-    reference_generate,
-    save_target,
-)
+from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 RULES = {
     "fixed-1": lambda: FixedLength(1),

@@ -1,6 +1,5 @@
 """Measuring and reporting: statistics by hand, ties, and the command from checkpoint to report."""
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -11,29 +10,30 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_models.checkpoint import fingerprint_target, save_pretrained
-from draft_models.target import load_config, load_tokenizer, open_target
-from inference.compare import end_tokens
+from draft_models.target import load_config, load_tokenizer
+from draft_models.tensor_files import open_target
 from inference.decode import Round
 from inference.evaluate_checkpoint import main
 from inference.evaluation import (
     AUTOREGRESSIVE,
     TRANSFORMERS,
-    Drafters,
     Generation,
     PromptResult,
+    excuse_ties,
+    measure,
+    transformers_generate,
+)
+from inference.measures import (
     acceptance_by_candidates,
     acceptance_by_position,
     bootstrap_median,
     decode_statistics,
-    excuse_ties,
-    measure,
-    transformers_generate,
-    with_measured_delta,
 )
 from inference.report import build_report, is_lossless, markdown, relate_to_chain
-from inference.settings import MethodConfig, SamplingConfig, StructureConfig
+from inference.settings import MethodConfig, SamplingConfig
+from inference.subject import end_tokens
 from inference.verify import verify_greedy
-from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, random_prompt, reference_generate, save_target
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, random_prompt, reference_generate, save_target
 
 
 def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generation:
@@ -84,6 +84,7 @@ def results() -> list[PromptResult]:
 def facts() -> dict[str, object]:
     return {
         "target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 9,
+        "processes": 1,
         "temperature": 0.0, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
     }  # fmt: skip
 
@@ -336,26 +337,14 @@ def test_end_tokens_and_ignoring_them(checkpoint: Path, command: Callable) -> No
     (target / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [tokens[5], 9]}))
     try:
         assert end_tokens(str(target), None, config, tokenizer) == {tokens[5], 9}
-        for overrides, expected in (([], tokens[: tokens.index(tokens[5]) + 1]), (["ignore_eos=true"], tokens)):
+        for option, expected in (("false", tokens[: tokens.index(tokens[5]) + 1]), ("true", tokens)):
+            out_dir = f"ended_{option}"
             status, _, errors = command(
-                "checkpoint=drafter", "prompt_text=[some text]", "out_dir=ended", "method=eesd_fixed", *overrides
-            )
+                "checkpoint=drafter", "prompt_text=[some text]", "method=eesd_fixed", f"ignore_eos={option}",
+                f"out_dir={out_dir}",
+            )  # fmt: skip
             assert status == 0, errors
-            lines = (checkpoint / "ended/generations.jsonl").read_text().splitlines()
+            lines = (checkpoint / out_dir / "generations.jsonl").read_text().splitlines()
             assert all(json.loads(line)["tokens"] == expected for line in lines)
     finally:
         (target / "generation_config.json").write_text(json.dumps(generation))
-
-
-def test_delta_is_measured_where_it_is_null(tmp_path: Path) -> None:
-    """μ = a draft step's seconds over a decoding step's; a clock that ticks once a reading makes both countable."""
-    path = save_target(tmp_path)
-    _, stack = open_stack(path)
-    drafters = Drafters(early_exit=make_drafter(path, 2))
-    ticks = itertools.count()
-    method = MethodConfig(structure=StructureConfig(kind="opt_tree"))
-    measured = with_measured_delta(method, stack, drafters, random_prompt(9), lambda: float(next(ticks)))
-    assert measured.structure.delta == 1.0  # one tick around a draft step, one around a decoding step
-    given = replace(method, structure=replace(method.structure, delta=0.3))
-    assert with_measured_delta(given, stack, drafters, random_prompt(9), lambda: float(next(ticks))) is given
-    with_measured_delta(method, stack, drafters, random_prompt(250), lambda: float(next(ticks)))  # context: 256

@@ -10,25 +10,19 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_models.target import LayerStack
+from inference import graphed
 from inference.cache import KVCache
 from inference.choosing import Chooser
 from inference.decode import Round, speculative
 from inference.drafting import Structure, make_structure
 from inference.lookup import PromptLookup
+from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler
 from inference.session import TargetSession
 from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import Drafter, EarlyExitSource, SmallLMSource
 from inference.tree import DraftTree, chain_parents
-from tests.tiny import (
-    ARCHITECTURES,
-    LAYERS,
-    make_drafter,
-    open_stack,
-    random_prompt,
-    reference_generate,
-    save_target,
-)
+from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 SOURCES = ("early_exit", "early_exit, first layer", "small_lm")
 STRUCTURES = {
@@ -89,6 +83,14 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return _targets[architecture]
 
 
+@pytest.fixture(scope="module", params=["eager", "graphed"])
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    """How passes run; one for all tests, as its buffers are made to be used again. Small buckets: texts cross them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphed, "SMALLEST_BUCKET", 16)
+        yield Eager() if request.param == "eager" else graphed.Graphed()
+
+
 _expected: dict[tuple[Path, int, int], list[int]] = {}
 
 
@@ -139,7 +141,13 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
 
 
 def checked(
-    target: Target, source: Any, structure: Structure, prompt: list[int], count: int, chooser: Chooser | None = None
+    target: Target,
+    runtime: Runtime,
+    source: Any,
+    structure: Structure,
+    prompt: list[int],
+    count: int,
+    chooser: Chooser | None = None,
 ) -> Iterator[Round]:
     """The rounds of a generation, the caches compared after each."""
     sessions: list[TargetSession] = []
@@ -147,7 +155,8 @@ def checked(
     with pytest.MonkeyPatch.context() as patch:
         begin = source.begin
         patch.setattr(source, "begin", lambda session: (sessions.append(session), begin(session)))
-        for r in speculative(target.stack, source, structure, prompt, max_new_tokens=count, chooser=chooser):
+        options: Any = {"max_new_tokens": count, "chooser": chooser, "runtime": runtime}
+        for r in speculative(target.stack, source, structure, prompt, **options):
             text += r.tokens
             assert_as_after_prefill(target, source, sessions[0], text[:-1])
             yield r
@@ -160,7 +169,7 @@ CASES += [(source, name, True) for source in ("early_exit", "small_lm") for name
 
 @pytest.mark.parametrize(("source", "structure", "drawn"), CASES)
 def test_after_every_round_every_cache_equals_a_fresh_prefill(
-    target: Target, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, drawn: bool
+    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, drawn: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0) if drawn else None
     chooser = Chooser(Sampler(SamplingConfig(temperature=0.7)), generator) if drawn else None
@@ -176,16 +185,17 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
     # The third and fourth round draft nothing, so that two tokens and more wait for the drafter.
     monkeypatch.setattr(shape, "draft", lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3))))
     guesses = source != "early_exit, first layer"  # that one is right next to never
-    rounds = list(checked(target, target.source(source), shape, random_prompt(9), 28 if guesses else 9, chooser))
+    count = 28 if guesses else 9
+    rounds = list(checked(target, runtime, target.source(source), shape, random_prompt(9), count, chooser))
     assert len(rounds) > 5
     if guesses:
         assert len({r.accepted for r in rounds[1:] if r.drafted}) >= 2
         assert structure == "chain" or any(moved)  # a path that had to be gathered
 
 
-def test_after_every_round_of_prompt_lookup(target: Target) -> None:
+def test_after_every_round_of_prompt_lookup(target: Target, runtime: Runtime) -> None:
     lookup = PromptLookup(3, 6)
-    rounds = list(checked(target, lookup, lookup, random_prompt(8) * 2, 24))
+    rounds = list(checked(target, runtime, lookup, lookup, random_prompt(8) * 2, 24))
     assert sum(r.drafted for r in rounds) > 6
 
 
@@ -217,13 +227,16 @@ def test_the_sample_covers_everything() -> None:
 
 
 @pytest.mark.parametrize(("target", "source", "structure", "rule"), SAMPLE, indirect=["target"])
-def test_float64_greedy_equals_generate(target: Target, source: str, structure: str, rule: str) -> None:
+def test_float64_greedy_equals_generate(
+    target: Target, runtime: Runtime, source: str, structure: str, rule: str
+) -> None:
     drafter = target.source(source)
     for length, ends in ((1, False), (23, True)):
         expected = expected_of(target, length, 24)
         eos = expected[11:12] if ends else []
         shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES[rule]), 0)
-        rounds = list(speculative(target.stack, drafter, shape, random_prompt(length), max_new_tokens=24, eos=eos))
+        options: Any = {"max_new_tokens": 24, "eos": eos, "runtime": runtime}
+        rounds = list(speculative(target.stack, drafter, shape, random_prompt(length), **options))
         assert tokens_of(rounds) == (expected[: expected.index(eos[0]) + 1] if ends else expected)
         assert any(r.drafted for r in rounds)
 
@@ -278,7 +291,7 @@ FAULTS: dict[str, tuple[Place, int]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("source", "structure"), [("early_exit", "opt_tree"), ("small_lm", "chain")])
 def test_after_an_exception_in_a_round_the_next_generation_is_right(
-    target: Target, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, fault: str
+    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, fault: str
 ) -> None:
     """The same stack, source and structure are used again, for a shorter text and for a longer one."""
     drafter, chooser = target.source(source), Chooser()
@@ -289,14 +302,15 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
     emitted: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, breaks(getattr(owner, name), at))
-        rounds = speculative(target.stack, drafter, shape, random_prompt(30), max_new_tokens=20, chooser=chooser)
+        options: Any = {"max_new_tokens": 20, "chooser": chooser, "runtime": runtime}
+        rounds = speculative(target.stack, drafter, shape, random_prompt(30), **options)
         with pytest.raises(BrokenError):
             read_into(emitted, rounds)
     assert bool(emitted) == (fault != "the prefill")
     assert emitted == expected_of(target, 30, 20)[: len(emitted)]
     assert not torch.is_inference_mode_enabled()
     for length, count in ((4, 12), (50, 12)):
-        rounds = list(checked(target, drafter, shape, random_prompt(length), count))
+        rounds = list(checked(target, runtime, drafter, shape, random_prompt(length), count))
         assert tokens_of(rounds) == expected_of(target, length, count)
 
 
@@ -305,7 +319,7 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
     ("source", "structure"), [("early_exit", "token_graph"), ("small_lm", "k_config"), ("prompt_lookup", "its own")]
 )
 def test_after_a_consumer_breaks_off_the_next_generation_is_right(
-    target: Target, source: str, structure: str, end: str
+    target: Target, runtime: Runtime, source: str, structure: str, end: str
 ) -> None:
     """The abandoned generation is collected, gets an exception, or still stands while the next one runs."""
     if source == "prompt_lookup":
@@ -314,7 +328,8 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
         drafter = target.source(source)
         shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES["fixed"]), 0)
     for taken in (1, 3):
-        abandoned = speculative(target.stack, drafter, shape, random_prompt(30), max_new_tokens=20)
+        options: Any = {"max_new_tokens": 20, "runtime": runtime}
+        abandoned = speculative(target.stack, drafter, shape, random_prompt(30), **options)
         for _ in zip(range(taken), abandoned, strict=False):
             pass
         assert not torch.is_inference_mode_enabled()
@@ -323,17 +338,18 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
                 abandoned.throw(BrokenError)  # type: ignore[attr-defined]
         elif end == "break":
             del abandoned
-        rounds = list(checked(target, drafter, shape, random_prompt(11), 12))
+        rounds = list(checked(target, runtime, drafter, shape, random_prompt(11), 12))
         assert tokens_of(rounds) == expected_of(target, 11, 12)
 
 
 @pytest.mark.parametrize("source", ["early_exit", "small_lm"])
-def test_two_generations_at_once_on_one_target_and_drafter(target: Target, source: str) -> None:
+def test_two_generations_at_once_on_one_target_and_drafter(target: Target, runtime: Runtime, source: str) -> None:
     """Nothing of a sequence is kept in the models: rounds of two texts may take turns."""
     method = MethodConfig(structure=STRUCTURES["opt_tree"])
     lengths = (5, 40)
+    options: Any = {"max_new_tokens": 24, "runtime": runtime}
     running = [
-        speculative(target.stack, target.source(source), make_structure(method, 0), random_prompt(n), max_new_tokens=24)
+        speculative(target.stack, target.source(source), make_structure(method, 0), random_prompt(n), **options)
         for n in lengths
     ]
     rounds: list[list[Round]] = [[], []]

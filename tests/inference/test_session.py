@@ -11,7 +11,8 @@ from torch import Tensor
 from inference.cache import KVCache
 from inference.decode import speculative
 from inference.drafting import Chain
-from inference.session import TargetSession, ancestors
+from inference.layout import ancestors
+from inference.session import TargetSession
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
 from inference.tree import chain_parents

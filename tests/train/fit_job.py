@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draft_models.losses import IGNORE
 from train.fit import fit
-from train.settings import FitConfig, WandbConfig
+from train.fit_settings import FitConfig, WandbConfig
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 23, 8, 6, 37
 

@@ -15,7 +15,8 @@ from draft_models.errors import UserError
 from draft_models.processes import join_processes
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from train import sharding
-from train.fit import fit, trained_parameters
+from train.fit import fit
+from train.trained_weights import trained_parameters
 
 
 def train(out_dir: Path, *, precision: str = "fp32", resume: bool = False) -> set[bool]:

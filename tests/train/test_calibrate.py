@@ -1,11 +1,7 @@
 """The calibration head: what is captured, the fit, the scores, the checkpoint, the command."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +15,15 @@ from draft_models.calibration import META_FILE, WEIGHTS_FILE, CalibrationHead, l
 from draft_models.checkpoint import fingerprint_target, read_meta, save_pretrained
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.target import load_config, load_tokenizer, open_target
+from draft_models.target import load_config, load_tokenizer
+from draft_models.tensor_files import open_target
 from inference.decode import speculative
 from inference.drafting import Chain
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
+from tests.train import jobs
+from tests.train.jobs import TORCHRUN, finish, kill_when, launch
 from train import run_dir
 from train.calibration import (
     EXAMPLES,
@@ -39,10 +38,9 @@ from train.calibration import (
     predict,
     reliability,
 )
-from train.settings import CalibrateConfig, FitConfig, WandbConfig
+from train.settings import CalibrateConfig
 
-ROOT = Path(__file__).parents[2]
-FIT = FitConfig(epochs=4, batch_rows=2, lr=2e-2, precision="fp32", wandb=WandbConfig(mode="disabled"))
+FIT = replace(jobs.FIT, steps=None, epochs=4, batch_rows=2, lr=2e-2, save_every=None)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +201,20 @@ def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
     assert scores["head"]["ece"] < 0.03
 
 
-def test_a_drafter_of_an_earlier_training_is_not_paired_with_the_head(tmp_path: Path) -> None:
+def test_bad_input_is_refused_before_anything_is_captured(folder: Path, tmp_path: Path) -> None:
+    other = save_target(tmp_path / "other", seed=1)
+    bad = {
+        "new_tokens=256: expected less than the target's context of 256": {"new_tokens": 256},
+        "nowhere": {"checkpoint": str(tmp_path / "nowhere")},
+        "was trained for": {"target": str(other)},
+    }
+    for message, changes in bad.items():
+        with pytest.raises(UserError, match=message):
+            calibrate(config(folder, tmp_path / "run", **changes))
+        assert not (tmp_path / "run" / "captured").exists()
+
+
+def test_a_head_is_found_beside_its_drafter_only(tmp_path: Path) -> None:
     tmp_path.joinpath("d").mkdir()
     save_calibration(tmp_path / "d", CalibrationHead(4, 4), "a" * 64, {})
     assert load_calibration(tmp_path / "d", "a" * 64).target.shape == (10, 4)
@@ -211,30 +222,51 @@ def test_a_drafter_of_an_earlier_training_is_not_paired_with_the_head(tmp_path: 
         load_calibration(tmp_path, "a" * 64)
 
 
+def test_two_processes_equal_one(folder: Path, tmp_path: Path) -> None:
+    """They share out what is to be captured, and the rows of a step."""
+    one = config(folder, tmp_path / "one", fit=replace(FIT, epochs=None, steps=8))
+    calibrate(one)
+    alone = load_file(folder / "drafter" / WEIGHTS_FILE)
+    (folder / "drafter" / WEIGHTS_FILE).unlink()
+    finish(launch("train/calibrate.py", replace(one, out_dir=str(tmp_path / "two")), *TORCHRUN))
+    together = load_file(folder / "drafter" / WEIGHTS_FILE)
+    assert alone["target"].abs().max() > 1e-3  # it did learn
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
+    captured = [sorted((tmp_path / name / "captured").rglob("*.safetensors")) for name in ("one", "two")]
+    assert [len(files) for files in captured] == [4, 4]  # of 8 prompts each: three to learn from, one to report on
+    for mine, theirs in zip(*captured, strict=True):
+        torch.testing.assert_close(load_file(mine), load_file(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_full_disk_leaves_the_previous_head(tmp_path: Path) -> None:
+    previous, head = CalibrationHead(4, 4), CalibrationHead(40, 40)
+    torch.nn.init.ones_(previous.target)
+    save_calibration(tmp_path, previous, "a" * 64, {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"calibration\.safetensors: cannot be written"):
+            save_calibration(tmp_path, head, "a" * 64, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert torch.equal(load_calibration(tmp_path, "a" * 64).target, previous.target)
+    assert {path.name for path in tmp_path.iterdir()} == {WEIGHTS_FILE, META_FILE}
+
+
 def test_sigkill_then_resume_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
     fit = replace(FIT, epochs=None, steps=30, save_every=10)
     calibrate(config(folder, tmp_path / "straight", fit=fit))
     straight = load_file(folder / "drafter" / WEIGHTS_FILE)
-    overrides = [
-        f"checkpoint={folder / 'drafter'}", "data=local", f"data.path={folder / 'text.jsonl'}", "data.layout=text",
-        "data.heldout_fraction=0.3", f"data.cache_dir={folder / 'c'}", "prompts=20", "heldout_prompts=6", "seq_len=64",
-        "new_tokens=24", "max_draft=4", "fit.epochs=null", f"out_dir={tmp_path / 'killed'}", "fit.steps=30",
-    ]  # fmt: skip
     # The same number of threads, as the order of sums depends on it.
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, str(ROOT / "train/calibrate.py"), *overrides]
-    killed = subprocess.Popen(command, cwd=tmp_path, env=environment)
-    deadline = time.monotonic() + 90
-    while not any((tmp_path / "killed").rglob("*.safetensors")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    killed.send_signal(signal.SIGKILL)  # while it captures
-    killed.wait()
+    run = config(folder, tmp_path / "killed", fit=fit)
+    job = launch("train/calibrate.py", run, threads=torch.get_num_threads())
+    kill_when(lambda: any((tmp_path / "killed").rglob("*.safetensors")), job)  # while it captures
     assert not list((tmp_path / "killed").glob("checkpoint-*"))
     kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "killed" / "captured").rglob("*.safetensors")}
     (folder / "drafter" / WEIGHTS_FILE).unlink()
     with pytest.raises(KeyboardInterrupt):  # now while it fits
-        _interrupted_at(20, lambda: calibrate(config(folder, tmp_path / "killed", fit=fit, resume=True)))
-    calibrate(config(folder, tmp_path / "killed", fit=fit, resume=True))
+        _interrupted_at(20, lambda: calibrate(replace(run, resume=True)))
+    calibrate(replace(run, resume=True))
     assert kept
     assert kept == {p: p.stat().st_mtime_ns for p in kept}  # what was captured was not captured again
     resumed = load_file(folder / "drafter" / WEIGHTS_FILE)

@@ -1,56 +1,39 @@
 """EESD training end to end on tiny targets: from a config to a drafter that decodes."""
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
+from draft_models.card import CARD_FILE, add_report
 from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, fingerprint_target, from_pretrained, read_meta
 from draft_models.early_exit import EarlyExitStudent
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.target import load_config, load_layers, load_tokenizer, open_target
+from draft_models.target import load_config, load_layers, load_tokenizer
+from draft_models.tensor_files import open_target
 from inference.decode import speculative
 from inference.drafting import Chain
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+from tests.train import jobs
+from tests.train.jobs import TORCHRUN, finish, kill_when, launch, same
 from train import fit as fit_module
 from train.early_exit import Watch, default_exit_layer, train_early_exit
-from train.settings import EesdConfig, FitConfig, WandbConfig
+from train.settings import EesdConfig
 from train.watch import heldout_prompt
 
-ROOT = Path(__file__).parent.parent.parent
-FIT = FitConfig(steps=6, batch_rows=4, lr=3e-3, precision="fp32", save_every=2, wandb=WandbConfig(mode="disabled"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = [
-        json.dumps({"text": f"line {i}: " + "the quick brown fox jumps over the lazy dog " * 2}) for i in range(60)
-    ]
-    (folder / "text.jsonl").write_text("\n".join(lines))
-    return DataConfig(
-        source="local",
-        path=str(folder / "text.jsonl"),
-        layout="text",
-        heldout_fraction=0.2,
-        cache_dir=str(folder / "cache"),
-    )
+FIT = replace(jobs.FIT, steps=6)
 
 
 def config(path: Path, corpus: DataConfig, out_dir: Path, **changes: object) -> EesdConfig:
@@ -113,51 +96,11 @@ def test_training_reads_only_what_it_needs(tmp_path: Path, corpus: DataConfig, c
     assert f"read_bytes={size} " in capsys.readouterr().out
 
 
-def launch(run: EesdConfig, *launcher: str) -> subprocess.Popen:
-    overrides = {
-        "target": run.target,
-        "data": "local",
-        "data.path": run.data.path[0],
-        "data.layout": "text",
-        "data.heldout_fraction": 0.2,
-        "data.cache_dir": run.data.cache_dir,
-        "out_dir": run.out_dir,
-        "resume": str(run.resume).lower(),
-        "exit_layer": 2,
-        "frozen_dtype": "float32",
-        "seq_len": 64,
-        "eval_rows": 4,
-        "fit.epochs": "null",
-        "fit.steps": run.fit.steps,
-        "fit.batch_rows": 4,
-        "fit.lr": 3e-3,
-        "fit.warmup": 0,
-        "fit.precision": "fp32",
-        "fit.schedule": "linear",
-        "fit.save_every": run.fit.save_every,
-        "fit.eval_every": "null",
-        "fit.wandb.mode": "disabled",
-    }
-    return subprocess.Popen(
-        [*launcher, str(ROOT / "train/eesd.py"), *(f"{key}={value}" for key, value in overrides.items())],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    )
+def torchrun() -> Sequence[str]:
+    return TORCHRUN
 
 
-def finish(job: subprocess.Popen) -> None:
-    out, _ = job.communicate(timeout=120)
-    assert job.returncode == 0, out
-
-
-def torchrun() -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
-
-def accelerate_launch() -> list[str]:
+def accelerate_launch() -> Sequence[str]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -166,10 +109,10 @@ def accelerate_launch() -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", [torchrun, accelerate_launch])
-def test_two_processes_equal_one(tmp_path: Path, corpus: DataConfig, launcher: Callable[[], list[str]]) -> None:
+def test_two_processes_equal_one(tmp_path: Path, corpus: DataConfig, launcher: Callable[[], Sequence[str]]) -> None:
     path = save_target(tmp_path / "target")
     train_early_exit(config(path, corpus, tmp_path / "one"))
-    finish(launch(config(path, corpus, tmp_path / "two"), sys.executable, *launcher()))
+    finish(launch("train/eesd.py", config(path, corpus, tmp_path / "two"), *launcher()))
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     start = open_target(str(path)).read(["lm_head.weight"])["lm_head.weight"]
     assert (one["head.weight"] - start).abs().max() > 1e-3  # it did train
@@ -189,19 +132,12 @@ def test_accumulation_equals_one_batch(tmp_path: Path, corpus: DataConfig) -> No
 def test_sigkill_then_resume_ends_with_the_same_bits(tmp_path: Path, corpus: DataConfig) -> None:
     path = save_target(tmp_path / "target")
     long = replace(FIT, steps=120, save_every=20)
-    job = launch(config(path, corpus, tmp_path / "killed", fit=long), sys.executable)
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "killed").glob("checkpoint-*")) and time.monotonic() < deadline and job.poll() is None:
-        time.sleep(0.02)
-    job.send_signal(signal.SIGKILL)
-    job.communicate()
-    assert job.returncode == -signal.SIGKILL
+    job = launch("train/eesd.py", config(path, corpus, tmp_path / "killed", fit=long))
+    kill_when(lambda: list((tmp_path / "killed").glob("checkpoint-*")), job)
     assert not (tmp_path / "killed" / META_FILE).exists()
-    finish(launch(config(path, corpus, tmp_path / "killed", fit=long, resume=True), sys.executable))
-    finish(launch(config(path, corpus, tmp_path / "whole", fit=long), sys.executable))
-    killed, whole = weights(tmp_path / "killed"), weights(tmp_path / "whole")
-    assert killed.keys() == whole.keys()
-    assert all(torch.equal(killed[name], whole[name]) for name in whole)
+    finish(launch("train/eesd.py", config(path, corpus, tmp_path / "killed", fit=long, resume=True)))
+    train_early_exit(config(path, corpus, tmp_path / "whole", fit=long))
+    assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus: DataConfig) -> None:
@@ -340,12 +276,37 @@ def test_one_process_uses_one_gpu(tmp_path: Path, corpus: DataConfig, monkeypatc
     assert arguments.train_batch_size == FIT.batch_rows
 
 
-def test_gradient_checkpointing_changes_nothing(tmp_path: Path, corpus: DataConfig) -> None:
+def test_gradient_checkpointing_changes_nothing(
+    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+
+    def counted(*args: object, **options: object) -> object:
+        calls.append(options)
+        return checkpoint(*args, **options)
+
+    monkeypatch.setattr("draft_models.early_exit.checkpoint", counted)
     path = save_target(tmp_path / "target")
     train_early_exit(config(path, corpus, tmp_path / "kept"))
+    assert not calls
     train_early_exit(config(path, corpus, tmp_path / "recomputed", fit=replace(FIT, gradient_checkpointing=True)))
-    kept, recomputed = weights(tmp_path / "kept"), weights(tmp_path / "recomputed")
-    assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+    assert len(calls) == FIT.steps  # of the one trained layer
+    assert same(weights(tmp_path / "kept"), weights(tmp_path / "recomputed"))
+
+
+def test_a_finished_drafter_is_left_alone(tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture) -> None:
+    run = config(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", resume=True)
+    train_early_exit(run)
+    before = weights(tmp_path / "eesd")
+    add_report(tmp_path / "eesd", "# Measured since\n")
+    train_early_exit(run)
+    assert capsys.readouterr().out.endswith(f"{tmp_path / 'eesd'}: finished already\n")
+    assert "Measured since" in (tmp_path / "eesd" / CARD_FILE).read_text()
+    for file in (CARD_FILE, WEIGHTS_FILE):
+        (tmp_path / "eesd" / file).unlink()
+    train_early_exit(run)  # trained, but not saved to the end
+    assert same(before, weights(tmp_path / "eesd"))
+    assert (tmp_path / "eesd" / CARD_FILE).exists()
 
 
 def test_resume_with_other_text_is_refused(tmp_path: Path, corpus: DataConfig) -> None:

@@ -3,10 +3,8 @@
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,16 +16,12 @@ from torch.utils.data import default_collate
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
+from tests.train.jobs import TORCHRUN, finish, kill_when
 from train import run_dir
-from train.fit import (
-    WEIGHTS_FILE,
-    RowOrder,
-    epoch_order,
-    fit,
-    trained_parameters,
-)
-from train.optimizers import MuonAdamW, build_optimizer, layer_matrices
+from train.fit import fit
 from train.progress import LOG_FILE
+from train.row_order import RowOrder, epoch_order
+from train.trained_weights import WEIGHTS_FILE, trained_parameters
 
 REPOSITORY = Path(__file__).parents[2]
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
@@ -58,12 +52,6 @@ def _job(out_dir, *launcher, resume=False, delay=0.0, **changes):
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def _finish(job):
-    output, _ = job.communicate(timeout=120)
-    assert job.returncode == 0, output
-    return output
 
 
 def _weights(model):
@@ -104,8 +92,7 @@ def test_any_accumulation_is_the_plain_loop(tmp_path, micro):
 
 
 def test_two_processes_are_one(tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    output = _finish(_job(tmp_path / "two", *launcher, micro_batch_rows=2, optimizer="adamw"))
+    output = finish(_job(tmp_path / "two", *TORCHRUN, micro_batch_rows=2, optimizer="adamw"))
     _fit(tmp_path / "one", optimizer="adamw")
     two, one = (load_file(tmp_path / name / "checkpoint-8" / WEIGHTS_FILE) for name in ("two", "one"))
     torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-12)
@@ -147,12 +134,7 @@ def test_row_order_is_a_function_of_seed_and_epoch():
 def test_sigkill_then_resume_gives_the_same_bits(tmp_path):
     changes = {"steps": 40, "precision": "bf16", "save_every": 5}
     killed = _job(tmp_path / "killed", delay=0.05, **changes)
-    deadline = time.monotonic() + 60
-    while not run_dir.checkpoints(tmp_path / "killed") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.12)  # into the steps after the checkpoint
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    kill_when(lambda: run_dir.checkpoints(tmp_path / "killed"), killed, later=0.12)  # in the steps after it
     (newest,) = run_dir.checkpoints(tmp_path / "killed")[-1:]
     assert run_dir.step_of(newest) < 40
 
@@ -350,60 +332,8 @@ def test_evaluation_runs_when_due_and_at_the_end(tmp_path):
 
 
 def test_wandb_offline_stays_in_out_dir(tmp_path, monkeypatch):
-    from train.settings import WandbConfig
+    from train.fit_settings import WandbConfig
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     _fit(tmp_path, steps=2, wandb=WandbConfig(mode="offline", name="tiny"))
     assert list((tmp_path / "wandb").glob("offline-run-*"))
-
-
-# ------------------------------------------------------------------------------------------------- optimizer
-
-
-def test_muon_takes_the_layers_matrices_and_nothing_else():
-    model = TinyModel()
-    assert {id(p) for p in layer_matrices(model)} == {id(model.layer.mix.weight), id(model.layer.out.weight)}
-    with pytest.raises(UserError, match="optimizer=muon"):
-        build_optimizer(model.head, tiny_config())
-
-
-def _train_a_little(model, optimizer, seed, steps=3):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        for parameter in trained_parameters(model).values():
-            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-        optimizer.step()
-
-
-def test_muon_adamw_is_muon_and_adamw():
-    ours, theirs = TinyModel(), TinyModel()
-    config = tiny_config()
-    optimizer = build_optimizer(ours, config)
-    assert isinstance(optimizer, MuonAdamW)
-    matrices = layer_matrices(theirs)
-    taken = {id(p) for p in matrices}
-    rest = [p for p in trained_parameters(theirs).values() if id(p) not in taken]
-    separate = [
-        torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=0.1, adjust_lr_fn="original"),
-        torch.optim.AdamW([p for p in rest if p.ndim > 1], lr=config.lr, betas=config.betas, weight_decay=0.1),
-        torch.optim.AdamW([p for p in rest if p.ndim < 2], lr=config.lr, betas=config.betas, weight_decay=0.0),
-    ]
-    _train_a_little(ours, optimizer, seed=1)
-    _train_a_little(theirs, type("All", (), {"step": lambda self: [part.step() for part in separate]})(), seed=1)
-    torch.testing.assert_close(_weights(ours), _weights(theirs), rtol=1e-12, atol=1e-14)
-
-
-def test_muon_adamw_state_survives_a_file_bit_for_bit(tmp_path):
-    first, second = TinyModel(torch.float32), TinyModel(torch.float32)
-    optimizer = build_optimizer(first, tiny_config())
-    _train_a_little(first, optimizer, seed=1)
-    torch.save(optimizer.state_dict(), tmp_path / "state")
-    second.load_state_dict(first.state_dict())
-    restored = build_optimizer(second, tiny_config())
-    restored.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    for model, either in ((first, optimizer), (second, restored)):
-        for group in either.param_groups:
-            group["lr"] *= 0.5  # a schedule must reach both parts after a restore
-        _train_a_little(model, either, seed=2)
-    for name, value in _weights(first).items():
-        assert torch.equal(value, _weights(second)[name])

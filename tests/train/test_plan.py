@@ -10,11 +10,13 @@ from transformers import LlamaConfig
 
 from data_prep.settings import DataConfig
 from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.target import load_config, load_layers, open_target
+from draft_models.target import load_config, load_layers
+from draft_models.tensor_files import open_target
 from tests.tiny import save_target
 from train.early_exit import train_early_exit
+from train.fit_settings import FitConfig
 from train.plan import describe_plan, make_plan
-from train.settings import EesdConfig, FitConfig
+from train.settings import EesdConfig
 
 CONFIG = EesdConfig(target="t", data=DataConfig(), fit=FitConfig(steps=1))
 

@@ -7,14 +7,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from data_prep.settings import DataConfig
 from tests.train.fit_job import TinyModel
-from train.fit import trained_parameters
+from tests.train.jobs import FIT, finetuning, finish, launch
+from train.settings import DrafterConfig
+from train.small_lm import finetune_drafter
+from train.trained_weights import trained_parameters
 
 ROOT = Path(__file__).parent.parent.parent
 ZERO3 = {  # conf/accelerate/zero3.yaml leaves parameters of fewer than 100,000 elements whole
@@ -56,6 +61,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run
 
 
+def share_everything(folder: Path) -> Path:
+    """A launcher's config for ZeRO-3 that shares even tiny parameters out."""
+    engine, config = folder / "engine.json", folder / "zero3.yaml"
+    engine.write_text(json.dumps(ZERO3))
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_machines: 1\n"
+        f"deepspeed_config: {{deepspeed_config_file: {engine}, zero3_init_flag: false}}\n"
+    )
+    return config
+
+
 def curve(run: Path, name: str) -> dict[int, float]:
     """What was logged as `name`, by step; the latest where a step was done again."""
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
@@ -69,13 +85,7 @@ def test_processes_that_share_equal_one(
 ) -> None:
     config = ROOT / "conf/accelerate" / f"{strategy}.yaml"
     if strategy == "zero3":
-        engine = tmp_path / "engine.json"
-        engine.write_text(json.dumps(ZERO3))
-        config = tmp_path / "zero3.yaml"
-        config.write_text(
-            "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_machines: 1\n"
-            f"deepspeed_config: {{deepspeed_config_file: {engine}, zero3_init_flag: false}}\n"
-        )
+        config = share_everything(tmp_path)
     out = run_job(launcher(config, processes), tmp_path, gpus=gpus)
     assert f"sharded {{{strategy != 'zero2'}}}" in out
     assert "refused optimizer=muon: works on whole matrices" in out
@@ -97,3 +107,24 @@ def test_processes_that_share_equal_one(
     for file in checkpoint.rglob("*.pt"):
         assert "embedding" not in str(torch.load(file, weights_only=False).get("module", "")), file
     assert not (checkpoint / "pytorch_model_fsdp.bin").exists()
+
+
+def test_adapters_are_watched_and_merged_where_all_weights_are_shared_out(
+    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO-3 shares the frozen weights out as well, which decoding needs while training, and the export at its end."""
+    fit = replace(FIT, lr=2e-2, eval_every=2, log_every=1)
+    run = finetuning(target, corpus, tmp_path / "one", fit=fit, drafter=DrafterConfig(path=str(target)), lora_rank=2,
+                     objective="cross_entropy")  # fmt: skip
+    finetune_drafter(run)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    two = replace(run, out_dir=str(tmp_path / "two"))
+    finish(launch("tests/train/finetune_job.py", two, *launcher(share_everything(tmp_path), 2)))
+    assert curve(tmp_path / "two", "eval_tau") == curve(tmp_path / "one", "eval_tau")
+    assert max(curve(tmp_path / "two", "eval_tau").values()) > 1
+    assert curve(tmp_path / "two", "loss") == pytest.approx(curve(tmp_path / "one", "loss"), rel=1e-4)
+    folders = (tmp_path / "one", tmp_path / "two", target)
+    one, other, start = (load_file(folder / "model.safetensors") for folder in folders)
+    assert any((one[name] - start[name]).abs().max() > 1e-2 for name in start)
+    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)

@@ -3,24 +3,32 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from train.settings import FitConfig, ToyTargetConfig, WandbConfig
+from train import time_budget
+from train.fit_settings import FitConfig, WandbConfig
+from train.settings import TOY_REPORT, ToyTargetConfig
+from train.time_budget import STEPS_FILE
 from train.toy_model import (
     ToyTarget,
     bits_per_byte,
     build_lm,
+    can_compile,
+    compile_layers,
     token_bytes,
     train_tokenizer,
     train_toy_target,
@@ -144,6 +152,32 @@ def test_a_killed_run_is_exported_after_resume(finished, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out_dir).config.num_hidden_layers == 2
 
 
+def test_minutes_decide_the_steps_and_the_schedule(finished, tmp_path, monkeypatch):
+    """And change nothing else: the weights are those of a run of as many steps."""
+    monkeypatch.setattr(time_budget, "_seconds_per_step", lambda *_: 10.0)
+    config = _config(tmp_path, minutes=1)  # 6 steps, as in `finished`
+    train_toy_target(config)
+    report = json.loads((Path(config.out_dir) / TOY_REPORT).read_text())
+    assert (report["steps"], report["settings"]["minutes"]) == (6, 1)
+    assert _weights(config) == _weights(finished)
+    monkeypatch.setattr(time_budget, "_seconds_per_step", None)
+    (Path(config.out_dir) / TOY_REPORT).unlink()
+    shutil.rmtree(Path(config.out_dir) / "checkpoint-6")
+    train_toy_target(replace(config, resume=True))  # from step 4: the number of steps is kept, and not measured
+    assert _weights(config) == _weights(finished)
+
+
+def test_measuring_leaves_no_trace_in_the_weights(finished, tmp_path):
+    config = _config(tmp_path, minutes=1000)  # so the 6 steps of `fit` are the limit
+    train_toy_target(config)
+    assert json.loads((Path(config.out_dir) / STEPS_FILE).read_text())["steps"] == 6
+    assert _weights(config) == _weights(finished)
+
+
+def _weights(config: ToyTargetConfig) -> bytes:
+    return (Path(config.out_dir) / "model.safetensors").read_bytes()
+
+
 def test_conversations_are_refused(tmp_path):
     record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     file = tmp_path / "chat.jsonl"
@@ -182,6 +216,41 @@ def test_untrained_layers_are_the_identity(tmp_path):
     torch.testing.assert_close(hidden[0], hidden[-2], rtol=0, atol=0)
     for name, parameter in build_lm(config, tokenizer).named_parameters():
         assert torch.equal(parameter, lm.get_parameter(name))
+
+
+def test_compiled_layers_compute_the_same_in_one_compilation(tmp_path):
+    config = _config(tmp_path, layers=3)
+    plain, compiled = (ToyTarget(build_lm(config, train_tokenizer(TEXTS, 300))) for _ in range(2))
+    counting = CompileCounterWithBackend("aot_eager")
+    compile_layers(compiled.lm, counting)
+    assert list(plain.state_dict()) == list(compiled.state_dict())
+    rows = torch.arange(3, 35).view(2, 16)
+    batch = {"input_ids": rows, "labels": rows, "positions": torch.arange(16).expand(2, -1), "documents": rows // 12}
+    for model in (plain, compiled):
+        model(**batch)["loss_sum"].backward()
+    for left, right in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+    shorter = [{key: value[0, :8] for key, value in batch.items()}]
+    sizes = torch.ones(300).long()
+    assert bits_per_byte(compiled, shorter, sizes) == pytest.approx(bits_per_byte(plain, shorter, sizes))
+    assert counting.frame_count == 1  # for three layers, and none for another shape in an evaluation
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_it_compiled_for_some_minutes(tmp_path):
+    assert can_compile(torch.device("cuda"))
+    config = _config(tmp_path, minutes=0.05, hidden=64, layers=3, seq_len=64)
+    train_toy_target(replace(config, fit=replace(config.fit, steps=200, save_every=None)))
+    out_dir = Path(config.out_dir)
+    steps = json.loads((out_dir / STEPS_FILE).read_text())["steps"]
+    report = json.loads((out_dir / TOY_REPORT).read_text())
+    assert report["steps"] == steps <= 200
+    assert report["bits_per_byte"] < 8
+    assert set(AutoModelForCausalLM.from_pretrained(out_dir).state_dict()) >= {"model.layers.0.mlp.up_proj.weight"}
+
+
+def test_a_cpu_does_not_compile_by_itself():
+    assert not can_compile(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -229,6 +298,7 @@ def test_bits_per_byte_counts_bytes_of_text(finished):
         ({"max_positions": 8}, "max_positions=8: expected at least seq_len"),
         ({"vocabulary": 100}, "vocabulary=100: expected at least 300"),
         ({"layers": 0}, "layers=0: expected a positive number"),
+        ({"minutes": 0}, "minutes=0: expected a positive number"),
     ],
 )
 def test_impossible_settings_name_the_key(tmp_path, change, message):

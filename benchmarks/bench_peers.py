@@ -1,0 +1,222 @@
+"""The runtime against transformers' own assisted generation, with the same target and the same drafters.
+
+    python benchmarks/bench_peers.py [--target runs/demo/target --checkpoint runs/demo/eesd --drafter DIR]
+
+Arms, prompt by prompt in turn, of a random target (Llama, 8 layers × 1024) and, where given, of a trained one:
+
+- plain decoding against `generate`;
+- the early-exit drafter in chains of K against transformers' assisted generation by the same layers (the target's
+  first, exit layer, norm and head, put together as a model of its own), and against its early-exit self-speculation,
+  `generate(assistant_early_exit=N)`. That one has no trained exit layer: it puts the target's own norm and head on as
+  many layers as the drafter has;
+- the small LM in chains of K against assisted generation;
+- prompt lookup against prompt lookup.
+
+Where transformers drafts with a model it does so twice: with K tokens, all of them submitted, and as it would without
+being told (up to 20 tokens, stopped by the draft's confidence). It runs its models as they are with its stock
+attention; ours are laid out for the device as evaluate-checkpoint does it. Rates leave out everything before the first
+tokens arrive, which with transformers' assisted generation come from prefill and first draft together.
+
+`--temperature 1` samples instead; texts differ then, and only the rates are compared. In 16 bits ties may be decided
+otherwise, and `equal_to_generate` counts what is equal without excusing any.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from subjects import Subject, add_options, load_subjects, parse
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from draft_models.files import write_json
+from draft_models.target import pick_device
+from inference.decode import Round
+from inference.evaluation import Arm, Generation, generate_options, make_arms, measure, stock_attention
+from inference.measures import bootstrap_median
+from inference.report import describe_machine
+from inference.runtime import make_runtime
+from inference.settings import MethodConfig, SamplingConfig, StopConfig
+
+RESULTS = Path(__file__).parent / "results"
+PAIRS = (
+    ("autoregressive", "transformers_generate"),
+    ("early_exit", "transformers_generate"),
+    ("early_exit", "transformers_assisted_early_exit"),
+    ("early_exit", "transformers_assisted_early_exit_default"),
+    ("early_exit", "transformers_self_speculation"),
+    ("early_exit", "transformers_self_speculation_default"),
+    ("small_lm", "transformers_assisted_small_lm"),
+    ("small_lm", "transformers_assisted_small_lm_default"),
+    ("prompt_lookup", "transformers_prompt_lookup"),
+)
+MAX_NGRAM = 3
+
+
+class _Deliveries(BaseStreamer):
+    """Notes the tokens that arrive, a list per pass of the target, and when."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        self.tokens: list[tuple[int, ...]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.at.append(time.perf_counter())
+        self.tokens.append(tuple(value.flatten().tolist()))
+
+    def end(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+def transformers_arm(
+    model: PreTrainedModel, prompt: Sequence[int], settings: Mapping[str, Any], *, draft_tokens: int | None = None,
+    assistant: PreTrainedModel | None = None, early_exit: int | None = None,
+) -> Generation:  # fmt: skip
+    """`generate` with `settings`, plain or assisted by a model or by the target's own first layers.
+
+    draft_tokens: a constant number of draft tokens, each of them submitted; None: transformers' own schedule.
+    """
+    ids = torch.tensor([prompt], device=model.device)
+    drafting: dict[str, Any] = {}
+    if draft_tokens is not None:
+        drafting = {
+            "num_assistant_tokens": draft_tokens,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+    model.generation_config = GenerationConfig(**settings, pad_token_id=0, **drafting)
+    helped: dict[str, Any] = {}
+    if assistant is not None:
+        assistant.generation_config = GenerationConfig(**drafting)
+        helped["assistant_model"] = assistant
+    if early_exit is not None:
+        helped["assistant_early_exit"] = early_exit
+    seen = _Deliveries()
+    with stock_attention(model), stock_attention(assistant or model):
+        started = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), streamer=seen, **helped)  # type: ignore[operator]
+    _, *tokens = seen.tokens  # the first delivery is the prompt
+    _, first, *later = seen.at
+    passes = [Round(t, 0, 0, at - before) for t, at, before in zip(tokens[1:], later, [first, *later], strict=False)]
+    return Generation(sum(tokens, ()), first - started, later[-1] - first, tuple(passes))
+
+
+def contest_arms(subject: Subject, options: argparse.Namespace, max_new_tokens: int) -> dict[str, Arm]:
+    """Ours and transformers', by name."""
+    assert subject.drafters.early_exit is not None
+    count, sampling = options.draft_tokens, SamplingConfig(temperature=options.temperature)
+    fixed = StopConfig(rule="fixed", max_draft=count)
+    methods = {
+        "early_exit": MethodConfig(stop=fixed),
+        "small_lm": MethodConfig(source="small_lm", stop=fixed),
+        "prompt_lookup": MethodConfig(source="prompt_lookup", stop=fixed, max_ngram=MAX_NGRAM),
+    }
+    runtime = make_runtime(options.runtime, subject.stack.device)
+    arms = make_arms(
+        subject.stack, subject.drafters, methods, None, max_new_tokens=max_new_tokens, eos=(), seed=0,
+        sampling=sampling, runtime=runtime,
+    )  # fmt: skip
+    settings = {**generate_options(sampling), "max_new_tokens": max_new_tokens}
+    lookup = {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": MAX_NGRAM}
+
+    def theirs(extra: Mapping[str, Any] | None = None, **help_: Any) -> Arm:
+        def generate(prompt: Sequence[int]) -> Generation:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                return transformers_arm(subject.plain, prompt, {**settings, **(extra or {})}, **help_)
+
+        return generate
+
+    drafting: dict[str, dict[str, Any]] = {
+        "assisted_early_exit": {"assistant": subject.exit_model},
+        "self_speculation": {"early_exit": subject.exit_model.config.num_hidden_layers},
+        "assisted_small_lm": {"assistant": subject.assistant},
+    }
+    for name, help_ in drafting.items():
+        arms[f"transformers_{name}"] = theirs(**help_, draft_tokens=count)
+        arms[f"transformers_{name}_default"] = theirs(**help_)
+    return {
+        **arms,
+        "transformers_generate": theirs(),
+        "transformers_prompt_lookup": theirs(lookup),
+    }
+
+
+def contest(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
+    """Every arm on every prompt: tokens/s, tokens per pass, equality with `generate`, and the ratios of the pairs."""
+    for warm_up in contest_arms(subject, options, 8).values():
+        warm_up(subject.prompts[0])
+    arms = contest_arms(subject, options, options.max_new_tokens)
+    results = [
+        measure(arms, prompt, prompt_id=str(turn), category="", repeats=options.repeats, turn=turn)
+        for turn, prompt in enumerate(subject.prompts)
+    ]
+    table = {}
+    for name in arms:
+        mine = [r.generations[name] for r in results]
+        median, interval = bootstrap_median([tokens_per_second(g) for g in mine], seed=0)
+        table[name] = {
+            "tokens_per_second": median,
+            "ci95": interval,
+            "first_tokens_seconds": statistics.median(g.prefill_seconds for g in mine),
+            "tau": sum(len(r.tokens) for g in mine for r in g.rounds) / sum(len(g.rounds) for g in mine),
+            "equal_to_generate": None if options.temperature else sum(r.identical(name) for r in results),
+        }
+    ratios = {}
+    for ours, other in PAIRS:
+        values = [tokens_per_second(r.generations[ours]) / tokens_per_second(r.generations[other]) for r in results]
+        median, interval = bootstrap_median(values, seed=0)
+        ratios[f"{ours} / {other}"] = {"median": median, "ci95": interval}
+    return {
+        "target": subject.name,
+        "dtype": str(subject.stack.dtype).removeprefix("torch."),
+        "draft_tokens": options.draft_tokens,
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "prompts": len(results),
+        "arms": table,
+        "ratios": ratios,
+    }
+
+
+def tokens_per_second(generation: Generation) -> float:
+    """Of what came after the first tokens."""
+    return sum(len(r.tokens) for r in generation.rounds) / generation.decode_seconds
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """The tables on standard output."""
+    print(f"\n{result['target']}, K = {result['draft_tokens']}, temperature {result['temperature']:g}")
+    print(f"| arm | tokens/s | τ | equal to generate, of {result['prompts']} |\n|---|---|---|---|")
+    for arm, r in result["arms"].items():
+        equal = "" if r["equal_to_generate"] is None else r["equal_to_generate"]
+        print(f"| {arm} | {r['tokens_per_second']:.1f} | {r['tau']:.2f} | {equal} |")
+    for pair, r in result["ratios"].items():
+        print(f"{pair}: {r['median']:.2f}× [{r['ci95'][0]:.2f}, {r['ci95'][1]:.2f}]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--repeats", type=int, default=1, help="timed passes over each prompt; their median counts")
+    parser.add_argument("--out", type=Path, help="default: results/peers_DEVICE.json")
+    options = parse(parser)
+    device = pick_device(options.device)
+    results = []
+    for subject in load_subjects(options, device):
+        results.append(contest(subject, options))
+        show(results[-1])
+    out = options.out or RESULTS / f"peers_{device.type}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, {"machine": describe_machine(), "results": results})
+
+
+if __name__ == "__main__":
+    main()

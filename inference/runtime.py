@@ -1,0 +1,37 @@
+"""How passes run: one by one as they come, or in fixed shapes that a CUDA graph replays."""
+
+from typing import Protocol
+
+import torch
+
+from draft_models.target import LayerStack
+from inference.graphed import Graphed
+from inference.session import TargetSession
+
+
+class Runtime(Protocol):
+    """Makes the sessions that generations run in. captures: how many graphs it has made so far, each of which took
+    time that is none of decoding's."""
+
+    name: str
+    captures: int
+
+    def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
+        """As `TargetSession(stack, split, capacity, context)`."""
+        ...
+
+
+class Eager:
+    """Every pass as it comes: the reference, and the way on a CPU."""
+
+    name = "eager"
+    captures = 0
+
+    def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
+        return TargetSession(stack, split, capacity, context)
+
+
+def make_runtime(name: str, device: torch.device) -> Runtime:
+    """The runtime called `name` (auto | eager | graphed); auto is graphed on CUDA and eager elsewhere."""
+    graphed = name == "graphed" or (name == "auto" and device.type == "cuda")
+    return Graphed() if graphed else Eager()

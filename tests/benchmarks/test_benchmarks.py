@@ -1,0 +1,151 @@
+"""The benchmarks' own parts: the models they compare are the same ones, the bytes they count are all the bytes."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from draft_models.checkpoint import fingerprint_target, save_pretrained
+from draft_models.early_exit import EarlyExit, NoLayer
+from draft_models.target import LayerStack, load_config, load_tokenizer
+from draft_models.tensor_files import open_target
+from inference.session import TargetSession
+from inference.sources import EarlyExitSource
+from inference.tree import ROOT, chain_parents
+from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+TINY = LlamaConfig(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def scripts() -> Iterator[None]:
+    """The modules of benchmarks/ can be imported as its scripts import them, and are gone afterwards."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+    for name in set(sys.modules) - before:
+        if isinstance(sys.modules[name], ModuleType) and str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    module.main()
+
+
+def draft_logits(stack: LayerStack, drafter: EarlyExit, tokens: list[int]) -> torch.Tensor:
+    """The drafter's logits behind each of the last three of `tokens`."""
+    session, source = TargetSession(stack, drafter.exit_layer, 64), EarlyExitSource(drafter)
+    prompt, last = tokens[:-3], torch.tensor(tokens[-3:])
+    session.feed(torch.tensor(prompt), chain_parents(0, len(prompt)))
+    session.finish(last_only=True)
+    source.begin(session)
+    session.commit(range(len(prompt)))
+    return source.extend(last, (ROOT, 0, 1))
+
+
+@pytest.mark.parametrize("own_head", [True, False])
+@pytest.mark.parametrize("own_layer", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_transformers_gets_the_same_drafter(tmp_path: Path, architecture: str, own_layer: bool, own_head: bool) -> None:
+    from subjects import as_model
+
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    drafter = make_drafter(path, 2, noise=0.5, own_head=own_head)
+    if not own_layer:
+        drafter.layer = NoLayer()
+    if drafter.head is not None:
+        drafter.head.weight += 0.1
+    drafter.norm.weight += 0.1
+    tokens = random_prompt(9)
+    model = as_model(str(path), drafter, torch.device("cpu"), torch.float32)
+    assert model.config.num_hidden_layers == 2 + own_layer
+    _, stack = open_stack(path)
+    if drafter.head is None:
+        drafter.use_head(stack.head)
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0, -3:]
+        torch.testing.assert_close(draft_logits(stack, drafter, tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import floor_shapes
+
+    monkeypatch.setitem(floor_shapes.SHAPES, "tiny", TINY)
+    config: LlamaConfig = TINY
+    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64  # q and o, k and v, the SwiGLU, two norms
+    weights = floor_shapes.weigh(config)
+    assert weights == floor_shapes.Weights(layer, 64 * VOCABULARY, 64 * VOCABULARY, 2 * 2 * 16)
+    assert weights.read(LAYERS, 10) == LAYERS * (layer + 10 * 64) + 64 * VOCABULARY
+    target = floor_shapes.make_target("tiny", torch.bfloat16, torch.device("cpu"))
+    assert target.drafter.exit_layer == 1
+    assert target.stack.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("runtime", ["eager", "graphed"])
+def test_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str) -> None:
+    import bench_floor
+
+    monkeypatch.setitem(bench_floor.SHAPES, "tiny", TINY)
+    options = ["--shapes", "tiny", "--contexts", 66, "--repeats", 1, "--buffer-gb", 0.01, "--runtime", runtime]
+    run(monkeypatch, bench_floor, *options, "--out", tmp_path)
+    found = json.loads((tmp_path / "floor_cpu.json").read_text())["shapes"][0]
+    assert found["runtime"] == runtime
+    (result,) = found["contexts"]
+    assert set(result["verify"]) == {"1", "2", "4", "8", "16", "32", "64"}
+    assert result["draft_step"]["layers"] == 2
+    assert 0 < result["draft_step"]["share_of_bytes"] < 1
+    drafted = {"autoregressive": 0, "chain of 4": 4, "tree of 32": 32}
+    for name, count in drafted.items():
+        entry = result["rounds"][name]
+        assert entry["drafted"] <= count
+        assert 0 < entry["outside_passes"]["seconds"] < entry["seconds"]
+    assert (tmp_path / "floor_cpu.png").stat().st_size > 0
+
+
+def test_floor_leaves_out_what_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import bench_floor
+
+    monkeypatch.setattr(bench_floor, "free_bytes", lambda _: 10 * 2**30)
+    run(monkeypatch, bench_floor, "--shapes", "13b", "--buffer-gb", 0.01, "--out", tmp_path)
+    assert "13b: left out, it needs 6" in capsys.readouterr().out
+    assert not (tmp_path / "floor_cpu.png").exists()
+    assert "10.0 GiB are free" in json.loads((tmp_path / "floor_cpu.json").read_text())["shapes"][0]["left_out"]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: int) -> None:
+    import bench_peers
+
+    path, small = save_target(tmp_path / "target", eos_token_id=257), save_target(tmp_path / "small", seed=1)
+    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    drafter = make_drafter(path, 2, noise=0.1)
+    save_pretrained(tmp_path / "eesd", drafter, fingerprint, {}, torch.float32)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"number {i}: "}) + "\n" for i in range(2)))
+    out = tmp_path / "peers.json"
+    models = ["--target", path, "--checkpoint", tmp_path / "eesd", "--drafter", small, "--no-random"]
+    sizes = ["--prompts", prompts, "--max-new-tokens", 24, "--temperature", temperature, "--out", out]
+    run(monkeypatch, bench_peers, *models, *sizes)
+    (result,) = json.loads(out.read_text())["results"]
+    arms = result["arms"]
+    assert result["prompts"] == 2
+    assert {name for pair in bench_peers.PAIRS for name in pair} == set(arms)
+    assert all(arm["equal_to_generate"] == (None if temperature else 2) for arm in arms.values())
+    assert arms["transformers_generate"]["tau"] == arms["autoregressive"]["tau"] == 1
+    assert set(result["ratios"]) == {f"{ours} / {theirs}" for ours, theirs in bench_peers.PAIRS}
+    if not temperature:
+        assert arms["early_exit"]["tau"] > 1
+        assert arms["early_exit"]["tau"] == pytest.approx(arms["transformers_assisted_early_exit"]["tau"], rel=0.25)

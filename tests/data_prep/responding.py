@@ -1,0 +1,54 @@
+"""What tests of generated responses share: a talkative tokenizer, prompts, and reading what came of them."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.response_files import read_shard, shards
+
+ENDS = [257, *range(182, 198), *range(199, 257)]  # the end token, and others, so that answers end after a while
+TEMPLATE = (
+    "{% if messages[0].content == 'refused' %}{{ raise_exception('no') }}{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def letter_tokenizer():
+    """One token per character, so that whatever is generated is a text that has just these tokens."""
+    letters = [*map(chr, range(32, 127)), *map(chr, range(0x4E00, 0x4E00 + 161))]
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def talk(*turns):
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]}
+
+
+TALKS = [talk(f"question {i}", "an answer", "more? " + "x" * (7 * i % 40)) for i in range(10)]
+
+
+def read_responses(folder):
+    """Every response in the directory."""
+    return [response for shard in shards(Path(folder)) for response in read_shard(shard)]
+
+
+def responses(config):
+    """{id: record}; no id is there twice."""
+    found = [response.record for response in read_responses(config.out_dir)]
+    assert len({record["id"] for record in found}) == len(found)
+    return {record["id"]: record for record in found}
+
+
+def skipped(config):
+    files = sorted(Path(config.out_dir).glob("skipped-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def summary(config):
+    return json.loads((Path(config.out_dir) / "summary.json").read_text())

@@ -1,0 +1,53 @@
+"""What tests of n-gram drafters share: a table of random text, a text to draft after, and the paths of a draft."""
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from draft_models.trigram import TrigramTable
+from inference.ngrams import MixedDrafter, TrigramDrafter
+from inference.tree import DraftTree
+
+VOCABULARY = 12
+TEXTS = st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=40)  # one id beyond the table
+
+
+class FakeSession:
+    def __init__(self, tokens: list[int]):
+        self.tokens = torch.tensor(tokens, dtype=torch.long)
+
+
+def make_documents(vocabulary: int = VOCABULARY) -> list[list[int]]:
+    generator = np.random.default_rng(3)
+    steps = generator.dirichlet(np.full(vocabulary, 0.3), vocabulary)
+    documents = []
+    for _ in range(20):
+        document = [0]
+        for _ in range(60):
+            document.append(int(generator.choice(vocabulary, p=steps[document[-1]])))
+        documents.append(document)
+    return documents
+
+
+def make_table(vocabulary: int = VOCABULARY, orders: tuple[int, ...] = (2, 3, 4)) -> TrigramTable:
+    documents = make_documents(vocabulary)
+    return TrigramTable.from_documents(documents, list(orders), vocabulary, "t", min_count=2)
+
+
+TABLE = make_table()
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The path of tokens to each node; checks that it is a tree."""
+    paths: list[tuple[int, ...]] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents, strict=True)):
+        assert -1 <= parent < node
+        paths.append(((*paths[parent], token)) if parent >= 0 else (token,))
+    assert len(set(paths)) == len(paths)
+    return paths
+
+
+def draft(drafter: TrigramDrafter | MixedDrafter, text: list[int], limit: int = 100) -> DraftTree:
+    """A draft after `text`, whose last id is the root."""
+    drafter.begin(FakeSession(text[:-1]))  # type: ignore[arg-type]
+    return drafter.draft(None, torch.tensor(text[-1:]), limit)  # type: ignore[arg-type]

@@ -1,0 +1,175 @@
+"""Passes of fixed shape: the buffers they live in, the buckets they use, the attention kernels they may choose.
+
+That they decode to the same tokens, with the same caches after every round, is in test_rounds.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draft_models.attention import KERNELS, grouped_attention, use_kernel
+from draft_models.target import LayerStack
+from inference import graphed
+from inference.decode import Round, autoregressive, speculative
+from inference.drafting import make_structure
+from inference.graphed import WIDTHS, FixedView, Graphed, Upload
+from inference.layout import Rows
+from inference.runtime import Eager, make_runtime
+from inference.session import TargetSession
+from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.sources import EarlyExitSource, SmallLMSource
+from inference.tree import chain_parents
+from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
+
+CPU = torch.device("cpu")
+
+
+def tokens_of(rounds: Any) -> list[int]:
+    return [token for r in rounds for token in r.tokens]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"), "mistral", kv_heads=2, peak=6.0)
+
+
+def decode(stack: LayerStack, source: Any, method: MethodConfig, runtime: Any, prompt: list[int], count: int) -> list:
+    rounds: list[Round] = list(
+        speculative(stack, source, make_structure(method, 0), prompt, max_new_tokens=count, runtime=runtime)
+    )
+    assert any(r.drafted for r in rounds)
+    return tokens_of(rounds)
+
+
+@pytest.mark.parametrize("name", ["auto", "eager", "graphed"])
+def test_the_name_chooses_the_runtime(name: str) -> None:
+    assert isinstance(make_runtime(name, CPU), Graphed if name == "graphed" else Eager)
+    if name == "auto":
+        assert isinstance(make_runtime(name, torch.device("cuda")), Graphed)
+
+
+def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For random trees, windows and places, against the masks of the eager session."""
+    generator = torch.Generator().manual_seed(0)
+    upload, places, windows = Upload(64, CPU), torch.arange(512), (None, 5, 200)
+    for _ in range(200):
+        base, count = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 100), (1, 30)))
+        parents = [-1, *(int(torch.randint(i, (), generator=generator)) for i in range(1, count))]
+        chain = bool(torch.randint(2, (), generator=generator))
+        rows = Rows(chain_parents(0, count) if chain else parents)
+        start = int(torch.randint(-1 if chain else 0, count, (), generator=generator))
+        layout = rows.layout(base, start, count)
+        width = next(width for width in WIDTHS if width >= count - start)
+        upload.send(layout, width)
+        keys = graphed.bucket(base + count, 16)
+        view = FixedView(upload, width, keys, windows, torch.float32)
+        used = slice(0, count - start)
+        assert view.slots.tolist() == list(range(base + start, base + start + width))
+        assert torch.equal(view.positions[:, used], layout.positions(places))
+        assert int(view.positions.max()) <= base + max(rows.depths)  # padding, too, stands inside the text
+        expected = layout.masks(windows, places, torch.float32)
+        for window, mask in view.masks().items():
+            seen = torch.zeros(count - start, keys, dtype=torch.bool)
+            wanted = expected[window]
+            seen[:, : base + count] = True if wanted is None else wanted[0, 0] == 0
+            assert torch.equal(mask[0, 0, used] == 0, seen)
+            assert bool((mask[0, 0] == 0).any(-1).all())  # no row sees nothing
+
+
+@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_attention_kernels_agree(queries: int, key_heads: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, queries, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 1, key_heads, 40, 8, dtype=torch.float64)
+    mask = torch.zeros(1, 1, queries, 40, dtype=torch.float64).masked_fill(torch.rand(queries, 40) < 0.5, -1e300)
+    masks = [mask, None] if queries == 1 else [mask]
+    for given in masks:
+        outputs = []
+        for kernel in KERNELS:
+            with use_kernel(kernel):
+                outputs.append(grouped_attention(torch.nn.Module(), query, key, value, given, scaling=0.3)[0])
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)  # the softmax is in float32
+
+
+def test_a_second_generation_uses_the_buffers_of_the_first(target: Path) -> None:
+    _, stack = open_stack(target)
+    runtime = Graphed()
+    drafter = make_drafter(target, LAYERS - 1, noise=0.3)
+    method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
+
+    def places() -> list[tuple[object, int]]:
+        (arena,) = runtime._arenas.values()
+        caches = [arena.first, arena.rest, *(cache for _, cache in arena.exits.values())]
+        keys = [key for cache in caches for key, _ in cache.content()]
+        named = [*arena.buffers.items(), *(("keys", key) for key in keys)]
+        return [(name, tensor.data_ptr()) for name, tensor in named]
+
+    first = decode(stack, EarlyExitSource(drafter), method, runtime, random_prompt(30), 20)
+    before = places()
+    again = decode(stack, EarlyExitSource(drafter), method, runtime, random_prompt(12), 30)
+    assert places() == before
+    assert len(before) > LAYERS
+    assert first == decode(stack, EarlyExitSource(drafter), method, None, random_prompt(30), 20)
+    assert again == decode(stack, EarlyExitSource(drafter), method, None, random_prompt(12), 30)
+
+
+def test_a_longer_text_gets_larger_buffers(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
+    _, stack = open_stack(target)
+    runtime = Graphed()
+    lengths = []
+    for length in (5, 100, 20):
+        prompt = random_prompt(length)
+        found = tokens_of(autoregressive(stack, prompt, max_new_tokens=40, runtime=runtime))
+        assert found == tokens_of(autoregressive(stack, prompt, max_new_tokens=40))
+        lengths.append(next(iter(runtime._arenas.values())).capacity)
+    assert lengths[0] < lengths[1] == lengths[2]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_a_text_may_fill_the_context_to_the_end(tmp_path: Path, architecture: str) -> None:
+    """Padding stands behind the last position, where learned positions have no row and rotary tables may end."""
+    path = save_target(tmp_path, architecture, peak=6.0, max_position_embeddings=64)
+    _, stack = open_stack(path)
+    drafter = make_drafter(path, LAYERS - 1, noise=0.3)
+    method = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=9, delta=0.0, max_depth=5))
+    for source in (EarlyExitSource(drafter), SmallLMSource(open_stack(path)[1])):
+        prompt = random_prompt(20)
+        assert decode(stack, source, method, Graphed(), prompt, 44) == decode(stack, source, method, None, prompt, 44)
+
+
+def test_passes_wider_than_any_bucket_run_as_they_are(target: Path) -> None:
+    """A full tree of 5 + 25 + 125 nodes: its last level is fed to the target at once, all of it is verified."""
+    _, stack = open_stack(target, torch.float64)
+    drafter = make_drafter(target, LAYERS - 1, noise=0.3, dtype=torch.float64)
+    method = MethodConfig(structure=StructureConfig(kind="k_config", widths=(5, 5, 5)))
+    prompt = random_prompt(16)
+    expected = decode(stack, EarlyExitSource(drafter), method, None, prompt, 24)
+    assert decode(stack, EarlyExitSource(drafter), method, Graphed(), prompt, 24) == expected
+
+
+def test_passes_have_fixed_widths_and_buckets(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
+    _, stack = open_stack(target)
+    seen = []
+    run = stack.run
+    monkeypatch.setattr(
+        stack, "run", lambda hidden, start, stop, rotary, masks, cache: (
+            seen.append((hidden.shape[1], masks[None].shape[-1] if masks.get(None) is not None else None)),
+            run(hidden, start, stop, rotary, masks, cache),
+        )[1],
+    )  # fmt: skip
+    stack.windows = [None] * LAYERS
+    session = Graphed().session(stack, 0, 200, 120)
+    assert isinstance(session, TargetSession)
+    session.feed(torch.tensor(random_prompt(10)), chain_parents(0, 10))
+    session.finish(last_only=True)
+    session.commit(range(10))
+    for count in (1, 3, 5, 12):
+        session.feed(torch.tensor(random_prompt(count)), chain_parents(0, count))
+        assert session.finish().shape[0] == count
+        session.commit(range(count))
+    assert seen[1:] == [(1, 16), (4, 16), (8, 32), (16, 32)]

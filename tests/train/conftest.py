@@ -1,0 +1,23 @@
+from pathlib import Path
+
+import pytest
+
+from data_prep.settings import DataConfig
+from tests.tiny import save_target
+from tests.train.jobs import write_corpus
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("models") / "target", kv_heads=2)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another finished model with the target's vocabulary, to start from."""
+    return save_target(tmp_path_factory.mktemp("models") / "small", seed=3, num_hidden_layers=2)

@@ -1,0 +1,100 @@
+"""Runs of the training commands that several tests make: their data, their settings, and processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_prep.settings import DataConfig
+from train.fit_settings import FitConfig, WandbConfig
+from train.settings import DrafterConfig, FinetuneConfig
+
+ROOT = Path(__file__).parents[2]
+TEXT = "the quick brown fox jumps over the lazy dog "
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+FIT = FitConfig(steps=4, batch_rows=4, lr=3e-3, precision="fp32", save_every=2, wandb=WandbConfig(mode="disabled"))
+
+
+def write_corpus(folder: Path) -> DataConfig:
+    """Sixty lines of much the same text."""
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": f"line {i}: {TEXT * 2}"}) for i in range(60)))
+    return DataConfig(
+        source="local",
+        path=str(folder / "text.jsonl"),
+        layout="text",
+        heldout_fraction=0.2,
+        cache_dir=str(folder / "cache"),
+    )
+
+
+def finetuning(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> FinetuneConfig:
+    """Four steps of a new tiny drafter; `changes` say what is otherwise."""
+    settings = FinetuneConfig(
+        target=str(target),
+        data=corpus,
+        drafter=DrafterConfig(layers=1, hidden=32, heads=2, intermediate=48),
+        fit=FIT,
+        seq_len=48,
+        on_policy_tokens=8,
+        decode_prompts=2,
+        decode_tokens=8,
+        out_dir=str(out_dir),
+    )
+    return replace(settings, **changes)
+
+
+def log(out_dir: Path) -> list[dict[str, float]]:
+    """The lines of a run's log."""
+    return [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two sets of weights are equal to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def launch(script: str, config: Any, *launcher: str, threads: int = 1) -> subprocess.Popen[str]:
+    """`python script` with every option as `config` has it, in a process of its own, or those of a launcher."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(ROOT / script), *_overrides("", asdict(config))],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def _overrides(prefix: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _overrides(f"{prefix}.{key}".lstrip("."), inner)
+    else:
+        yield f"{prefix}={json.dumps(value)}"
+
+
+def finish(job: subprocess.Popen[str]) -> str:
+    """Wait for a process that is to succeed; returns what it said."""
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output
+    return output
+
+
+def kill_when(found: Callable[[], object], job: subprocess.Popen[str], later: float = 0.0) -> None:
+    """SIGKILL to a process that is still running, `later` seconds after there is what it is to be killed at."""
+    deadline = time.monotonic() + 120
+    while not found() and time.monotonic() < deadline and job.poll() is None:
+        time.sleep(0.01)
+    time.sleep(later)
+    job.send_signal(signal.SIGKILL)
+    output, _ = job.communicate()
+    assert job.returncode == -signal.SIGKILL, output

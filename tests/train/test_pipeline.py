@@ -1,0 +1,271 @@
+"""The pipeline: the real commands once, small; its rules about order, skipping and failing with stand-ins for them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draft_models.errors import UserError
+from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
+from train.pipeline_run import run_pipeline
+from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENTS = ("demo", "gpu_validation")
+STAND_IN = """
+import sys
+from pathlib import Path
+given = dict(word.split("=", 1) for word in sys.argv[1:])
+print("words", *sys.argv[1:])
+if Path(given["fails"]).exists():
+    print("no luck", file=sys.stderr)
+    sys.exit(3)
+out_dir = Path(given["out_dir"])
+out_dir.mkdir(exist_ok=True)
+(out_dir / "product").write_text("made")
+with open(given["calls"], "a") as calls:
+    calls.write(out_dir.name + "\\n")
+"""
+
+
+# ---------------------------------------------------------------------------------------------- the real commands
+
+
+def test_one_command_runs_the_whole_mission(tmp_path):
+    """One test, for it takes a minute: what it leaves, what it says, and that nothing of it is done again."""
+    out_dir = tmp_path / "run-debug"
+    command = [sys.executable, str(ROOT / "train/pipeline.py"), "experiment=gpu_validation", "debug=true"]
+    command.append(f"out_dir={tmp_path / 'run'}")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=570, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    for name, step in STEPS.items():
+        assert (out_dir / step.product).exists()
+        assert (out_dir / "logs" / f"{name}.log").read_text().startswith("$ ")
+        assert done.stdout.count(f"pipeline step={name} ") == 2
+    check_summary(out_dir)
+    check_own_report(out_dir)
+    before = {path: path.stat().st_mtime_ns for path in out_dir.rglob("*.safetensors")}
+    again = subprocess.run([*command, "resume=true"], capture_output=True, text=True, timeout=60, check=True)
+    assert again.stdout.count("state=done-before") == len(STEPS)
+    assert (out_dir / "report/report.md").read_text() in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in out_dir.rglob("*.safetensors")} == before
+
+
+def check_summary(out_dir: Path) -> None:
+    summary = json.loads((out_dir / "pipeline.json").read_text())
+    assert (summary["complete"], summary["debug"], summary["dtype"]) == (True, True, "bfloat16")
+    assert summary["seconds"] == pytest.approx(sum(step["seconds"] for step in summary["steps"].values()))
+    assert summary["target"]["steps"] == json.loads((out_dir / "target/steps.json").read_text())["steps"] <= 20
+    assert len(summary["methods"]) == 11
+    for figures in summary["methods"].values():
+        lossless = figures["lossless"]
+        assert lossless["identical"] + lossless["excused_ties"] == lossless["checked"] == summary["prompts"] == 2
+        assert figures["tau"] >= 1
+        assert len(figures["speedup"]["ci95"]) == len(figures["speedup"]["vs_transformers_generate"]["ci95"]) == 2
+
+
+def check_own_report(out_dir: Path) -> None:
+    own = json.loads((out_dir / "eesd/report.json").read_text())
+    assert own in json.loads((out_dir / "report/report.json").read_text())["reports"]
+    assert own["method"] == "eesd_beta"
+    table = (out_dir / "eesd/report.md").read_text()
+    assert "| eesd_beta |" in table
+    assert "| vanilla |" not in table
+
+
+# --------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
+    config = compose_and_build("pipeline", [f"experiment={name}", f"debug={str(debug).lower()}"])
+    assert set(config.steps) == set(STEPS)
+    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
+    for step in config.steps:
+        options = [option.replace(HERE, "o") for option in config.options(step)]
+        built = compose_and_build(scripts[STEPS[step].script], [*options, f"out_dir=o/{step}", "resume=true"])
+        if hasattr(built, "data"):
+            sources = [part.source for _, _, part in built.data.parts()] or [built.data.source]
+            assert set(sources) <= {"python_stdlib", "local"}  # no network
+        if hasattr(built, "fit"):
+            assert built.fit.wandb.mode == "disabled"
+        if debug:
+            assert "python_packages" not in " ".join(options)
+            assert not hasattr(built, "fit") or built.data.cache_dir == "o/cache"
+    if not debug:
+        assert config.out_dir == f"runs/{name}"
+
+
+def test_the_experiments_in_no_folder_are_the_pipelines() -> None:
+    assert {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} == set(EXPERIMENTS)
+    assert set(GROUPS["experiment"]) == set(EXPERIMENTS)
+
+
+def test_gpu_validation_is_of_the_size_it_says() -> None:
+    options = dict(
+        o.split("=", 1) for o in compose_and_build("pipeline", ["experiment=gpu_validation"]).options("target")
+    )
+    layers, hidden, middle, vocabulary, heads, kv_heads = (
+        int(options[key]) for key in ("layers", "hidden", "intermediate", "vocabulary", "heads", "kv_heads")
+    )
+    layer = (2 + 2 * kv_heads / heads) * hidden**2 + 3 * hidden * middle + 2 * hidden
+    assert 300e6 < layers * layer + 2 * vocabulary * hidden + hidden < 400e6
+
+
+def test_a_later_option_replaces_an_earlier_one() -> None:
+    step = StepConfig(["a=1", "data=x", "+c=3"], ["a=2", "b=2"], ["++c=4", "data=y"])
+    config = PipelineConfig({"trigrams": step})
+    assert config.options("trigrams") == ["tokenizer={out_dir}/target", "a=1", "data=y", "++c=4"]
+    debug = replace(config, debug=True).options("trigrams")
+    assert debug == ["tokenizer={out_dir}/target", "a=2", "data=y", "++c=4", "b=2"]
+    assert "tokenizer=mine" in replace(config, steps={"trigrams": StepConfig(more=["tokenizer=mine"])}).options(
+        "trigrams"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": {}}, "steps=.*expected at least one step"),
+        ({"steps": {"evaluate": StepConfig()}}, "steps='evaluate': expected one of target"),
+        ({"steps": {"eesd": StepConfig()}, "own_report": "eesd_beta"}, "own_report='eesd_beta': expected null"),
+    ],
+)
+def test_impossible_pipelines_name_the_key(changes, message) -> None:
+    with pytest.raises(UserError, match=message):
+        PipelineConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("fit.steps", "expected KEY=VALUE"), ("out_dir=x", "expected none of")]
+)
+def test_impossible_options_are_refused(option: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        StepConfig(more=[option])
+
+
+# ------------------------------------------------------------------------------------------ order, skipping, failing
+
+
+class Mission:
+    """A pipeline of three of the steps, each made from the one before, by `STAND_IN`; with NAME.fails one fails."""
+
+    names = ("responses", "eesd", "calibrate")
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out_dir, self.calls, self.script = folder / "out", folder / "calls", folder / "stand_in.py"
+        self.script.write_text(STAND_IN)
+        before: tuple[str, ...] = ()
+        for name in self.names:
+            links = (f"calls={self.calls}", f"fails={folder}/{name}.fails", f"reads={HERE}/{before}")
+            monkeypatch.setitem(STEPS, name, Step(str(self.script), f"{name}/product", before, links))
+            before = (name,)
+
+    def run(self, resume: bool = True, debug: bool = False, **more: list[str]) -> list[str]:
+        """The steps that ran."""
+        self.calls.write_text("")
+        steps = {name: StepConfig(["o=1"], ["o=2"], more.get(name, [])) for name in self.names}
+        run_pipeline(PipelineConfig(steps, out_dir=str(self.out_dir), resume=resume, debug=debug))
+        return self.calls.read_text().split()
+
+
+@pytest.fixture
+def mission(tmp_path, monkeypatch) -> Mission:
+    return Mission(tmp_path, monkeypatch)
+
+
+def test_steps_run_in_order_and_once(mission, capsys):
+    assert mission.run(resume=False) == list(mission.names)
+    said = capsys.readouterr().out
+    assert f"words calls={mission.calls}" in said
+    assert f"reads={mission.out_dir}/('responses',) o=1 out_dir={mission.out_dir}/eesd resume=true" in said
+    assert mission.run() == []
+    with pytest.raises(UserError, match="holds an earlier run; resume=true continues it"):
+        mission.run(resume=False)
+
+
+def test_a_product_that_is_gone_is_made_again_with_what_was_made_from_it(mission):
+    mission.run()
+    (mission.out_dir / "eesd/product").unlink()
+    assert mission.run() == ["eesd", "calibrate"]
+    assert mission.run() == []
+
+
+def test_other_options_are_refused_by_name(mission):
+    mission.run(eesd=["x.y=1"])
+    with pytest.raises(UserError, match=r"logs/eesd\.json was made with other settings: x\.y=\"2\" \(was \"1\"\)"):
+        mission.run(eesd=["x.y=2"])
+
+
+def test_a_failure_names_the_step_and_its_log_and_the_next_run_goes_on_there(mission, capsys):
+    (mission.out_dir.parent / "eesd.fails").touch()
+    with pytest.raises(
+        UserError, match=r"step eesd failed \(exit status 3\); see .*logs/eesd\.log; resume=true continues"
+    ):
+        mission.run()
+    assert "no luck" in (mission.out_dir / "logs/eesd.log").read_text()
+    assert "pipeline step=eesd seconds=0" in capsys.readouterr().out
+    summary = json.loads((mission.out_dir / "pipeline.json").read_text())
+    assert (summary["complete"], list(summary["steps"])) == (False, ["responses"])
+    (mission.out_dir.parent / "eesd.fails").unlink()
+    assert mission.run(eesd=["z=1"]) == ["eesd", "calibrate"]  # what failed may be tried with other options
+    summary = json.loads((mission.out_dir / "pipeline.json").read_text())
+    assert (summary["complete"], list(summary["steps"])) == (True, list(mission.names))
+    assert summary["steps"]["eesd"]["bytes"] == len("made")
+
+
+def test_a_step_that_leaves_nothing_has_failed(mission):
+    mission.script.write_text("")
+    with pytest.raises(UserError, match=r"step responses failed \(it left no responses/product\)"):
+        mission.run()
+
+
+def test_a_rehearsal_lies_beside_the_run(mission):
+    mission.run()
+    assert mission.run(resume=False, debug=True) == list(mission.names)
+    debug = mission.out_dir.with_name("out-debug")
+    assert json.loads((debug / "logs/eesd.json").read_text())["options"][-1] == "o=2"
+    (debug / "rubbish").touch()
+    assert mission.run(debug=True) == []
+    assert (debug / "rubbish").exists()
+    assert mission.run(resume=False, debug=True) == list(mission.names)
+    assert not (debug / "rubbish").exists()
+    (mission.out_dir.with_name("other-debug")).mkdir()
+    mission.out_dir = mission.out_dir.with_name("other")
+    with pytest.raises(UserError, match="other-debug: debug=true runs there, and it holds something else"):
+        mission.run(resume=False, debug=True)
+
+
+def test_one_process_is_enough(mission, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="started as several processes"):
+        mission.run()
+
+
+def test_a_running_step_ends_with_the_pipeline(tmp_path):
+    """SIGTERM to the pipeline alone, as `kill` sends it: no orphan goes on writing."""
+    script = tmp_path / "sleeper.py"
+    script.write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    code = (
+        "from train.pipeline_settings import *\nfrom train.pipeline_run import run_pipeline\n"
+        f"STEPS['target'] = Step({str(script)!r}, 'x')\n"
+        f"run_pipeline(PipelineConfig({{'target': StepConfig()}}, out_dir={str(tmp_path / 'out')!r}))\n"
+    )
+    pipeline = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child = int((tmp_path / "pid").read_text())
+    pipeline.terminate()
+    assert pipeline.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)

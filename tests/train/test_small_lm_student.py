@@ -1,0 +1,158 @@
+"""The small LM in training: its losses, on text and on its own samples, against whole forwards written out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from draft_models.errors import UserError
+from draft_models.losses import IGNORE
+from draft_models.target import LayerStack, load_config, load_layers
+from draft_models.tensor_files import open_target
+from tests.tiny import VOCABULARY, open_stack, random_prompt, save_target
+from train.small_lm_student import (
+    OnPolicy,
+    SmallLMStudent,
+    _row_generator,
+    choose_prefix,
+    continue_prefixes,
+    own_labels,
+)
+
+
+def student(target: Path, objective: str = "forward_kl", on_policy: OnPolicy | None = None) -> SmallLMStudent:
+    """An untrained drafter beside its teacher, both of the target's own layers: two of them and all four."""
+    settings, files = load_config(str(target)), open_target(str(target))
+    lm = load_layers(files, settings, [0, 3], dtype=torch.float32).requires_grad_(True)
+    teacher = LayerStack(load_layers(files, settings, range(4), dtype=torch.float32))
+    return SmallLMStudent(lm, objective, teacher, on_policy)
+
+
+def batch(rows: int = 3, length: int = 20) -> dict[str, Tensor]:
+    """Rows of two documents, the first supervised from its middle on."""
+    ids = torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(1))
+    half = length // 2
+    documents = (torch.arange(length) >= half).long().expand(rows, length)
+    labels = ids.roll(-1, 1)
+    labels[:, half - 1] = labels[:, -1] = IGNORE
+    labels[:, : half // 2] = IGNORE
+    positions = (torch.arange(length) % half).expand(rows, length)
+    return {"input_ids": ids, "labels": labels, "positions": positions, "documents": documents}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+def test_the_loss_is_that_of_each_document_alone(tmp_path: Path, architecture: str) -> None:
+    """Packed rows against stock models on one document at a time, windows and grouped heads included."""
+    path = save_target(tmp_path / "target", architecture, kv_heads=2)
+    one, rows = student(path), batch(length=40)
+    whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    small = one.merged(torch.float32)
+    small.set_attn_implementation("eager")
+    expected = torch.zeros(())
+    for ids, labels, documents in zip(rows["input_ids"], rows["labels"], rows["documents"], strict=True):
+        for document in (0, 1):
+            part = documents == document
+            keep = labels[part] != IGNORE
+            p, q = (model(ids[part][None]).logits[0][keep].softmax(-1) for model in (whole, small))
+            expected = expected + (p * (p / q).log()).sum()
+    torch.testing.assert_close(one.eval()(**rows)["loss_sum"], expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_reach_the_drafter_and_not_the_teacher(target: Path) -> None:
+    one = student(target, "jensen_shannon", OnPolicy(1.0, 6, 0, None))
+    one.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        one(**batch())["loss_sum"].backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in one.parameters())
+    assert one.teacher is not None
+    assert all(p.grad is None for p in one.teacher.parameters())
+    assert not [name for name, _ in one.named_parameters() if not name.startswith("lm.")]
+
+
+def test_a_step_is_on_policy_as_often_as_asked() -> None:
+    share = OnPolicy(0.3, 8, 0, None)
+    due = [share.due(step) for step in range(2000)]
+    assert 0.25 < sum(due) / 2000 < 0.35
+    assert due == [share.due(step) for step in range(2000)]
+    assert due != [OnPolicy(0.3, 8, 1, None).due(step) for step in range(2000)]
+    assert all(OnPolicy(1.0, 8, 0, None).due(step) for step in range(50))
+
+
+def test_on_policy_is_the_divergence_on_own_samples(target: Path) -> None:
+    """Written out row by row with whole forwards: sample, score, mean, weight by the row's supervised tokens."""
+    one, rows = student(target, "reverse_kl", OnPolicy(1.0, 6, 5, None)), batch()
+    one.begin_step(3)
+    got = one.train()(**rows)["loss_sum"]
+    whole, _ = open_stack(target)
+    expected = torch.zeros(())
+    for ids, labels, positions in zip(rows["input_ids"], rows["labels"], rows["positions"], strict=True):
+        generator = _row_generator(5, 3, ids)
+        prefix = choose_prefix(ids, labels, positions, 6, generator)
+        text, _ = continue_prefixes(one.lm, [prefix], torch.rand(1, 6, generator=generator), VOCABULARY)
+        places = slice(len(prefix) - 1, len(prefix) + 5)
+        p, q = (model(text).logits[0, places].softmax(-1) for model in (whole, one.lm))
+        expected = expected + (q * (q / p).log()).sum(-1).mean() * (labels != IGNORE).sum()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert got.requires_grad
+
+    with torch.no_grad():
+        one.begin_step(4)
+        assert (one(**rows)["loss_sum"] - got).abs() > 1e-3  # other prefixes, other samples
+        one.begin_step(3)
+        assert (one(**rows)["loss_sum"] - got).abs() < 1e-4
+        assert (one.eval()(**rows)["loss_sum"] - got).abs() > 1e-3  # evaluation is on the text
+
+
+def test_on_policy_needs_whole_parameters(target: Path) -> None:
+    sampling, plain = student(target, on_policy=OnPolicy(0.5, 6, 0, None)), student(target)
+    sampling.begin_step(1)
+    for one in (sampling, plain):
+        next(one.parameters()).ds_id = 0  # the mark of ZeRO-3
+    with pytest.raises(UserError, match="on_policy: needs whole parameters; use ddp or zero2, or on_policy=0"):
+        sampling.begin_step(2)
+    plain.begin_step(2)
+
+
+def test_a_continuation_is_drawn_from_the_drafter(target: Path) -> None:
+    """Each token is where the cumulative probability after its own text passes the number, whatever is beside it."""
+    lm = student(target).lm
+    prefixes = [torch.tensor(random_prompt(length, length)) for length in (3, 9, 5)]
+    numbers = torch.rand(3, 5, generator=torch.Generator().manual_seed(2))
+    ids, sampled = continue_prefixes(lm, prefixes, numbers, VOCABULARY)
+    for prefix, row, tokens, uniform in zip(prefixes, ids, sampled, numbers, strict=True):
+        text = prefix.tolist()
+        assert row[: len(text)].tolist() == text
+        assert row[len(text) : len(text) + 5].tolist() == tokens.tolist()
+        for token, number in zip(tokens.tolist(), uniform, strict=True):
+            cumulative = lm(torch.tensor([text])).logits[0, -1].softmax(-1).cumsum(-1)
+            assert cumulative[token] >= number - 1e-5
+            assert token == 0 or cumulative[token - 1] <= number + 1e-5
+            text.append(token)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(continue_prefixes(lm, prefixes, numbers, VOCABULARY)[0], ids)  # in full precision always
+    narrow, _ = continue_prefixes(lm, prefixes, numbers, 50)
+    assert all((row[len(p) :] < 50).all() for row, p in zip(narrow, prefixes, strict=True))
+
+
+def test_a_prefix_is_the_document_up_to_a_supervised_place() -> None:
+    rows = {name: value[0] for name, value in batch(length=20).items()}
+    seen = set()
+    for seed in range(60):
+        prefix = choose_prefix(
+            rows["input_ids"], rows["labels"], rows["positions"], 15, torch.Generator().manual_seed(seed)
+        ).tolist()
+        assert 1 <= len(prefix) <= 5
+        seen.add(tuple(prefix))
+    ids, places = rows["input_ids"].tolist(), (rows["labels"] != IGNORE).nonzero()[:, 0].tolist()
+    expected = {tuple(ids[max(place - place % 10, place - 4) : place + 1]) for place in places}
+    assert seen == expected
+
+
+def test_own_labels_end_with_the_first_end_token() -> None:
+    ids = torch.tensor([[1, 2, 7, 8, 9, 7], [3, 4, 5, 6, 8, 0]])
+    sampled = torch.tensor([[7, 8, 9], [4, 5, 6]])
+    labels = own_labels(ids, [2, 1], sampled, 8)
+    assert labels.tolist() == [[IGNORE, 7, 8, IGNORE, IGNORE, IGNORE], [4, 5, 6, IGNORE, IGNORE, IGNORE]]
+    assert own_labels(ids, [2, 1], sampled, None)[0].tolist() == [IGNORE, 7, 8, 9, IGNORE, IGNORE]

@@ -1,0 +1,125 @@
+"""Rows with the target's cached top-k: what they say, where they come from, and training on them."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data_prep.conversations import encode
+from data_prep.generation import TopK
+from data_prep.response_files import Response, Shard
+from data_prep.rows import load_rows
+from data_prep.settings import DataConfig
+from draft_models.errors import UserError
+from draft_models.losses import IGNORE
+from tests.tiny import byte_tokenizer, open_stack
+from tests.train.jobs import FIT, TEXT, finetuning, log, same
+from train.settings import DrafterConfig
+from train.small_lm import finetune_drafter
+from train.top_k_rows import load_top_k_rows
+
+CHAT = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def save_responses(target: Path, folder: Path, chat: bool = False, count: int = 24) -> DataConfig:
+    """Responses as data_prep/generate_responses.py leaves them, with the target's top-5: texts continued, or chats."""
+    tokenizer, (model, _) = byte_tokenizer(CHAT), open_stack(target)
+    responses = []
+    for i in range(count):
+        record: dict = {"id": f"r{i}", "text": f"{i}: {TEXT}", "prompt_tokens": 6 + i % 3}
+        if chat:
+            turns = [("user", f"q{i}"), ("assistant", "a fox"), ("user", "and"), ("assistant", "a dog")]
+            record = {"id": f"r{i}", "messages": [{"role": role, "content": text} for role, text in turns]}
+        document = encode([record], tokenizer, "tokenizer")[0]
+        supervised = document.supervised & (np.arange(len(document.ids)) >= record.get("prompt_tokens", 0))
+        places = np.flatnonzero(supervised)[: -1 if chat else -2]  # cut off in front of the end token
+        top = model(torch.tensor(document.ids)[None]).logits[0, places - 1].log_softmax(-1).topk(5)
+        tail = (1 - top.values.exp().sum(-1)).clamp_min(0)
+        responses.append(Response(record, TopK(torch.tensor(document.ids[places]), top.indices, top.values, tail)))
+    folder.mkdir()
+    Shard(responses[: count // 2]).save(folder, 0)
+    Shard(responses[count // 2 :]).save(folder, 1)
+    cache = str(folder.parent / "cache")
+    return DataConfig(source="local", path=f"{folder}/responses-*.jsonl", heldout_fraction=0.2, cache_dir=cache)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@torch.no_grad()
+def test_cached_rows_say_what_the_target_says(tmp_path: Path, target: Path, chat: bool) -> None:
+    """At every label of every row: the law is the target's after exactly the tokens before it in its document."""
+    data = save_responses(target, tmp_path / "responses", chat)
+    rows = load_top_k_rows(data, byte_tokenizer(CHAT), 120)
+    plain = load_rows(data, byte_tokenizer(CHAT), 120, "train")
+    model, _ = open_stack(target)
+    labels = 0
+    for row in (rows[i] for i in range(len(rows))):
+        assert all(len(value) == 120 for value in row.values())
+        for document in set(row["documents"].tolist()) - {-1}:
+            part = row["documents"] == document
+            ids, wanted = row["input_ids"][part], row["labels"][part]
+            assert row["positions"][part].tolist() == list(range(len(ids)))
+            keep = wanted != IGNORE
+            assert wanted[:-1][keep[:-1]].tolist() == ids[1:][keep[:-1]].tolist()
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)[keep]
+            top = row["top_logprobs"][part][keep]
+            torch.testing.assert_close(logprobs.gather(-1, row["top_ids"][part][keep]), top, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(1 - top.exp().sum(-1), row["tail"][part][keep], rtol=2e-2, atol=5e-3)
+            labels += int(keep.sum())
+        assert (row["labels"][row["documents"] < 0] == IGNORE).all()
+    # all that is supervised, but the end token that each response was cut off from (and a text's prompt)
+    records = plain.counts["records"]
+    if chat:
+        assert labels == plain.counts["supervised"] - records
+    else:
+        assert plain.counts["supervised"] - 9 * records < labels < plain.counts["supervised"] - 6 * records
+    assert load_top_k_rows(data, byte_tokenizer(CHAT), 120).key == rows.key
+    shorter = load_top_k_rows(data, byte_tokenizer(CHAT), 30)
+    assert max(int((shorter[i]["documents"] >= 0).sum()) for i in range(len(shorter))) <= 30
+
+
+def test_a_cached_run_learns_and_resumes(tmp_path: Path, target: Path, small: Path) -> None:
+    data = save_responses(target, tmp_path / "responses")
+    run = finetuning(target, data, tmp_path / "out", teacher="cached", drafter=DrafterConfig(path=str(small)),
+                 seq_len=64, fit=replace(FIT, steps=18, lr=6e-3, log_every=1, save_every=6))  # fmt: skip
+    finetune_drafter(run)
+    losses = [line["loss"] for line in log(tmp_path / "out") if "loss" in line]
+    assert losses[-1] < 0.7 * losses[0]
+    before = load_file(tmp_path / "out" / "model.safetensors")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-18")
+    finetune_drafter(replace(run, resume=True))
+    assert same(before, load_file(tmp_path / "out" / "model.safetensors"))
+
+
+def test_cached_rows_are_of_the_files_and_records_asked_for(tmp_path: Path, target: Path) -> None:
+    data = replace(save_responses(target, tmp_path / "responses"), heldout_fraction=0.5)
+
+    def texts(**changes: object) -> set[str]:
+        rows = load_top_k_rows(replace(data, **changes), byte_tokenizer(CHAT), 120)
+        parts = [(rows[i]["input_ids"], rows[i]["documents"]) for i in range(len(rows))]
+        return {str(ids[own == n].tolist()) for ids, own in parts for n in set(own.tolist()) - {-1}}
+
+    every = texts()
+    first = texts(path=str(tmp_path / "responses" / "responses-00000.jsonl"))
+    second = texts(path=str(tmp_path / "responses" / "responses-00001.jsonl"))
+    assert first
+    assert second
+    assert first | second == every
+    assert not first & second
+    assert texts(max_records=12) == first  # of which those to be held out count too
+    assert texts(max_records=6) < first
+
+
+def test_cached_needs_responses_with_top_k(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    Shard([Response({"id": "a", "text": TEXT, "prompt_tokens": 3}, None)]).save(plain, 0)
+    data = replace(corpus, path=str(plain / "responses-00000.jsonl"))
+    with pytest.raises(UserError, match=r"no response with the target's top-k .*without_top_k=1.*top_k_logits=K"):
+        load_top_k_rows(data, byte_tokenizer(), 64)

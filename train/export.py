@@ -1,0 +1,32 @@
+"""A trained model as an ordinary Hugging Face directory."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draft_models.errors import UserError
+from train import run_dir
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The ids under which configs know the tokenizer's special tokens."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+
+
+def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
+    """Write the Hugging Face directory; config.json appears last, so a half-written one does not load."""
+    staged = out_dir / run_dir.STAGING
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        lm.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, out_dir / file.name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"out_dir={out_dir}: cannot be written ({error}); free space, then resume=true") from None
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)

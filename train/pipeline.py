@@ -1,0 +1,19 @@
+"""The whole mission in one command: a target, its drafters, and one comparison of all of them.
+
+python train/pipeline.py experiment=demo               # a laptop's CPU, a quarter of an hour
+python train/pipeline.py experiment=gpu_validation     # one GPU, 25 minutes
+"""
+
+from conf import entry
+from train.pipeline_settings import PipelineConfig
+
+
+@entry("pipeline", PipelineConfig)
+def main(config: PipelineConfig) -> None:
+    from train.pipeline_run import run_pipeline
+
+    run_pipeline(config)
+
+
+if __name__ == "__main__":
+    main()

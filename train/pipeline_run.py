@@ -1,0 +1,197 @@
+"""Running the pipeline: each step a process of its own, skipped where it is done; then a summary of all of them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from draft_models.errors import UserError
+from draft_models.files import require_writable, write_atomically, write_json
+from draft_models.out_dirs import check_identity, only_run
+from train.pipeline_settings import HERE, STEPS, PipelineConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = "logs"  # <step>.log: all that the step has said; <step>.json: the record that it is done
+SUMMARY = "pipeline.json"
+FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
+Record = dict[str, Any]
+
+
+def run_pipeline(config: PipelineConfig) -> None:
+    """Run the steps that are not done yet, in order, and write `SUMMARY`.
+
+    A step is done when its product is there and it was made from the products that are there now. Raises `UserError`
+    for a directory that holds a run not to be resumed or made with other options, and for a step that fails, naming
+    it and its log; the summary then says how far it came.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("pipeline: started as several processes; start one, its steps are processes of their own")
+    if config.debug:
+        config = replace(config, out_dir=f"{Path(config.out_dir)}-debug")
+        if not config.resume:
+            _clear(Path(config.out_dir))
+    out_dir = require_writable(config.out_dir)
+    with only_run(out_dir, "the products of a pipeline"):
+        if (out_dir / LOGS).exists() and not config.resume:
+            raise UserError(
+                f"out_dir={out_dir}: holds an earlier run; resume=true continues it, another out_dir keeps both"
+            )
+        (out_dir / LOGS).mkdir(exist_ok=True)
+        records = _records(config)
+        try:
+            for name in (name for name in STEPS if name in config.steps):
+                if _is_done(out_dir, name, records):
+                    print(f"pipeline step={name} seconds={records[name]['seconds']:.1f} state=done-before", flush=True)
+                    if name == "report":  # which a run of the step would have shown
+                        print((out_dir / name / "report.md").read_text(), flush=True)
+                else:
+                    records.pop(name, None)
+                    records[name] = _run_step(config, name, records)
+        finally:
+            write_json(out_dir / SUMMARY, summary(config, records))
+    print(f"pipeline seconds={_seconds(records):.1f} state=complete summary={out_dir / SUMMARY}", flush=True)
+
+
+def _records(config: PipelineConfig) -> dict[str, Record]:
+    """What is known of the steps that were done. Raises `UserError` if one was done with other options."""
+    found = {}
+    for name in config.steps:
+        path = Path(config.out_dir) / LOGS / f"{name}.json"
+        if path.exists():
+            found[name] = json.loads(path.read_text())
+            check_identity(_by_key(found[name]["options"]), _by_key(config.options(name)), path)
+    return found
+
+
+def _is_done(out_dir: Path, name: str, records: Mapping[str, Record]) -> bool:
+    """`records`: of the steps done; in it an earlier step's is final."""
+    product = (out_dir / STEPS[name].product).exists()
+    return product and name in records and records[name]["made_from"] == _finish_times(name, records)
+
+
+def _finish_times(name: str, records: Mapping[str, Record]) -> dict[str, float]:
+    return {before: records[before]["finished"] for before in STEPS[name].after if before in records}
+
+
+def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) -> Record:
+    """Run one step to its end, its output on the screen and in its log. Raises `UserError` if it fails."""
+    out_dir, options = Path(config.out_dir), config.options(name)
+    log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
+    (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
+    command = [sys.executable, str(ROOT / step.script), *(option.replace(HERE, str(out_dir)) for option in options)]
+    command += [f"out_dir={out_dir / name}", "resume=true"]
+    print(f"pipeline step={name} state=started log={log}", flush=True)
+    began = time.time()
+    status = _tee(command, log)
+    seconds = time.time() - began
+    failed = status != 0 or not (out_dir / step.product).exists()
+    print(f"pipeline step={name} seconds={seconds:.1f} state={'failed' if failed else 'done'}", flush=True)
+    if failed:
+        reason = f"exit status {status}" if status else f"it left no {step.product}"
+        raise UserError(f"step {name} failed ({reason}); see {log}; resume=true continues from this step")
+    if name == "report" and config.own_report is not None:
+        give_report(out_dir / step.product, out_dir / "eesd", config.own_report)
+    record = {"options": options, "seconds": seconds, "finished": time.time()}
+    record["made_from"] = _finish_times(name, records)
+    write_json(out_dir / LOGS / f"{name}.json", record)
+    return record
+
+
+def _tee(command: list[str], log: Path) -> int:
+    """The exit status of `command`, whose output goes to stdout and to the end of `log` as it comes."""
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    with log.open("ab") as file:
+        file.write(f"$ {' '.join(command)}\n".encode())
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                sys.stdout.write(line.decode(errors="replace"))
+                sys.stdout.flush()
+            return process.wait()
+        finally:
+            if process.poll() is None:  # interrupted: it must not go on writing where a resumed run will
+                process.terminate()
+                process.wait()
+            signal.signal(signal.SIGTERM, before)
+
+
+def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, Any]:
+    """What the steps done cost and left, and per method of the comparison its `FIGURES`, JSON-able."""
+    out_dir = Path(config.out_dir)
+    steps = {
+        name: {"seconds": record["seconds"], "bytes": _bytes(out_dir / name), "options": record["options"]}
+        for name, record in records.items()
+    }
+    found: dict[str, Any] = {
+        "complete": set(steps) == set(config.steps),
+        "debug": config.debug,
+        "seconds": _seconds(records),
+        "steps": steps,
+    }
+    target, report = (out_dir / STEPS[name].product for name in ("target", "report"))
+    if target.exists():
+        facts = json.loads(target.read_text())
+        found["target"] = {key: facts[key] for key in ("parameters", "steps", "bits_per_byte")}
+    if report.exists():  # also one that says "not lossless", which fails the step
+        reports = reports_in(report)
+        shared = ("machine", "made_with", "dtype", "device", "runtime", "prompts", "max_new_tokens", "temperature")
+        found |= {key: reports[0][key] for key in shared if key in reports[0]}
+        found["methods"] = {one["method"]: {key: one[key] for key in FIGURES} for one in reports}
+    return found
+
+
+def reports_in(path: Path) -> list[dict[str, Any]]:
+    """The reports, one a method, in evaluate-checkpoint's report.json."""
+    content = json.loads(path.read_text())
+    reports: list[dict[str, Any]] = content.get("reports", [content])
+    return reports
+
+
+def give_report(path: Path, drafter: Path, method: str) -> None:
+    """Put the part of the comparison in `path` that is about `method` into `drafter`, as report.json and report.md.
+
+    Raises `UserError` if `method` was not compared.
+    """
+    from inference.report import markdown  # torch, which the steps before have no use for here
+
+    mine = [report for report in reports_in(path) if report["method"] == method]
+    if not mine:
+        raise UserError(f"own_report={method}: not among the methods compared in {path}")
+    write_atomically(drafter / "report.md", markdown(mine).encode())
+    write_json(drafter / "report.json", mine[0])
+
+
+def _seconds(records: Mapping[str, Record]) -> float:
+    return sum(record["seconds"] for record in records.values())
+
+
+def _bytes(folder: Path) -> int:
+    """Size of the files in `folder` itself, so without checkpoints."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def _by_key(options: list[str]) -> dict[str, str]:
+    return {option.partition("=")[0]: option.partition("=")[2] for option in options}
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an earlier rehearsal left; nothing else."""
+    if not folder.exists():
+        return
+    if not (folder / LOGS).is_dir():
+        raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
+    shutil.rmtree(folder)

@@ -1,0 +1,94 @@
+"""Config of the pipeline: which commands it runs, in which order, with which options."""
+
+from dataclasses import dataclass, field
+
+from draft_models.errors import require, require_choice
+
+HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of this project as one step of the pipeline.
+
+    product: the file it leaves last, relative to the pipeline's directory. after: the steps whose products it reads.
+    links: the options that say where those are.
+    """
+
+    script: str
+    product: str
+    after: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+
+
+STEPS = {
+    "target": Step("train/toy_target.py", "target/toy_target.json"),
+    "responses": Step(
+        "data_prep/generate_responses.py", "responses/summary.json", ("target",), ("target={out_dir}/target",)
+    ),
+    "eesd": Step("train/eesd.py", "eesd/drafter.json", ("target", "responses"), ("target={out_dir}/target",)),
+    "calibrate": Step(
+        "train/calibrate.py", "calibrate/calibration.json", ("target", "eesd"), ("checkpoint={out_dir}/eesd",)
+    ),
+    "small_lm": Step(
+        "train/finetune_drafter.py", "small_lm/finetune_drafter.json", ("target",), ("target={out_dir}/target",)
+    ),
+    "trigrams": Step(
+        "data_prep/build_trigrams.py", "trigrams/table.json", ("target",), ("tokenizer={out_dir}/target",)
+    ),
+    "report": Step(
+        "inference/evaluate_checkpoint.py",
+        "report/report.json",
+        ("target", "eesd", "calibrate", "small_lm", "trigrams"),
+        ("checkpoint={out_dir}/eesd", "small_lm={out_dir}/small_lm", "table={out_dir}/trigrams"),
+    ),
+}
+OWN = ("out_dir", "resume")  # options of every step that the pipeline gives
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """The options of one step, as on its command line. A later one replaces an earlier one of the same key."""
+
+    overrides: list[str] = field(default_factory=list)  # what an experiment says
+    debug: list[str] = field(default_factory=list)  # with debug=true: these as well
+    more: list[str] = field(default_factory=list)  # what you say: 'steps.eesd.more=["fit.steps=900","exit_layer=3"]'
+
+    def __post_init__(self) -> None:
+        for name in ("overrides", "debug", "more"):
+            for option in getattr(self, name):
+                given = "=" in option or option.startswith("~")
+                require(given, name, option, "KEY=VALUE, an option of the step's command")
+                require(key_of(option) not in OWN, name, option, f"none of {', '.join(OWN)}: the pipeline gives them")
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The whole mission: a target trained from scratch, drafters for it, and one comparison of all of them.
+
+    Each step is a command of this project, run by itself with out_dir=<out_dir>/<step>; see `STEPS`.
+    """
+
+    steps: dict[str, StepConfig] = field(default_factory=dict)  # a missing one is left out (~steps.NAME)
+    own_report: str | None = None  # the method whose report the early-exit drafter's directory gets as well
+    out_dir: str = "runs/pipeline"
+    resume: bool = False
+    debug: bool = False  # a rehearsal in <out_dir>-debug: the same commands, everything small
+
+    def __post_init__(self) -> None:
+        require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
+        for name in self.steps:
+            require_choice("steps", name, tuple(STEPS))
+        both = {"eesd", "report"} <= set(self.steps)
+        require(self.own_report is None or both, "own_report", self.own_report, "null without steps eesd and report")
+
+    def options(self, name: str) -> list[str]:
+        """The command line of step `name`, with `HERE` for the pipeline's directory; without `OWN`."""
+        step = self.steps[name]
+        given = [*STEPS[name].links, *step.overrides, *(step.debug if self.debug else ()), *step.more]
+        return list({key_of(option): option for option in given}.values())
+
+
+def key_of(option: str) -> str:
+    """What a Hydra override is about: `a.b` of `a.b=1`, `+a.b=1` and `~a.b`."""
+    return option.partition("=")[0].lstrip("+~")
