@@ -163,9 +163,10 @@ def _fused_norm(norm: nn.Module) -> nn.Module:
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this build of PyTorch has the layout for weights of `dtype` on `device`, and a processor fast with it."""
-    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
-    return device.type == "cpu" and available and fast
+    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def pack_linears(module: nn.Module) -> None:
