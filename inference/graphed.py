@@ -11,7 +11,7 @@ Without CUDA the same passes run uncaptured: slower than `TargetSession`, for te
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,8 +221,7 @@ class FixedView:
     upload: Upload
     width: int
     keys: int
-    windows: Sequence[int | None]
-    dtype: torch.dtype
+    stack: LayerStack
 
     @property
     def rows(self) -> Tensor:
@@ -240,6 +239,10 @@ class FixedView:
         offsets = torch.where(rows < 0, rows, depths[rows.clamp(0, self.upload.rows - 1)])
         return (self.upload.facts[0] + offsets)[None]
 
+    @property
+    def rotary(self) -> tuple[Tensor, Tensor]:
+        return self.stack.rotary(self.positions)
+
     def masks(self) -> Masks:
         base, depths = self.upload.facts[0], self.upload.facts[2:]
         columns = torch.arange(self.keys, device=base.device)
@@ -250,12 +253,12 @@ class FixedView:
         visible = own | (columns < torch.minimum(base, self.slots + 1)[:, None])
         places = torch.where(inside < 0, columns, base + depths[place])
         built: Masks = {}
-        for window in set(self.windows):
+        for window in set(self.stack.windows):
             seen = visible
             if window is not None and window < self.keys:
                 seen = visible & (places > self.positions[0, :, None] - window)
-            mask = torch.zeros(self.width, self.keys, dtype=self.dtype, device=base.device)
-            built[window] = mask.masked_fill(~seen, torch.finfo(self.dtype).min)[None, None]
+            mask = torch.zeros(self.width, self.keys, dtype=self.stack.dtype, device=base.device)
+            built[window] = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)[None, None]
         return built
 
     def last(self, hidden: Tensor, count: int) -> Tensor:
@@ -312,7 +315,7 @@ class GraphedSession(TargetSession):
         given = arena.buffer(name, -1, x, WIDTHS[-1])
         axis = min(x.dim() - 1, 1)  # of the rows: tokens [n], hidden states [1, n, d]
         given.narrow(axis, 0, rows).copy_(x)
-        view = FixedView(arena.upload, width, keys, self.stack.windows, self.stack.dtype)
+        view = FixedView(arena.upload, width, keys, self.stack)
         outputs = arena.run((name, width, keys), pass_, given.narrow(axis, 0, width), view, cache, by_row)
         cache.advance(rows)
         start = layout.start if by_row else 0

@@ -28,10 +28,16 @@ class Layout:
     lineages: Sequence[int]
     is_chain: bool
 
+    @property
+    def span(self) -> slice | None:
+        """The positions where they are consecutive."""
+        consecutive = self.is_chain or self.stop <= 1
+        return slice(self.base + self.start, self.base + self.stop) if consecutive else None
+
     def positions(self, places: Tensor) -> Tensor:
         """Positions [1, stop − start]; places: 0, 1, 2, … on the device."""
-        if self.is_chain or self.stop <= 1:
-            return places[None, self.base + self.start : self.base + self.stop]
+        if self.span is not None:
+            return places[None, self.span]
         depths = torch.tensor(self.depths[self.start : self.stop], device=places.device)
         return (self.base + depths)[None]
 

@@ -20,6 +20,11 @@ class View(Protocol):
         """[1, n]."""
         ...
 
+    @property
+    def rotary(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [1, n, head_dim] at the positions."""
+        ...
+
     def masks(self) -> Masks:
         """Additive masks [1, 1, n, keys] by window size of the layers."""
         ...
@@ -63,6 +68,7 @@ class TargetSession:
         self.round = Rows()
         self._tokens: list[Tensor] = []
         self._hidden: list[Tensor] = []
+        self._view: _EagerView | None = None  # of the last pass
         self._finished: Sequence[int] = ()  # the rows that have been through the second half
 
     def beside(self, stack: LayerStack) -> "TargetSession":
@@ -127,8 +133,7 @@ class TargetSession:
         wanted = 1 if last_only else count
 
         def second_half(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
-            rotary = self.stack.rotary(view.positions)
-            hidden = self.stack.run(hidden, self.split, len(self.stack.layers), rotary, view.masks(), self.rest)
+            hidden = self.stack.run(hidden, self.split, len(self.stack.layers), view.rotary, view.masks(), self.rest)
             return hidden, self.stack.logits(view.last(hidden, wanted))
 
         hidden, logits = self._run("rest", second_half, hidden, chosen.layout(self.base, 0, count), self.rest)
@@ -149,11 +154,11 @@ class TargetSession:
                 hidden,
                 attention_mask=view.masks()[drafter.window],
                 past_key_values=cache,
-                position_embeddings=self.stack.rotary(view.positions),
+                position_embeddings=view.rotary,
             )
             return hidden, drafter.logits(view.last(hidden, wanted)) if wanted else hidden[:, :0]
 
-        layout = self.round.layout(self.base, start, start + hidden.shape[1])
+        layout = self._layout(start, start + hidden.shape[1])
         hidden, logits = self._run(f"exit {id(drafter)}", exit_pass, hidden, layout, cache)
         return hidden, logits[:, logits.shape[1] - wanted :]
 
@@ -175,7 +180,14 @@ class TargetSession:
     def _add(self, parents: Sequence[int]) -> Layout:
         start = self.rows
         self.round.add(parents)
-        return self.round.layout(self.base, start, self.rows)
+        return self._layout(start, self.rows)
+
+    def _layout(self, start: int, stop: int) -> Layout:
+        """Of rows start..stop−1 of this round; that of the last pass where they are the same."""
+        last = None if self._view is None else self._view.layout
+        if last is not None and (last.start, last.stop) == (start, stop) and last.base == self.base:
+            return last
+        return self.round.layout(self.base, start, stop)
 
     def _remember(self, hidden: Tensor, start: int) -> None:
         """Keep the hidden states of rows start, start + 1, … for `hidden`."""
@@ -183,28 +195,47 @@ class TargetSession:
 
     def _run(self, name: str, pass_: Pass, x: Tensor, layout: Layout, cache: KVCache) -> tuple[Tensor, ...]:
         """Run a pass over the rows of `layout`, whose keys and values go behind what `cache` has."""
-        outputs = pass_(x, _EagerView(self, layout))
+        # An exit layer runs over the rows that were just fed to the first half, as a rule.
+        if self._view is None or self._view.layout is not layout:
+            self._view = _EagerView(self, layout)
+        outputs = pass_(x, self._view)
         cache.advance(layout.stop - layout.start)
         return outputs
 
     def _first_half(self, tokens: Tensor, view: View) -> tuple[Tensor]:
         hidden = self.stack.embed(tokens[None], view.positions)
         if self.split:
-            rotary = self.stack.rotary(view.positions)
-            hidden = self.stack.run(hidden, 0, self.split, rotary, view.masks(), self.first)
+            hidden = self.stack.run(hidden, 0, self.split, view.rotary, view.masks(), self.first)
         return (hidden,)
 
 
 class _EagerView:
-    """Positions and masks of a layout, made when asked for."""
+    """Positions, rotary tables and masks of a layout, made when asked for."""
 
     def __init__(self, session: TargetSession, layout: Layout):
-        self._session, self._layout = session, layout
-        self.positions = layout.positions(session.places)
+        self.layout = layout
+        self._stack, self._places = session.stack, session.places
+        self._masks: Masks | None = None
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        return self.layout.positions(self._places)
+
+    @property
+    def rotary(self) -> tuple[Tensor, Tensor]:
+        if self._rotary is None:
+            span = self.layout.span
+            stack = self._stack
+            # A view of the tables where the positions are consecutive: a round of a chain asks for nothing else.
+            tables = stack.rotary(self.positions) if span is None else (stack.cos[None, span], stack.sin[None, span])
+            self._rotary = tables
+        return self._rotary
 
     def masks(self) -> Masks:
-        stack = self._session.stack
-        return self._layout.masks(stack.windows, self._session.places, stack.dtype)
+        if self._masks is None:
+            self._masks = self.layout.masks(self._stack.windows, self._places, self._stack.dtype)
+        return self._masks
 
     def last(self, hidden: Tensor, count: int) -> Tensor:
-        return hidden[:, -count:]
+        return hidden[:, -count:] if count < hidden.shape[1] else hidden

@@ -4,6 +4,7 @@ That they decode to the same tokens, with the same caches after every round, is 
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,7 +65,8 @@ def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pyt
         width = next(width for width in WIDTHS if width >= count - start)
         upload.send(layout, width)
         keys = graphed.bucket(base + count, 16)
-        view = FixedView(upload, width, keys, windows, torch.float32)
+        stack = SimpleNamespace(windows=windows, dtype=torch.float32)
+        view = FixedView(upload, width, keys, stack)  # type: ignore[arg-type]
         used = slice(0, count - start)
         assert view.slots.tolist() == list(range(base + start, base + start + width))
         assert torch.equal(view.positions[:, used], layout.positions(places))
