@@ -66,12 +66,12 @@ def plan(options: argparse.Namespace) -> dict[str, Row]:
     }
     for weights in WEIGHTS:
         for objective in OBJECTIVES:
-            row = finetuned(objective.replace("_", " "), weights, f"objective={objective}", *text)
+            row = finetuned(objective.replace("_", " ").replace("kl", "KL"), weights, f"objective={objective}", *text)
             found[f"{objective}_{weights.lower()}"] = row
     cross_entropy, forward = "objective=cross_entropy", "objective=forward_kl"
     return found | {
-        "on_policy": finetuned("forward kl, 20 % on-policy", "all", forward, "on_policy=0.2", *text),
-        "cached": finetuned("forward kl, cached top 16 of its answers", "all", *cached),
+        "on_policy": finetuned("forward KL, 20 % on-policy", "all", forward, "on_policy=0.2", *text),
+        "cached": finetuned("forward KL, cached top 16 of its answers", "all", *cached),
         "longer": finetuned(f"cross entropy, {LONGER} × the steps", "all", cross_entropy, *text, longer=LONGER),
     }
 
