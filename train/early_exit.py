@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
@@ -108,12 +109,13 @@ def default_exit_layer(target: PreTrainedConfig) -> int:
 
 
 def describe(student: EarlyExitStudent, files: TensorFiles, exit_layer: int) -> str:
-    """One greppable line: what was read and what is trained."""
+    """One greppable line: what was read and what is trained, by how many processes."""
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in student.parameters() if not p.requires_grad)
     return (
         f"eesd exit_layer={exit_layer} read_bytes={files.bytes_read} read_tensors={files.tensors_read}/"
-        f"{len(files.file_of)} trained_parameters={trained} frozen_parameters={frozen}"
+        f"{len(files.file_of)} trained_parameters={trained} frozen_parameters={frozen} "
+        f"processes={PartialState().num_processes}"
     )
 
 

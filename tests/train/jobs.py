@@ -66,7 +66,7 @@ def launch(script: str, config: Any, *launcher: str, threads: int = 1) -> subpro
     """`python script` with every option as `config` has it, in a process of its own, or those of a launcher."""
     return subprocess.Popen(
         [sys.executable, *launcher, str(ROOT / script), *_overrides("", asdict(config))],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -104,15 +104,16 @@ def accelerate_launch() -> Sequence[str]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    fixed = ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={port}"]
-    return ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", *fixed]
+    options = ["--config_file=conf/accelerate/ddp.yaml", "--num_processes=2", f"--main_process_port={port}"]
+    return ["-m", "accelerate.commands.launch", *options]
 
 
 @pytest.mark.parametrize("launcher", [torchrun, accelerate_launch])
 def test_two_processes_equal_one(tmp_path: Path, corpus: DataConfig, launcher: Callable[[], Sequence[str]]) -> None:
     path = save_target(tmp_path / "target")
     train_early_exit(config(path, corpus, tmp_path / "one"))
-    finish(launch("train/eesd.py", config(path, corpus, tmp_path / "two"), *launcher()))
+    said = finish(launch("train/eesd.py", config(path, corpus, tmp_path / "two"), *launcher()))
+    assert "processes=2" in said
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     start = open_target(str(path)).read(["lm_head.weight"])["lm_head.weight"]
     assert (one["head.weight"] - start).abs().max() > 1e-3  # it did train
