@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from draft_models.errors import UserError
 from draft_models.plain import construct
 
 Config = TypeVar("Config")
 CONF_DIR = Path(__file__).resolve().parent
-USER_ERROR_STATUS = 2
+USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
 _STORAGE_ERRORS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -44,7 +44,7 @@ def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]]
     """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
 
     A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
-    message on stderr and status 2. Everything else keeps its traceback.
+    message on stderr and status 2, Ctrl-C with status 130. Everything else keeps its traceback.
     """
     register(name, schema)
 
@@ -69,6 +69,9 @@ def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]]
                 hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
             except (HydraException, OmegaConfBaseException) as error:
                 _fail(explain(error, schema))
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                sys.exit(INTERRUPTED_STATUS)
 
         return main
 
@@ -81,13 +84,22 @@ def register(name: str, schema: type) -> None:
 
 
 def build(schema: type[Config], composed: DictConfig) -> Config:
-    """The composed config as an instance of `schema`; raises `UserError` naming a missing or impossible key."""
+    """The composed config as an instance of `schema`; raises `UserError` naming a missing or impossible key.
+
+    A value that begins with ~/ is a path at home: no shell has expanded it behind a "key=".
+    """
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
         raise UserError(f"{key}: missing; give it as {key}=VALUE. {_describe(schema, key)}".rstrip()) from None
-    return typing.cast(Config, construct(schema, values))
+    return typing.cast(Config, construct(schema, _at_home(values)))
+
+
+def _at_home(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _at_home(inner) for key, inner in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def explain(error: Exception, schema: type) -> str:
@@ -97,6 +109,8 @@ def explain(error: Exception, schema: type) -> str:
         cause = cause.__cause__
     key = getattr(cause, "full_key", None)
     first_line = str(cause).strip().splitlines()[0]
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: not an option; give key=VALUE, a value with ~, quotes or brackets as 'key=\"VALUE\"'"
     if not key:
         return str(error).strip()
     allowed = _fields_at(schema, key.rpartition(".")[0])
@@ -105,6 +119,8 @@ def explain(error: Exception, schema: type) -> str:
         close = difflib.get_close_matches(leaf, allowed, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         return f"{key}: no such option; {hint}Allowed here: {', '.join(allowed)}"
+    if isinstance(cause, ConfigKeyError):
+        return f"{key}: {key.rpartition('.')[0]} holds no {leaf!r} in this run; choose it first, or check the name"
     return f"{key}: {first_line}. {_describe(schema, key)}"
 
 

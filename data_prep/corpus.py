@@ -77,7 +77,7 @@ def is_heldout(key: str, fraction: float) -> bool:
 
 
 def content_digest(config: DataConfig) -> str:
-    """Identifies what `read_records` will read: contents for files; name, revision and split for the Hub.
+    """Identifies what `read_records` will read of one source: contents for files; name, revision and split for the Hub.
 
     A Hub dataset without `revision` counts as unchanged: pin one where that matters.
     """
@@ -85,9 +85,6 @@ def content_digest(config: DataConfig) -> str:
     if config.source == "hub":
         named = [config.path, config.subset, config.data_dir, config.revision, config.split]
         digest.update(json.dumps(named).encode())
-    elif config.source == "mix":
-        for name, _, part in config.parts():
-            digest.update(name.encode() + content_digest(part).encode())
     elif config.source == "local":
         for path in resolve_paths(config.path):
             digest.update(path.suffix.encode() + _file_digest(path))

@@ -5,6 +5,7 @@ range of keys after another and written as the table's arrays. Keys are evenly s
 ranges of equal width are of about equal size. The table's bytes do not depend on the size of blocks and ranges.
 """
 
+import os
 import shutil
 import time
 from collections import Counter
@@ -53,9 +54,12 @@ _RUN_TYPES = {"keys": _U8, "tokens": _U4, "counts": _U4}  # the fields of Grams
 def build_table(config: TrigramConfig) -> None:
     """Read, tokenise and count a corpus; leaves a `TrigramTable` in `config.out_dir`. Prints one line of figures.
 
-    Until it is whole it lies in `<out_dir>.building`; `config.resume` goes on with the shards found there.
+    Until it is whole it lies in `<out_dir>.building`; `config.resume` goes on with the shards found there. Of several
+    processes of a launcher the first builds it, with `config.workers` of its own, and the others have nothing to do.
     Raises `UserError` for a bad corpus, tokenizer or place; whatever happens, `out_dir` holds a whole table or none.
     """
+    if int(os.environ.get("RANK", "0")):
+        return None
     began = time.perf_counter()
     out_dir, work = Path(config.out_dir), Path(f"{config.out_dir}.building")
     encoder = open_encoder(config.tokenizer, config.revision)

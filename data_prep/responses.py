@@ -83,6 +83,9 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     for task in read_tasks(config, tokenizer, todo):
         if task.id not in done and int(task.id, 16) % state.num_processes == state.process_index:
             todo.add(task, tokenizer, context_length(target))
+    if not todo.counts["prompts"]:
+        found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
+        raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
     responder = Responder(config, target, tokenizer, dtype, state.device) if todo.tasks else None
     rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state.is_main_process)
     state.wait_for_everyone()

@@ -55,6 +55,10 @@ class SourceConfig:
             require(bool(self.path), "path", None, "a file, directory, glob or list of those with source=local")
         only_library = self.source == "python_stdlib" or not self.packages
         require(only_library, "packages", self.packages, f"false with source={self.source}")
+        if self.source in ("local", "python_stdlib"):
+            for key in ("subset", "data_dir", "revision", "split", "streaming"):
+                unset = getattr(SourceConfig, key)
+                require(getattr(self, key) == unset, key, getattr(self, key), f"{unset}: it is for source=hub alone")
         require(bool(self.split), "split", self.split, "the name of a split of the hub dataset")
         require(
             self.max_records is None or self.max_records > 0,

@@ -82,6 +82,9 @@ def _by_products(
 
 AttentionInterface.register(ATTENTION, grouped_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own forward works with it too
+# PyTorch's first choice on Hopper and Blackwell. It prepares a plan for every length of text it meets, which takes tens
+# of milliseconds a decoded token, and was wrong or not a number for some masks (pytorch #169849, #193893, #196678).
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def packed_mask(documents: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from draft_models.early_exit import EarlyExit, NoLayer
 from draft_models.errors import UserError
 from draft_models.files import require_writable, write_atomically, write_json
-from draft_models.target import anatomy, tokenizer_digest
+from draft_models.target import anatomy, load_config, tokenizer_digest
 from draft_models.tensor_files import TensorFiles
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
@@ -132,6 +132,18 @@ def read_meta(path: Path | str) -> DrafterMeta:
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: not a drafter description ({error}); the checkpoint is damaged") from None
+
+
+def target_of(path: Path | str, target: str | None, revision: str | None) -> tuple[str, str | None, PreTrainedConfig]:
+    """Name, revision and config of the target of the drafter in `path`: the one given, else that it was trained for."""
+    trained_for = read_meta(path).fingerprint
+    source, revision = target or trained_for.target, revision or trained_for.revision
+    try:
+        return source, revision, load_config(source, revision)
+    except UserError as error:
+        if target is not None:
+            raise
+        raise UserError(f"{error}. checkpoint={path} was trained for it: give target=, where it is now") from None
 
 
 def from_pretrained(

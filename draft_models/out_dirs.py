@@ -10,6 +10,8 @@ from filelock import FileLock, Timeout
 
 from draft_models.errors import UserError
 
+_ABSENT = object()
+
 
 @contextmanager
 def only_run(folder: Path, what: str) -> Iterator[None]:
@@ -29,12 +31,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
 
 def check_identity(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, read from `where`."""
-    old, new = _flatten(before), _flatten(json.loads(json.dumps(now)))
-    differences = [
-        f"{key}={_show(new, key)} (was {_show(old, key)})"
-        for key in sorted(old.keys() | new.keys())
-        if _show(old, key) != _show(new, key)
-    ]
+    differences = _differences(before, json.loads(json.dumps(now)))
     if differences:
         raise UserError(
             f"resume=true: {where} was made with other settings: {', '.join(differences)}; "
@@ -42,14 +39,15 @@ def check_identity(before: Mapping[str, Any], now: Mapping[str, Any], where: Pat
         )
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else key)
-    return flat
+def _differences(old: Any, new: Any, key: str = "") -> list[str]:
+    """What differs, by dotted key; a mapping that only one of the two has counts as one difference."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        pairs = ((inner, old.get(inner, _ABSENT), new.get(inner, _ABSENT)) for inner in sorted(old.keys() | new.keys()))
+        return [line for inner, a, b in pairs for line in _differences(a, b, f"{key}.{inner}" if key else inner)]
+    return [] if _show(old) == _show(new) else [f"{key}={_show(new)} (was {_show(old)})"]
 
 
-def _show(flat: Mapping[str, Any], key: str) -> str:
-    return json.dumps(flat[key]) if key in flat else "absent"
+def _show(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    return "given" if isinstance(value, Mapping) else json.dumps(value)

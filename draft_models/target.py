@@ -50,26 +50,27 @@ ARCHITECTURES = {
 }
 
 
-def load_config(source: str, revision: str | None = None, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The target's config, refused with a `UserError` where the runtime could not be exact."""
-    config = read_config(source, revision, trust_remote_code=trust_remote_code)
+def load_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
+    """The target's config, refused with a `UserError` where the runtime could not be exact.
+
+    role: the option that names the model, where it is not the target.
+    """
+    config = read_config(source, revision, role=role)
     reason = why_not_by_layers(config)
     if reason is not None:
-        raise UserError(f"target={source}: {reason}")
+        raise UserError(f"{role}={source}: {reason}")
     layer_windows(config)
     return config
 
 
-def read_config(
-    source: str, revision: str | None = None, *, trust_remote_code: bool = False, role: str = "target"
-) -> PreTrainedConfig:
+def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
     """The config of a causal LM of any architecture. Raises `UserError`, also where cached keys would go stale."""
     path = Path(source)
     local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
     if local and not path.exists():
         raise UserError(f"{role}={source}: no such directory; give a Hugging Face model directory or a Hub name")
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
         raise UserError(f"{role}={source}: {where}no usable config.json ({str(error).splitlines()[0]})") from None
@@ -298,6 +299,8 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # where streams, events and graphs are made
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]}); try device=auto") from None
     return device

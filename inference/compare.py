@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draft_models.card import add_report
-from draft_models.errors import UserError
+from draft_models.errors import UserError, require
 from draft_models.files import require_writable
 from draft_models.out_dirs import only_run
 from draft_models.plain import construct
@@ -93,7 +93,10 @@ def _evaluate(
     require_own_device(subject.device, state)
     rendered = [render(subject.tokenizer, [{"role": "user", "content": p.turns[0]}], p.chat) for p in prompts]
     drafters = load_drafters(config, subject)
-    require_fits(prompts, rendered, context_length(subject, drafters) - config.max_new_tokens)
+    context = context_length(subject, drafters)
+    new = config.max_new_tokens
+    require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
+    require_fits(prompts, rendered, context - new)
     settings = run_settings(config, subject, prompts)
 
     def open_results() -> tuple[Any, list[int], int]:
@@ -131,7 +134,7 @@ def require_own_device(device: torch.device, state: PartialState) -> None:
         return
     if device != torch.device(device.type):
         raise UserError(f"device={device}: {state.num_processes} processes would share it; give device=auto")
-    machines = sorted(set(gather_object([describe_machine()["device"]])))
+    machines = sorted(set(gather_object([describe_machine(str(device))["device"]])))
     if len(machines) > 1:
         raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
 
@@ -191,7 +194,7 @@ def measure_prompt(
     for number, turn in enumerate(prompt.turns):
         messages.append({"role": "user", "content": turn})
         ids = render(subject.tokenizer, messages, prompt.chat)
-        if len(ids) + config.max_new_tokens > subject.config.max_position_embeddings:
+        if len(ids) + config.max_new_tokens > context_length(subject, models.drafters):
             tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
             break
         result = measure(

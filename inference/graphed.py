@@ -27,7 +27,7 @@ from inference.session import Pass, TargetSession
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run as they are
 SMALLEST_BUCKET = 128  # cache positions
-UPLOADS = 64  # pinned buffers in turn: more than a round has passes between two waits for the device
+UPLOADS = 64  # pinned buffers in turn, so that the host hardly ever waits until the device has read one
 TRIALS = 20  # replays that choose between attention kernels
 
 
@@ -74,7 +74,11 @@ class Arena:
         self.graphs: dict[tuple[str, int, int], torch.cuda.CUDAGraph] = {}
         self.kernels: dict[tuple[int, int], str] = {}  # for attention, by width and bucket
         stack.reserve(self.capacity)
-        self.tables = (stack.cos, stack.sin)  # graphs read these; `reserve` may put longer ones in their place
+        self.tables: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = {}  # that a graph reads
+        # Where graphs are captured. PyTorch frees cuBLAS's workspace of a stream with the first graph of that stream
+        # that goes, so no other arena uses this one, and all of its graphs live as long as it does.
+        self.stream: Any = None
+        self.made: list[torch.cuda.CUDAGraph] = []
         self.graph_pool: Any = None
         self._user: weakref.ref[TargetSession] | None = None
 
@@ -82,6 +86,11 @@ class Arena:
     def busy(self) -> bool:
         """Whether a session works in here that is neither closed nor gone."""
         return self._user is not None and self._user() is not None
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes become graphs; without CUDA they run as they are."""
+        return self.stack.device.type == "cuda"
 
     def serves(self, stack: LayerStack, capacity: int, rows: int) -> bool:
         """Whether a session of this size could work in here now."""
@@ -132,12 +141,13 @@ class Arena:
                     kept[:, : view.width].copy_(output)
             self.outputs[name] = len(outputs)
 
-        if self.stack.device.type != "cuda":
+        if not self.captures:
             run()
         else:
             if key not in self.graphs:
                 with use_kernel(self._fastest_kernel(view.width, view.keys)):
                     self.graphs[key] = self._graph(run)
+                self.tables[key] = (self.stack.cos, self.stack.sin)  # `reserve` may put longer ones in their place
                 self.runtime.captures += 1
             self.graphs[key].replay()
         return [self.buffers[name, place] for place in range(self.outputs[name])]
@@ -164,17 +174,17 @@ class Arena:
         return self.kernels[width, keys]
 
     def _graph(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # lets libraries allocate and choose what they need, uncaptured
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
+        for _ in range(2):  # lets libraries choose what they need, uncaptured
+            run()
+        self.made.append(self._capture(run))
+        return self.made[-1]
+
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         # All graphs share their scratch memory: they run one after the other, and what they leave is in `buffers`.
         if self.graph_pool is None:
-            self.graph_pool = torch.cuda.graph_pool_handle()
+            self.graph_pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.graph_pool):
+        with torch.cuda.graph(graph, pool=self.graph_pool, stream=self.stream):
             run()
         return graph
 
@@ -192,6 +202,7 @@ class Upload:
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(UPLOADS if pinned else 1)]
+        self._copied = [torch.cuda.Event() for _ in self._hosts] if pinned else []
         self._turn = 0
         self.facts = self._device[: self._head].view(torch.int64)
         self.lineages = self._device[self._head :].view(torch.bool).view(WIDTHS[-1], rows)
@@ -199,7 +210,10 @@ class Upload:
     def send(self, layout: Layout, width: int) -> None:
         """`layout`, padded to `width` rows that see no row of this round."""
         host = self._hosts[self._turn]
+        copied = self._copied[self._turn] if self._copied else None
         self._turn = (self._turn + 1) % len(self._hosts)
+        if copied is not None:
+            copied.synchronize()
         stop = self._head + width * self.rows
         content = host[:stop].numpy()
         content[:] = 0
@@ -212,6 +226,8 @@ class Upload:
             place = first - layout.start
             bits[place : place + layout.stop - first] = unpack(layout.lineages[first:], self.rows)
         self._device[:stop].copy_(host[:stop], non_blocking=True)
+        if copied is not None:
+            copied.record()
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,3 @@ def unpack(lineages: Sequence[int], columns: int) -> np.ndarray:
     packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in lineages), dtype=np.uint8)
     bits = np.unpackbits(packed.reshape(len(lineages), width), axis=1, count=columns, bitorder="little")
     return bits.view(np.bool_)
-
-
-def ancestors(parents: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """bool [n, n]: entry (i, j) says that j is i or an ancestor of i: the transitive closure of `parents`."""
-    return torch.from_numpy(unpack(Rows(parents).lineages, len(parents))).to(device)

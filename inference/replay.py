@@ -1,7 +1,7 @@
 """Replay: recorded greedy generations stand in for a target.
 
 Under greedy decoding the text does not depend on the drafter, so a recording gives the exact τ of any drafter that
-sees nothing but tokens, without the target's weights (METHODS §2). Rounds are made and counted as in
+sees nothing but tokens, without the target's weights. Rounds are made and counted as in
 `inference.decode.speculative`; on the same tokens both yield the same rounds.
 
 Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
@@ -229,7 +229,7 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[PromptLike], syste
     facts = {
         "target": "replay",
         **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "table", "max_new_tokens", "seed")},
-        "machine": describe_machine(),
+        "machine": describe_machine("cpu"),
         "made_with": provenance(),
     }
     write_json(out_dir / "report.json", {**facts, "reports": reports})

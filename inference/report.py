@@ -48,7 +48,7 @@ def build_report(
     report: Report = {
         "method": method,
         **facts,
-        "machine": describe_machine(),
+        "machine": describe_machine(facts["device"]),
         "made_with": provenance(),
         "prompts": len(results),
         "tokens": sum(len(g.tokens) for g in mine),
@@ -126,12 +126,13 @@ def markdown(reports: Sequence[Report]) -> str:
     first = reports[0]
     speeds, processes = first["tokens_per_second"], first["processes"]
     together = f", {processes} processes at a time" if processes > 1 else ""
+    few = f" Undecided with fewer than {MIN_PROMPTS} prompts." if first["prompts"] < MIN_PROMPTS else ""
     lines = [
         f"# {first['drafter']} on {first['target']}",
         "",
         f"{first['prompts']} prompts × up to {first['max_new_tokens']} tokens, {_choice(first)}, {first['dtype']} on "
         f"{first['machine']['device']} ({first['machine']['threads']} threads), arms interleaved prompt by prompt"
-        f"{together}.",
+        f"{together}.{few}",
         "",
         "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -184,6 +185,7 @@ def plot_speedups(reports: Sequence[Report]) -> Figure:
             axes.axhspan(*speedup["ci95"], color=colour, alpha=0.15, linewidth=0)
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
     axes.set(xlabel="prompt, sorted by speed-up", ylabel="speed-up over autoregressive decoding", ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     return figure
 
@@ -202,15 +204,16 @@ def plot_acceptance(reports: Sequence[Report]) -> Figure:
         axes.scatter(positions, shares, s=sizes, color=f"C{index}")
     axes.set(xlabel="position in the draft", ylabel="accepted, of rounds that drafted so far", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
+    if axes.lines:  # nothing drafted leaves nothing to name
+        axes.legend()
     return figure
 
 
-def describe_machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    cuda = torch.cuda.is_available()
+def describe_machine(device: str | None = None) -> dict[str, Any]:
+    """What the numbers were measured on; None: the GPU where there is one."""
+    measured = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return {
-        "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
+        "device": torch.cuda.get_device_name(measured) if measured.type == "cuda" else _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",

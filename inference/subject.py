@@ -18,7 +18,7 @@ from transformers import (
 
 from draft_models.attention import ATTENTION
 from draft_models.calibration import META_FILE, load_calibration
-from draft_models.checkpoint import Fingerprint, fingerprint_target, from_pretrained, read_meta
+from draft_models.checkpoint import Fingerprint, fingerprint_target, from_pretrained, read_meta, target_of
 from draft_models.small_lm import load_small_lm
 from draft_models.target import (
     LayerStack,
@@ -71,8 +71,7 @@ class Models:
 
 def find_subject(config: EvaluateConfig) -> Subject:
     """The target of `config`, and where and how it is to run. Raises `UserError`."""
-    source, revision = find_target(config)
-    target = load_config(source, revision)
+    source, revision, target = find_target(config)
     files = open_target(source, revision)
     tokenizer = load_tokenizer(source, revision)
     fingerprint = fingerprint_target(files, target, tokenizer)
@@ -82,13 +81,12 @@ def find_subject(config: EvaluateConfig) -> Subject:
     return Subject(source, revision, target, files, tokenizer, fingerprint, eos, device, dtype)
 
 
-def find_target(config: EvaluateConfig) -> tuple[str, str | None]:
-    """Name and revision of the target: the config's, else those the checkpoint was trained for."""
+def find_target(config: EvaluateConfig) -> tuple[str, str | None, PreTrainedConfig]:
+    """Name, revision and config of the target: the config's, else the one the checkpoint was trained for."""
     if config.checkpoint is None:
         assert config.target is not None
-        return config.target, config.revision
-    trained_for = read_meta(config.checkpoint).fingerprint
-    return config.target or trained_for.target, config.revision or trained_for.revision
+        return config.target, config.revision, load_config(config.target, config.revision)
+    return target_of(config.checkpoint, config.target, config.revision)
 
 
 def heldout_fraction(config: EvaluateConfig, default: float) -> float:
@@ -96,7 +94,8 @@ def heldout_fraction(config: EvaluateConfig, default: float) -> float:
     if config.checkpoint is None:
         return default
     data = read_meta(config.checkpoint).training.get("data", {})
-    return data["heldout_fraction"] if data.get("source") == "python_stdlib" else default
+    sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
+    return data["heldout_fraction"] if "python_stdlib" in sources else default
 
 
 def end_tokens(
@@ -135,7 +134,7 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
         "end_tokens": sorted(subject.eos),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "dtype": str(subject.dtype).removeprefix("torch."),
-        "device": f"{subject.device.type} ({describe_machine()['device']})",
+        "device": f"{subject.device.type} ({describe_machine(str(subject.device))['device']})",
     }
 
 

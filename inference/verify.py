@@ -10,7 +10,7 @@ law p exactly. The rules differ in what they take q_i to be:
 - naive: q_i = the point mass on x_i, so r loses one token at a time. That is sampling from p and accepting the sample
   if it is among the candidates; it needs no q and is the rule for candidates that were chosen, not drawn.
 
-(MCSD §3, METHODS §5.) The arrays are torch tensors in production. Rejection and matching use only what torch tensors
+(MCSD §3.) The arrays are torch tensors in production. Rejection and matching use only what torch tensors
 and numpy arrays have in common, so that tests run this code on arrays of fractions and sum over every random branch.
 """
 
@@ -45,7 +45,7 @@ class RandomChance:
 
     def __init__(self, generator: torch.Generator):
         # Python's generator draws single numbers on the host ten times cheaper than a tensor op.
-        self._random = random.Random(int(torch.randint(2**62, (), generator=generator)))
+        self._random = random.Random(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
 
     def accept(self, probability: float) -> bool:
         return self._random.random() < probability
@@ -162,13 +162,6 @@ class Matching:
         r = p[[parent + 1]][0]  # a copy
         r[list(tokens)] = 0
         return r
-
-
-RULES: dict[str, NodeRule] = {
-    "with_replacement": Rejection(replace=True),
-    "without_replacement": Rejection(replace=False),
-    "naive": Matching(),
-}
 
 
 def verify_sampled(

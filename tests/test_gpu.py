@@ -18,7 +18,8 @@ from inference import graphed
 from inference.decode import autoregressive, speculative
 from inference.drafting import Chain, make_structure
 from inference.evaluation import AUTOREGRESSIVE, Drafters, excuse_ties, make_arms, measure, prepare, synchronized_clock
-from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.layout import Rows
+from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.stop_rules import FixedLength
 from tests.tiny import ARCHITECTURES, LAYERS, random_prompt, reference_generate, save_target
@@ -89,6 +90,55 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
             plain = autoregressive(stack, random_prompt(length), **options)
             assert [t for r in plain for t in r.tokens] == expected
             assert (runtime.captures == before) == (turn == 1)
+
+
+def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
+    """What they read (rotary tables, workspaces of libraries) stays when an arena beside them gives way to a larger."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    path = save_target(tmp_path, peak=6.0, hidden_size=512, intermediate_size=2048)
+    stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
+    method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
+    runtime = graphed.Graphed()
+
+    def plain() -> list[int]:
+        rounds = autoregressive(stack, random_prompt(5), max_new_tokens=40, runtime=runtime)
+        return [t for r in rounds for t in r.tokens]
+
+    def draft(length: int, count: int) -> None:
+        structure, options = make_structure(method, 0), {"max_new_tokens": count, "runtime": runtime}
+        list(speculative(stack, EarlyExitSource(drafter), structure, random_prompt(length), **options))
+
+    draft(20, 8)
+    expected = plain()
+    draft(100, 100)
+    torch.cuda.empty_cache()
+    before = runtime.captures
+    assert plain() == expected
+    assert runtime.captures == before
+
+
+def test_uploads_do_not_overtake_each_other() -> None:
+    """The device is busy while the host sends more layouts than there are pinned buffers."""
+    upload, rows = graphed.Upload(64, CUDA), Rows([-1])
+    torch.cuda._sleep(200_000_000)
+    arrived = []
+    for base in range(3 * graphed.UPLOADS):
+        upload.send(rows.layout(base, 0, 1), 1)
+        arrived.append(upload.facts[0].clone())
+    assert torch.stack(arrived).tolist() == list(range(3 * graphed.UPLOADS))
+
+
+@pytest.mark.parametrize("structure", ["chain", "k_config"])
+def test_sampling_draws_on_the_device(tmp_path: Path, structure: str) -> None:
+    path = save_target(tmp_path, kv_heads=2)
+    stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
+    method = {"m": MethodConfig(structure=STRUCTURES[structure], stop=StopConfig(rule="fixed", max_draft=3))}
+    options = {"max_new_tokens": 32, "eos": (), "seed": 3, "sampling": SamplingConfig(temperature=1.0, top_k=20)}
+    texts = []
+    for runtime in (None, graphed.Graphed(), None):
+        arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, runtime=runtime)
+        texts.append({name: arm(random_prompt(16)).tokens for name, arm in arms.items()})
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:

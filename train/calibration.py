@@ -18,13 +18,13 @@ from tqdm import tqdm
 from data_prep.corpus import Split
 from data_prep.rows import load_rows
 from draft_models.calibration import CalibrationHead, save_calibration
-from draft_models.checkpoint import fingerprint_target, from_pretrained, read_meta
+from draft_models.checkpoint import fingerprint_target, from_pretrained, read_meta, target_of
 from draft_models.early_exit import EarlyExit
 from draft_models.errors import UserError
 from draft_models.files import require_writable, write_atomically, write_json
 from draft_models.losses import IGNORE
 from draft_models.processes import join_processes
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
+from draft_models.target import LayerStack, load_layers, load_tokenizer, pick_dtype
 from draft_models.tensor_files import open_target
 from draft_models.tiny_model import debugged
 from inference.decode import speculative
@@ -56,9 +56,8 @@ def calibrate(config: CalibrateConfig) -> None:
     run_dir.require_free(out_dir, config.resume)
     meta = read_meta(config.checkpoint)
     require_writable(config.checkpoint)
-    source = config.target or meta.fingerprint.target
-    revision = config.revision or meta.fingerprint.revision
-    target, files = load_config(source, revision), open_target(source, revision)
+    source, revision, target = target_of(config.checkpoint, config.target, config.revision)
+    files = open_target(source, revision)
     tokenizer = load_tokenizer(source, revision)
     dtype = pick_dtype(config.dtype, target, state.device)
     fingerprint = fingerprint_target(files, target, tokenizer)

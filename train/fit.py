@@ -103,11 +103,12 @@ def fit(
     if config.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
     sharding.mark_layers(model)
-    trainer = _FitTrainer(model, rows, config, arguments, run, evaluate, on_step)
+    resumed_from = 0 if start is None else run_dir.step_of(start)
+    trainer = _FitTrainer(model, rows, config, arguments, run, resumed_from, evaluate, on_step)
     with _autocast(model, config.precision, arguments.device.type):
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     sharding.make_whole(model)
-    return FitResult(total, 0 if start is None else run_dir.step_of(start), trainer.metrics)
+    return FitResult(total, resumed_from, trainer.metrics)
 
 
 class _FitTrainer(Trainer):
@@ -118,12 +119,14 @@ class _FitTrainer(Trainer):
         config: FitConfig,
         arguments: TrainingArguments,
         run: dict[str, Any],
+        resumed_from: int,
         evaluate: Evaluate | None,
         on_step: Callable[[int], None] | None,
     ) -> None:
         self.fitted, self.rows, self.config = model, rows, config
         self.out_dir, self.run, self.evaluate_model = Path(arguments.output_dir or "."), run, evaluate
         self.metrics: dict[str, float] = {}
+        self.resumed_from = resumed_from
         schedule = _Schedule(config, evaluate, on_step)
         super().__init__(model=model, args=arguments, train_dataset=rows, callbacks=[schedule])
         self.remove_callback(PrinterCallback)
@@ -232,7 +235,7 @@ class _FitTrainer(Trainer):
     def _interval_logs(self, logs: dict[str, float]) -> dict[str, float]:
         summed, supervised, tokens = self._drain()
         now = time.perf_counter()
-        done = self.state.global_step - self._initial_global_step
+        done = self.state.global_step - self.resumed_from
         left = self.state.max_steps - self.state.global_step
         interval, self._interval_start = now - self._interval_start, now
         norm = {"grad_norm": logs["grad_norm"]} if "grad_norm" in logs else {}

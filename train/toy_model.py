@@ -5,6 +5,7 @@ import importlib.util
 import math
 import os
 import shutil
+import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -162,9 +163,10 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether `torch.compile` pays and works here: on a GPU, with Triton and a C compiler at hand."""
+    """Whether `torch.compile` pays and works here: on a GPU, with Triton, a C compiler and Python's headers at hand."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None and compiler is not None
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()  # often a package of its own
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None and compiler is not None and headers
 
 
 def compile_layers(lm: LlamaForCausalLM, backend: str = "inductor") -> None:

@@ -4,13 +4,15 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
-from conf import CONF_DIR, build, register
+from conf import CONF_DIR, build, explain, register
 from data_prep.settings import GenerateConfig, TrigramConfig
 from draft_models.errors import UserError
 from inference.settings import EvaluateConfig
@@ -131,6 +133,8 @@ def test_sizes_are_numbers_or_auto() -> None:
         ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
         ("{typed}=many", "Expected {kind}"),
         ("data=nowhere", "data"),
+        ("experiment=nowhere", "Could not find 'experiment/nowhere'"),
+        ("out_dir=~/runs", "out_dir=~/runs: not an option; give key=VALUE, a value with ~"),
     ],
 )
 def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: str, override: str, message: str) -> None:
@@ -161,6 +165,19 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
     assert not list((tmp_path / "here").iterdir())
 
 
+def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
+    pairs = {"eesd_auto": "eesd_fixed", "vanilla_auto": "vanilla", "mcsd_auto": "mcsd"}
+    pairs |= {"eesd_tree_auto": "eesd_tree", "opt_tree_auto": "opt_tree"}
+    assert set(pairs) == {name for name in GROUPS["method"] if name.endswith("_auto")}
+    names = ",".join([*pairs, *pairs.values()])
+    methods = compose_and_build("evaluate_checkpoint", ["checkpoint=c", "small_lm=d", f"method=[{names}]"]).methods
+    for measured, given in pairs.items():
+        method, sizes = methods[given], methods[measured].structure
+        tree = replace(method.structure, nodes=sizes.nodes, max_depth=sizes.max_depth, widths=sizes.widths)
+        stop = replace(method.stop, max_draft=methods[measured].stop.max_draft)
+        assert replace(method, structure=tree, stop=stop) == methods[measured]
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -171,6 +188,42 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
 def test_missing_mandatory_values(command: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         compose_and_build(command, [])
+
+
+def test_a_path_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = compose_and_build("evaluate_checkpoint", ['checkpoint="~/eesd"', 'prompt_text=["~/ is home"]'])
+    assert (config.checkpoint, list(config.prompt_text)) == ("/home/me/eesd", ["~/ is home"])
+
+
+def test_ctrl_c_ends_in_one_line() -> None:
+    code = (
+        "import dataclasses, conf\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Options:\n    seed: int = 0\n"
+        "conf.ConfigStore.instance().store('loop', {'defaults': ['loop_schema', 'hydra_quiet']})\n"
+        "@conf.entry('loop', Options)\n"
+        "def main(options):\n    raise KeyboardInterrupt\n"
+        "main()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (130, "interrupted\n")
+
+
+def test_help_says_where_the_options_are_explained() -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / "train/eesd.py", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert run.startswith("Options are key=value.")
+    assert "exit_layer: null" in run
+    assert {path.name for path in ROOT.glob("*/*settings.py")} >= {"settings.py", "fit_settings.py"}
+
+
+def test_an_option_of_what_was_not_chosen() -> None:
+    with pytest.raises(HydraException) as refused:
+        compose_and_build("evaluate_checkpoint", ["checkpoint=c", "methods.eesd_fixed.stop.max_draft=3"])
+    said = "methods.eesd_fixed: methods holds no 'eesd_fixed' in this run; choose it first, or check the name"
+    assert explain(refused.value, EvaluateConfig) == said
 
 
 def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:

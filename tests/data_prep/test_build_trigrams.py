@@ -101,6 +101,13 @@ def test_a_built_table_equals_counting_in_memory(
     assert sorted(path.name for path in Path(config.out_dir).parent.iterdir()) == ["corpus.jsonl", "table"]
 
 
+def test_of_a_launchers_processes_one_builds(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in ("1", "0", "2"):  # none of them fails, whoever comes first
+        monkeypatch.setenv("RANK", rank)
+        build_table(config)
+        assert Path(config.out_dir).exists() == (rank != "1")
+
+
 def test_the_bytes_do_not_depend_on_the_number_of_processes(config: TrigramConfig) -> None:
     build_table(config)
     other = replace(config, workers=2, memory_gb=0.5, out_dir=f"{config.out_dir}2")
@@ -379,6 +386,13 @@ def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     assert ids.tolist() == [*first, encoder.eos, *second]
     assert lengths.tolist() == [len(first) + 1, len(second)]
     assert (shards.tokens, shards.documents) == (len(ids), 2)
+    ended = tokenise([*texts, Passage("you", ends=True)], model, None, encoder, tmp_path, 1)
+    assert read_shard(ended.paths[0], ended.dtype)[0].tolist() == [*first, encoder.eos, *second, encoder.eos]
+    other = encoder._replace(encode=lambda batch: [[7] for _ in batch], digest="of another tokenizer")
+    again = tokenise([*texts, Passage("you", ends=True)], model, None, other, tmp_path, 1)
+    assert read_shard(again.paths[0], again.dtype)[0].tolist() == [7, encoder.eos, 7, encoder.eos]
+    assert len({shards.digest, ended.digest, again.digest}) == 3
+    assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
 
 def test_the_command(tmp_path: Path, model: str) -> None:

@@ -226,13 +226,15 @@ def test_a_truncated_answer_is_supervised_without_its_end(make_tokenizer, answer
     assert spoken(cut, tokenizer) == first + space + answer.rstrip()
 
 
-def test_a_template_without_end_token_keeps_its_line_break_as_the_end(make_tokenizer):
+@pytest.mark.parametrize("trim", [False, True])  # the space before the answer is a token, trimmed to nothing or not
+def test_a_template_without_end_token_keeps_its_line_break_as_the_end(make_tokenizer, trim):
     tokenizer = make_tokenizer(
         chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        trim_offsets=trim,
     )
     (document,) = encode([chat(QUESTION, ANSWER)], tokenizer, "tokenizer")
-    assert spoken(document, tokenizer).endswith("How are you?\n")
+    assert spoken(document, tokenizer) == "How are you?\n"
 
 
 def test_turns_after_the_last_answer_are_left_out(tokenizer):
@@ -290,6 +292,7 @@ def test_prompts_by_template(make_tokenizer):
     tokenizer = make_tokenizer(bos=True)
     plain = render_prompt(["return first"], tokenizer, "none")
     assert tokenizer.decode(plain) == "<s>return first"
+    assert render_prompt(["<s>return first"], tokenizer, "none") == plain
     chatml = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(render_prompt(["Hello there"], tokenizer)) == chatml
     assert tokenizer.decode(render_prompt([QUESTION], tokenizer, "tokenizer")) == chatml

@@ -70,9 +70,10 @@ def test_directories_globs_and_lists(tmp_path):
     (tmp_path / "sub" / "a.py").write_text("a")
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\xff")
+    (tmp_path / "numbers.bin").write_bytes(b"\0\1\2")
     counts = Counter()
     assert [r["text"] for r in read(str(tmp_path), counts=counts)] == ["b", "a"]
-    assert counts == {"records": 2, "unreadable": 1}
+    assert counts == {"records": 2, "unreadable": 2}
     assert texts(str(tmp_path / "**" / "*.py")) == ["a"]
     assert texts([str(tmp_path / "sub"), str(tmp_path / "*.txt"), str(tmp_path / "b.txt")]) == ["a", "b"]
 
@@ -172,8 +173,10 @@ def test_the_digest_follows_the_content_and_not_the_name(tmp_path):
 
     assert digest("a.txt", "x") == digest("b.txt", "x")
     assert digest("a.txt", "x") != digest("a.txt", "y")
+    assert digest("a.jsonl", '{"text": "x"}') != digest("a.txt", '{"text": "x"}')  # which is read in another way
     hub = {"source": "hub", "path": "a/b"}
-    assert content_digest(DataConfig(**hub)) != content_digest(DataConfig(**hub, revision="v2"))
+    others = [{}, {"revision": "x"}, {"subset": "x"}, {"data_dir": "x"}, {"split": "x"}, {"path": "a/c"}]
+    assert len({content_digest(DataConfig(**{**hub, **other})) for other in others}) == len(others)
 
 
 def test_a_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
@@ -187,8 +190,9 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(hashlib, "file_digest", counted)
     file.write_text(lines(ROWS))
     config = DataConfig(source="local", path=str(file))
-    before = content_digest(config)
+    before, written = content_digest(config), file.stat()
     file.write_text(lines(reversed(ROWS)))  # as long, and at the same time as far as a coarse clock can tell
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
     after = content_digest(config)
     assert after != before
     os.utime(file, ns=(0, 0))

@@ -25,7 +25,10 @@ GROUP = Path(__file__).parents[2] / "conf" / "data"
         ({"template": "llama"}, r"^template='llama': expected one of tokenizer, vicuna"),
         ({"max_records": 0}, r"^max_records=0: expected at least 1"),
         ({"heldout_fraction": 1.0}, r"^heldout_fraction=1.0: expected at least 0 and less than 1"),
-        ({"split": ""}, r"^split=''"),
+        ({"source": "hub", "path": "a/b", "split": ""}, r"^split=''"),
+        ({"split": "train_sft"}, r"^split='train_sft': expected train: it is for source=hub alone"),
+        ({"source": "local", "path": "a", "streaming": False}, r"^streaming=False: expected True: .* source=hub"),
+        ({"source": "local", "path": "a", "subset": "x"}, r"^subset='x': expected None: it is for source=hub"),
     ],
 )
 def test_an_impossible_value_is_named(values, message):

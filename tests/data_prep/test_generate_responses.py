@@ -8,6 +8,7 @@ import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +21,15 @@ from data_prep import responses as responses_module
 from data_prep.conversations import render_prompt
 from data_prep.generation import Generator, uniforms
 from data_prep.response_files import prompt_id
-from data_prep.responses import generate_responses
+from data_prep.responses import Responder, generate_responses, run_identity
 from data_prep.rows import load_rows
 from data_prep.settings import DataConfig, GenerateConfig, MixPart
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
+from draft_models.target import load_tokenizer
 from inference.sampling import Sampler
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary, talk
+from tests.tiny import byte_tokenizer, save_target
 
 # ------------------------------------------------------------------------------------------------ invariance
 
@@ -180,6 +183,24 @@ def test_what_cannot_be_answered_is_counted_and_listed(make):
     assert {path: path.read_bytes() for path in Path(config.out_dir).glob("*.jsonl")} == before
 
 
+def test_data_without_a_prompt_is_an_error(make):
+    with pytest.raises(UserError, match=r"data source=local: no prompt in it \(found nothing\); give more data"):
+        generate_responses(make([]))
+
+
+def test_the_longest_prompts_come_first_and_answers_stay_within_the_context(make, monkeypatch):
+    real, lengths = Generator.answer, []
+
+    def answer(self, prompts, draws):
+        assert all(len(prompt) + len(numbers) <= 160 for prompt, numbers in zip(prompts, draws, strict=True))
+        lengths.extend(map(len, prompts))
+        return real(self, prompts, draws)
+
+    monkeypatch.setattr(Generator, "answer", answer)
+    generate_responses(make([talk("x" * n) for n in (20, 140, 80, 148, 30)], max_new_tokens=30, batch_size=2))
+    assert lengths == [153, 145, 85, 35, 25]
+
+
 def test_only_prompts_that_are_to_be_answered_are_rendered(make, monkeypatch):
     real, rendered = responses_module.render_prompt, []
 
@@ -205,7 +226,8 @@ def test_a_text_without_tokens_is_no_question(make, target, tmp_path):
     config = replace(make([{"text": "\u0416"}, {"text": "some text"}]), target=str(asks))  # a letter it does not know
     generate_responses(config)
     assert [entry["reason"] for entry in skipped(config)] == ["no_question"]
-    assert len(responses(config)) == 1
+    (record,) = responses(config).values()
+    assert record["prompt_tokens"] == 1 + len("some text") // 2  # what begins every text, and half of this one
 
 
 def test_answers_without_an_end_can_be_left_out(make):
@@ -213,12 +235,20 @@ def test_answers_without_an_end_can_be_left_out(make):
     generate_responses(kept)
     generate_responses(dropped)
     cut = {identity for identity, record in responses(kept).items() if record["finish"] == "length"}
-    assert cut
+    assert len(cut) == summary(kept)["truncated"] > 0
     assert {record["finish"] for record in responses(dropped).values()} <= {"end"}
     whole = {identity: record for identity, record in responses(kept).items() if identity not in cut}
     assert whole.items() <= responses(dropped).items()
     assert {entry["reason"] for entry in skipped(dropped)} == {"truncated"}
     assert len(skipped(dropped)) + len(responses(dropped)) == len(TALKS)
+
+
+def test_a_character_that_the_budget_cuts_in_half_is_left_out():
+    responder = Responder.__new__(Responder)
+    responder.tokenizer = byte_tokenizer()
+    ids = responder.tokenizer("naïve é")["input_ids"]
+    assert responder._text(ids) == "naïve é"
+    assert responder._text(ids[:-1]) == "naïve "
 
 
 def test_an_answer_that_ends_at_once_is_empty(make, target, tmp_path):
@@ -310,6 +340,41 @@ def test_a_directory_in_use_is_refused(make):
         generate_responses(make(TALKS[:2], resume=True, greedy_tokens=3, seed=1))
     with pytest.raises(UserError, match="both plain texts and conversations; answer them in two runs"):
         generate_responses(replace(make([talk("a")], name="mixed"), data=_both(make)))
+
+
+def test_a_run_is_known_by_the_target_as_it_is_and_not_by_its_place(make, target, tmp_path):
+    def identity(path=target, dtype=torch.float32):
+        return run_identity(replace(make(), target=str(path)), load_tokenizer(str(path)), dtype)
+
+    def other(name, edit):
+        edit(shutil.copytree(target, tmp_path / name))
+        return identity(tmp_path / name)
+
+    def new_template(path):
+        tokenizer = letter_tokenizer()
+        tokenizer.chat_template += " "
+        tokenizer.save_pretrained(path)
+
+    def new_token(path):
+        tokenizer = letter_tokenizer()
+        tokenizer.add_tokens(["more"])
+        tokenizer.save_pretrained(path)
+
+    assert other("moved", lambda _: None) == identity()
+    for name, changed in {
+        "weights": other("weights", lambda path: save_target(path, max_position_embeddings=160, seed=1)),
+        "template": other("template", new_template),
+        "tokenizer": other("tokenizer", new_token),
+        "dtype": identity(dtype=torch.bfloat16),
+    }.items():
+        assert changed[name] != identity()[name]
+
+
+def test_one_process_spreads_a_target_over_all_gpus(make, monkeypatch):
+    two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, process_index=0, is_main_process=True)
+    monkeypatch.setattr(responses_module, "join_processes", lambda: two)
+    with pytest.raises(UserError, match="device_map=auto: one process has all GPUs then; start one"):
+        generate_responses(make(device_map="auto"))
 
 
 def _both(make):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
-from data_prep.generation import Answer, Generator, invert, uniforms
+from data_prep.generation import Answer, Generator, invert, top_law, uniforms
 from draft_models.errors import UserError
 from inference.sampling import Sampler
 from inference.settings import SamplingConfig
@@ -62,14 +62,19 @@ def test_a_batch_shrinks_where_layers_keep_no_keys():
     draws = [uniforms(0, str(i), 0, count) for i, count in enumerate(counts)]
     sampling = SamplingConfig(temperature=1.0)
     expected = [one_by_one(model, p, d, 1, sampling, ()) for p, d in zip(prompts, draws, strict=True)]
+    sizes = []
+    model.register_forward_pre_hook(lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True)
     answers = Generator(model, Sampler(sampling), (), greedy_tokens=1).answer(prompts, draws)
     assert [answer.tokens for answer in answers] == expected
+    assert sizes == [4] * 2 + [2] * 7  # those that have ended are not decoded on
 
 
 def test_a_model_with_its_state_elsewhere_is_refused():
     model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(UserError, match="MambaForCausalLM keeps its state elsewhere than in past_key_values"):
         Generator(model, Sampler(SamplingConfig()), (), greedy_tokens=1)
+    with pytest.raises(ValueError, match="no repetition penalty"):  # which would read a batch's other texts
+        Generator(model, Sampler(SamplingConfig(repetition_penalty=1.2)), (), greedy_tokens=1)
 
 
 def test_the_first_tokens_are_greedy_and_the_rest_are_not(model):
@@ -112,6 +117,17 @@ def test_the_kept_law_is_the_targets_own(model):
         assert torch.equal(top.ids, expected.indices)
         torch.testing.assert_close(top.logprobs, expected.values, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(top.tail, 1 - expected.values.exp().sum(-1), atol=1e-5, rtol=0)
+
+
+def test_a_law_is_float32_and_whole_whatever_the_model_and_k(target):
+    half = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
+    generator = Generator(half, Sampler(SamplingConfig(temperature=1.0)), ENDS, greedy_tokens=1, top_k_logits=5)
+    (answer,) = generator.answer([random_prompt(5)], [uniforms(0, "", 0, 6)])
+    assert answer.top.logprobs.dtype == answer.top.tail.dtype == torch.float32
+    torch.testing.assert_close(answer.top.logprobs.exp().sum(-1) + answer.top.tail, torch.ones(len(answer.tokens)))
+    ids, _, tail = top_law(torch.randn(500, 20, generator=torch.Generator().manual_seed(0)), 99)
+    assert ids.shape == (500, 20)  # all there are
+    assert 0 <= tail.min() <= tail.max() < 1e-5
 
 
 def test_a_batch_too_large_for_memory_is_halved(model, monkeypatch):

@@ -61,6 +61,11 @@ def test_a_json_list_of_texts_and_inline_texts_are_completed(tmp_path):
     ]
 
 
+def test_prompts_of_one_id_are_told_apart(tmp_path):
+    rows = [{"question_id": i, "turns": [text]} for i, text in ((1, "a"), (2, "b"), (1, "c"), (1, "d"))]
+    assert [p.id for p in read_prompts(write(tmp_path / "p.jsonl", rows))] == ["1", "2", "1#2", "1#3"]
+
+
 def test_a_limit_is_spread_and_balanced(tmp_path):
     sizes = {"a": 10, "b": 50, "c": 2}
     rows = [{"question_id": f"{c}{i}", "category": c, "turns": ["q"]} for c, n in sizes.items() for i in range(n)]
@@ -106,6 +111,7 @@ def test_library_prompts_are_beginnings_of_heldout_files():
         assert line == "1"
         assert is_heldout(name, DataConfig.heldout_fraction)
         assert sources[name].startswith(text)
+        assert len(sources[name]) >= 2000  # as much again to continue with
         assert text.endswith("\n")
         assert 500 < len(text) <= 1000
         assert not prompt.chat

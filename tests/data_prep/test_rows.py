@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from data_prep import rows as rows_module
 from data_prep.conversations import Document
@@ -136,6 +138,13 @@ def test_a_mixture_of_text_and_conversations(data, tokenizer, tmp_path):
     assert rows.counts["records"] == 8
 
 
+def test_ids_of_a_large_vocabulary_are_kept_whole(data):
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "far": 100_000}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    rows = load_rows(data([{"text": "far near far"}]), PreTrainedTokenizerFast(tokenizer_object=backend), 4, "train")
+    assert rows[0]["input_ids"].tolist() == [100_000, 0, 100_000, 0]
+
+
 # ------------------------------------------------------------------------------------------------- counters
 
 
@@ -160,7 +169,7 @@ def test_the_counts_are_printed_on_one_line(data, tokenizer, capsys, monkeypatch
 def test_a_row_without_a_label_is_dropped(data, make_tokenizer):
     tokenizer = make_tokenizer(eos=False)
     (letter,) = tokenizer("x")["input_ids"]
-    rows = load_rows(data([{"text": "xxxxx"}, *([{"text": "x"}] * 4)]), tokenizer, 4, "train")
+    rows = load_rows(data([*([{"text": "x"}] * 4), {"text": "xxxxx"}]), tokenizer, 4, "train")
     assert rows.counts["dropped_rows"] == 2  # of four and of one single-token documents
     assert len(rows) == 1
     assert rows[0]["labels"].tolist() == [letter] * 3 + [IGNORE]
@@ -233,6 +242,7 @@ def test_the_key_is_all_that_determines_the_content(data, make_tokenizer):
         key(tokenizer=make_tokenizer(bos=True)),
         key(tokenizer=make_tokenizer(eos=False)),
         key(tokenizer=make_tokenizer(chat_template="{{ messages }}")),
+        *(key(records=[{**row, "body": "x"} for row in TEXTS], column=column) for column in ("text", "body")),
     ]
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]

@@ -44,3 +44,8 @@ def test_packed_mask() -> None:
     for i in range(7):
         for j in range(7):
             assert mask[i, j] == (j <= i and documents[0, i] == documents[0, j])
+
+
+def test_cudnn_is_left_out() -> None:
+    """PyTorch would take it first on Hopper."""
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

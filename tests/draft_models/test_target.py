@@ -3,15 +3,18 @@
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from draft_models.attention import packed_mask
 from draft_models.early_exit import exit_layers
 from draft_models.errors import UserError
-from draft_models.target import LayerStack, layer_windows, load_config, load_layers
+from draft_models.plain_lm import load_plain_lm
+from draft_models.target import LayerStack, layer_windows, load_config, load_layers, pick_device, pick_dtype
 from draft_models.tensor_files import TensorFiles, open_target
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
 
@@ -106,14 +109,58 @@ def test_layer_windows() -> None:
     kind, extra = ARCHITECTURES["mistral"]
     assert layer_windows(kind(**extra, num_hidden_layers=2)) == [12, 12]
     assert layer_windows(ARCHITECTURES["llama"][0](num_hidden_layers=2)) == [None, None]
+    other = SimpleNamespace(model_type="llama4", sliding_window=8, layer_types=["full_attention", "chunked_attention"])
+    with pytest.raises(UserError, match=r"llama4: layer types \['chunked_attention'\] are not supported"):
+        layer_windows(other)
+
+
+def test_a_device_by_number_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and graphs are made on that one."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cuda:1", "cuda", "cpu"):
+        assert pick_device(name) == torch.device(name)
+    assert current == [torch.device("cuda:1")]
+
+
+def test_a_dtype_is_float32_on_a_cpu_and_the_checkpoints_own_elsewhere() -> None:
+    for config, own in ((LlamaConfig(dtype="bfloat16"), torch.bfloat16), (LlamaConfig(), torch.float32)):
+        assert pick_dtype("auto", config, torch.device("cpu")) == torch.float32
+        assert pick_dtype("auto", config, torch.device("cuda")) == own
+        assert pick_dtype("float16", config, torch.device("cpu")) == torch.float16
+
+
+def test_code_that_comes_with_a_target_is_not_run(tmp_path: Path) -> None:
+    settings = {"model_type": "odd", "auto_map": {"AutoConfig": "configuration_odd.OddConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedConfig as OddConfig\n"
+    (tmp_path / "configuration_odd.py").write_text(code)
+    with pytest.raises(UserError, match=r"no usable config\.json"):
+        load_config(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    config = load_config(str(path))
+    load_plain_lm(str(path), config, None, torch.float32, "cpu")
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no usable causal LM"):
+        load_plain_lm(str(path), config, None, torch.float32, "cpu")
 
 
 def test_unusable_targets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such directory"):
         load_config(str(tmp_path / "nowhere"))
-    path = save_target(tmp_path / "rope", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(UserError, match="rope_type='dynamic'"):
-        load_config(str(path))
+    path = save_target(tmp_path / "rope")
+    settings = json.loads((path / "config.json").read_text())
+    for kind, more in {"dynamic": {}, "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}.items():
+        rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, **more}
+        (path / "config.json").write_text(json.dumps({**settings, "rope_parameters": rope}))
+        with pytest.raises(UserError, match=f"rope_type='{kind}'"):
+            load_config(str(path))
     path = save_target(tmp_path / "empty")
     (path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="expected a safetensors checkpoint"):

@@ -3,6 +3,7 @@
 That they decode to the same tokens, with the same caches after every round, is in test_rounds.py.
 """
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,13 @@ from inference.decode import Round, autoregressive, speculative
 from inference.drafting import make_structure
 from inference.graphed import WIDTHS, FixedView, Graphed, Upload
 from inference.layout import Rows
+from inference.packing import fuse_layers
 from inference.runtime import Eager, make_runtime
 from inference.session import TargetSession
 from inference.settings import MethodConfig, StopConfig, StructureConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.tree import chain_parents
+from tests.recorded import Recording, record_graphs
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 
 CPU = torch.device("cpu")
@@ -54,9 +57,9 @@ def test_the_name_chooses_the_runtime(name: str) -> None:
 def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """For random trees, windows and places, against the masks of the eager session."""
     generator = torch.Generator().manual_seed(0)
-    upload, places, windows = Upload(64, CPU), torch.arange(512), (None, 5, 200)
+    upload, places, windows = Upload(32, CPU), torch.arange(512), (None, 33, 200)
     for _ in range(200):
-        base, count = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 100), (1, 30)))
+        base, count = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 100), (1, 33)))
         parents = [-1, *(int(torch.randint(i, (), generator=generator)) for i in range(1, count))]
         chain = bool(torch.randint(2, (), generator=generator))
         rows = Rows(chain_parents(0, count) if chain else parents)
@@ -118,6 +121,17 @@ def test_a_second_generation_uses_the_buffers_of_the_first(target: Path) -> None
     assert again == decode(stack, EarlyExitSource(drafter), method, None, random_prompt(12), 30)
 
 
+def test_a_drafters_buffers_are_free_when_the_generation_is_over(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even while its source is still at hand: a target and a small LM need one arena each."""
+    made, arena = [], graphed.Arena
+    monkeypatch.setattr(graphed, "Arena", lambda *given: made.append(arena(*given)) or made[-1])
+    (_, stack), (_, small) = open_stack(target), open_stack(target)
+    runtime, sources = Graphed(), [SmallLMSource(small) for _ in range(3)]
+    for source in sources:
+        decode(stack, source, MethodConfig(stop=StopConfig(rule="fixed", max_draft=3)), runtime, random_prompt(12), 9)
+    assert [arena.stack for arena in made] == [stack, small]
+
+
 def test_a_longer_text_gets_larger_buffers(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
     _, stack = open_stack(target)
@@ -150,7 +164,9 @@ def test_passes_wider_than_any_bucket_run_as_they_are(target: Path) -> None:
     method = MethodConfig(structure=StructureConfig(kind="k_config", widths=(5, 5, 5)))
     prompt = random_prompt(16)
     expected = decode(stack, EarlyExitSource(drafter), method, None, prompt, 24)
-    assert decode(stack, EarlyExitSource(drafter), method, Graphed(), prompt, 24) == expected
+    runtime, chain = Graphed(), MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
+    decode(stack, EarlyExitSource(drafter), chain, runtime, random_prompt(180), 24)  # leaves buffers of too few rows
+    assert decode(stack, EarlyExitSource(drafter), method, runtime, prompt, 24) == expected
 
 
 def test_passes_have_fixed_widths_and_buckets(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +186,119 @@ def test_passes_have_fixed_widths_and_buckets(target: Path, monkeypatch: pytest.
     session.feed(torch.tensor(random_prompt(10)), chain_parents(0, 10))
     session.finish(last_only=True)
     session.commit(range(10))
-    for count in (1, 3, 5, 12):
+    for count in (1, 4, 5, 12):
         session.feed(torch.tensor(random_prompt(count)), chain_parents(0, count))
         assert session.finish().shape[0] == count
         session.commit(range(count))
     assert seen[1:] == [(1, 16), (4, 16), (8, 32), (16, 32)]
+
+
+# --- as graphs (see tests/recorded.py) -------------------------------------------------------------------------------
+
+
+STRUCTURES = {
+    "chain": StructureConfig(),
+    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
+    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
+    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
+    "static": StructureConfig(kind="static", shape="eagle"),
+}
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are graphs. Texts cross the cache's buckets."""
+    record_graphs(monkeypatch)
+    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("architecture", "structure", "kernels"),
+    [
+        ("mistral", "chain", KERNELS),
+        ("qwen3", "k_config", KERNELS[1:]),
+        ("llama", "opt_tree", KERNELS[:1]),
+        ("opt", "token_graph", KERNELS[:1]),
+        ("qwen2", "static", KERNELS[1:]),
+    ],
+)
+def test_graphs_replay_to_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, structure: str, kernels: tuple[str, ...]
+) -> None:
+    """Laid out as for a GPU; the second generation captures nothing."""
+    monkeypatch.setattr(graphed, "KERNELS", kernels)
+    path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0)
+    stack, small, drafter = open_stack(path)[1], open_stack(path)[1], make_drafter(path, LAYERS - 1, noise=0.3)
+    for module in (stack, small, drafter):
+        fuse_layers(module)
+    method = MethodConfig(structure=STRUCTURES[structure], stop=StopConfig(rule="fixed", max_draft=3))
+    runtime = Graphed()
+    for source in (EarlyExitSource(drafter), SmallLMSource(small)):
+        for turn, (length, count) in enumerate(((20, 30), (20, 30), (9, 16))):
+            prompt, before = random_prompt(length), runtime.captures
+            expected = tokens_of(autoregressive(stack, prompt, max_new_tokens=count))
+            assert decode(stack, source, method, runtime, prompt, count) == expected
+            assert tokens_of(autoregressive(stack, prompt, max_new_tokens=count, runtime=runtime)) == expected
+            assert (runtime.captures == before) == (turn == 1)
+
+
+@pytest.mark.usefixtures("recorded")
+def test_graphs_keep_the_rotary_tables_they_read(target: Path) -> None:
+    """A longer text in another arena has them made anew, twice; the graphs of the first arena read the older ones."""
+    _, stack = open_stack(target)
+    source, runtime = EarlyExitSource(make_drafter(target, LAYERS - 1, noise=0.3)), Graphed()
+    method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
+
+    def plain() -> list[int]:
+        return tokens_of(autoregressive(stack, random_prompt(5), max_new_tokens=10, runtime=runtime))
+
+    list(autoregressive(stack, random_prompt(60), max_new_tokens=4, runtime=runtime))
+    decode(stack, source, method, runtime, random_prompt(60), 8)
+    expected = plain()
+    decode(stack, source, method, runtime, random_prompt(100), 60)
+    assert plain() == expected
+
+
+@pytest.mark.usefixtures("recorded")
+def test_no_graph_goes_before_its_arena(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that only chose between attention kernels neither: see `Arena.stream`."""
+    made: list[weakref.ref[Recording]] = []
+
+    def capture(_: Any, run: Any) -> Recording:
+        graph = Recording(run)
+        made.append(weakref.ref(graph))
+        return graph
+
+    monkeypatch.setattr(graphed.Arena, "_capture", capture)
+    _, stack = open_stack(target)
+    runtime = Graphed()
+    list(autoregressive(stack, random_prompt(12), max_new_tokens=8, runtime=runtime))
+    assert len(made) > runtime.captures
+    assert all(graph() is not None for graph in made)
+    runtime._arenas.clear()
+    assert all(graph() is None for graph in made)
+
+
+def test_a_recording_is_as_strict_as_a_graph() -> None:
+    """It replays on the same memory, refuses what a capture does, and leaves nothing of its own to be read."""
+    given, taken, seen = torch.arange(4.0), torch.zeros(4), []
+
+    def run() -> None:
+        double = 2 * given
+        seen.append(double)
+        taken.copy_(double + 1)
+
+    graph = Recording(run)
+    given += 1
+    graph.replay()
+    assert taken.tolist() == [3.0, 5.0, 7.0, 9.0]
+    assert seen[0].isnan().all()
+    for waits in (lambda: given.tolist(), lambda: float(given[0]), lambda: torch.tensor([1]), lambda: given[given > 0]):
+        with pytest.raises(AssertionError, match="captured"):
+            Recording(waits)  # type: ignore[arg-type]
+    lent = [torch.ones(4)]
+    graph = Recording(lambda: taken.copy_(lent[0]))  # type: ignore[arg-type]
+    lent.clear()
+    with pytest.raises(AssertionError, match="freed"):
+        graph.replay()

@@ -27,9 +27,9 @@ from inference import compare
 from inference.auto import Tuning
 from inference.costs import Costs
 from inference.decode import Round
-from inference.evaluation import Generation, PromptResult
+from inference.evaluation import Arm, Generation, PromptResult
 from inference.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
+from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 
 ROOT = Path(__file__).parent.parent.parent
@@ -300,19 +300,27 @@ def test_other_settings_are_refused(
     fingerprint = fingerprint_target(open_target(path), load_config(path), load_tokenizer(path))
     other = make_drafter(Path(path), LAYERS - 1, noise=0.1)
     save_pretrained(tmp_path / "other", other, fingerprint, {}, torch.float32)
+    calibrated, table = shutil.copytree(models / "drafter", tmp_path / "calibrated"), tmp_path / "table"
+    table.mkdir()
+    for file in (calibrated / "calibration.json", table / "table.json"):
+        file.write_text("{}")
     monkeypatch.setattr(compare, "load_models", None)  # each is refused before the target's weights are read
     for changes, message in (
         ({"max_new_tokens": 11}, r"other settings: max_new_tokens=11 \(was 10\)"),
         ({"methods": longer}, r"methods.chain.stop.max_draft=4 \(was 3\)"),
-        ({"methods": fewer}, r"methods.tree.*=absent"),
+        ({"methods": fewer}, r"methods\.tree=absent \(was given\); give the same ones"),
         ({"checkpoint": str(tmp_path / "other")}, r'settings: checkpoint="[0-9a-f]{16}" \(was "[0-9a-f]{16}"\)'),
         ({"dtype": "bfloat16"}, r'dtype="bfloat16" \(was "float32"\)'),
+        ({"sampling": SamplingConfig(temperature=0.5)}, r"sampling.temperature=0.5 \(was 0.0\)"),
+        ({"checkpoint": str(calibrated)}, r'calibration="[0-9a-f]{16}" \(was null\)'),
+        ({"small_lm": path}, r'small_lm="[0-9a-f]{16}" \(was null\)'),
+        ({"table": str(table)}, r'table="[0-9a-f]{16}" \(was null\)'),
     ):
         with pytest.raises(UserError, match=message):
             evaluate(replace(resumed, **changes))
     with pytest.raises(UserError, match=r"settings: prompts="):
         evaluate(resumed, QUESTIONS[:-1])
-    monkeypatch.setattr("inference.subject.describe_machine", lambda: {"device": "another chip"})
+    monkeypatch.setattr("inference.subject.describe_machine", lambda _: {"device": "another chip"})
     with pytest.raises(UserError, match=r'settings: device="cpu \(another chip\)" \(was "cpu \('):
         evaluate(resumed)
 
@@ -329,6 +337,55 @@ def test_another_target_is_refused(
     with pytest.raises(UserError, match=r'settings: target.weights="[0-9a-f]{16}" \(was "[0-9a-f]{16}"\);'):
         evaluate(replace(made, target=str(other), resume=True), QUESTIONS[:1])
     evaluate(replace(made, target=str(same), resume=True), QUESTIONS[:1])
+    (same / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    with pytest.raises(UserError, match=r"settings: end_tokens=\[7\]"):
+        evaluate(replace(made, target=str(same), resume=True), QUESTIONS[:1])
+
+
+def test_arms_are_warm_and_take_turns_at_being_first(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, str]] = []
+    make = compare.make_arms
+
+    def noted(*models: object, max_new_tokens: int, **options: object) -> dict[str, Arm]:
+        def noting(name: str, arm: Arm) -> Arm:
+            return lambda prompt: (calls.append((max_new_tokens, name)), arm(prompt))[1]
+
+        arms = make(*models, max_new_tokens=max_new_tokens, **options)  # type: ignore[arg-type]
+        return {name: noting(name, arm) for name, arm in arms.items()}
+
+    monkeypatch.setattr(compare, "make_arms", noted)
+    evaluate(config("turns", methods={"chain": METHODS["chain"]}), QUESTIONS[:3])  # the second has two turns
+    names = ["autoregressive", "chain", "transformers_generate"]
+    measured = [name for first in (0, 1, 2, 2) for name in names[first:] + names[:first]]
+    assert calls == [(8, name) for name in names] + [(10, name) for name in measured]
+
+
+def test_a_conversation_goes_on_with_the_targets_own_answers(
+    models: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn beyond the context ends it. What the target could not tell from rounding is kept as excused."""
+    seen: list[list[tuple[str, str]]] = []
+
+    def noted(_: object, messages: Sequence[dict[str, str]], chat: bool) -> list[int]:
+        seen.append([(m["role"], m["content"]) for m in messages])
+        return [byte % 250 for byte in messages[-1]["content"].encode()]
+
+    monkeypatch.setattr(compare, "excuse_ties", lambda judge, result: frozenset({"other"}))
+    auto = MethodConfig(stop=StopConfig(max_draft="auto"))
+    made = config("talk", methods={"auto": auto})
+    turns = ("x" * 246, "and then?", "x" * 247, "never asked")  # of 256 positions, 10 are for the answer
+    compare.evaluate_checkpoint(made, [Prompt("p", "chat", turns, True)], noted)
+    results = read_results(Path(made.out_dir))[0].turns
+    assert [r.prompt_id for r in results] == ["p/turn1", "p/turn2"]
+    assert [r.excused for r in results] == [frozenset({"other"})] * 2
+    tokenizer = load_tokenizer(str(models / "target"))
+    said = [tokenizer.decode(list(r.generations["autoregressive"].tokens), skip_special_tokens=True) for r in results]
+    talk = [("user", turns[0]), ("assistant", said[0]), ("user", turns[1]), ("assistant", said[1]), ("user", turns[2])]
+    assert seen == [talk[:1], talk[:1], talk[:3], talk]  # the first time, to see whether it fits
+    report = json.loads((Path(made.out_dir) / "report.json").read_text())
+    assert set(report["auto"]["chosen"]) == {"max_draft"}
 
 
 def test_one_run_at_a_time(config: Callable[..., EvaluateConfig]) -> None:

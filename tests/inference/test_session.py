@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from inference.cache import KVCache
 from inference.decode import speculative
 from inference.drafting import Chain
-from inference.layout import ancestors
+from inference.layout import Rows, unpack
 from inference.session import TargetSession
 from inference.sources import EarlyExitSource
 from inference.stop_rules import FixedLength
@@ -87,6 +87,7 @@ def trees(draw: st.DrawFn) -> list[int]:
     window=st.sampled_from([None, 6]),
     ends=st.none() | st.sets(st.integers(0, 10), min_size=1),
 )
+@example(parents=[-1, 0, 0, 2], cut=3, window=6, ends={3})  # a row in between is left out
 def test_every_row_of_a_tree_sees_its_own_path(
     tmp_path_factory: pytest.TempPathFactory, parents: list[int], cut: int, window: int | None, ends: set[int] | None
 ) -> None:
@@ -134,14 +135,14 @@ _tree_targets: dict = {}
 
 
 @given(parents=trees())
-def test_ancestors_is_the_transitive_closure(parents: list[int]) -> None:
-    closure = ancestors(parents)
+def test_lineages_are_the_transitive_closure(parents: list[int]) -> None:
+    closure = unpack(Rows(parents).lineages, len(parents))
     for row in range(len(parents)):
         chain, node = set(), row
         while node >= 0:
             chain.add(node)
             node = parents[node]
-        assert set(closure[row].nonzero().flatten().tolist()) == chain
+        assert set(closure[row].nonzero()[0].tolist()) == chain
 
 
 def test_first_half_is_not_run_again(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from inference.tree import ROOT
-from inference.verify import RULES, Chance, NodeRule, RandomChance, Rejection, Rows, verify_sampled
+from inference.verify import Chance, Matching, NodeRule, RandomChance, Rejection, Rows, verify_sampled
 from tests.exact_laws import (
     Branch,
     Drafter,
@@ -35,7 +36,7 @@ from tests.exact_laws import (
     ships,
 )
 
-WITH, WITHOUT, NAIVE = RULES["with_replacement"], RULES["without_replacement"], RULES["naive"]
+WITH, WITHOUT, NAIVE = Rejection(replace=True), Rejection(replace=False), Matching()
 
 
 # ------------------------------------------------------------------------------------------------- one node, all rules
@@ -128,6 +129,54 @@ def test_joint_law_of_a_sampled_tree(rule: NodeRule, config: tuple[int, ...], at
     draft = sampled(q, config, replace=rule != WITHOUT)
     length = len(config) + 1
     assert emitted(p, draft, ships(rule, at_once=at_once), length) == plain(p, length)
+
+
+def verify_shared(
+    tokens: Sequence[int], parents: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance, *, at_once: bool
+) -> tuple[list[int], int]:
+    """The with-replacement rule on the tree that is shipped: equal draws are one node, listed again in `draws`."""
+    kept: list[int] = []
+    shared: dict[int, int] = {ROOT: ROOT}
+    places: dict[tuple[int, int], int] = {}
+    draws: dict[int, list[int]] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent in shared:  # nothing is drafted below a draw that was there before
+            place = places.setdefault((shared[parent], token), len(kept))
+            draws.setdefault(shared[parent], []).append(place)
+            if place == len(kept):
+                kept.append(node)
+                shared[node] = place
+    accepted, token = verify_sampled(
+        [tokens[node] for node in kept],
+        [shared[parents[node]] for node in kept],
+        {shared[parent]: row for parent, row in q.items() if parent in shared},
+        p[[0, *(node + 1 for node in kept)]],
+        WITH,
+        chance,
+        draws=draws,
+        at_once=at_once,
+    )
+    return [kept[node] for node in accepted], token
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("config", [(2,), (3,), (2, 1)], ids=str)
+def test_law_of_draws_that_share_a_node(config: tuple[int, ...], at_once: bool) -> None:
+    p, q = everywhere(distribution([1, 5, 4])), everywhere(distribution([8, 1, 1]))
+    verify = functools.partial(verify_shared, at_once=at_once)
+    length = len(config) + 1
+    assert emitted(p, sampled(q, config, replace=True), verify, length) == plain(p, length)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_law_of_families_of_different_sizes(at_once: bool) -> None:
+    """A node that has one child only, for q has one token only, before and behind nodes with two."""
+    p = everywhere(distribution([1, 4, 3]))
+
+    def q(text: tuple[int, ...]) -> Rows:
+        return distribution([0, 1, 0] if text == (0,) else [6, 1, 1])
+
+    assert emitted(p, sampled(q, (2, 2), replace=False), ships(WITHOUT, at_once=at_once), 3) == plain(p, 3)
 
 
 @given(
@@ -334,6 +383,14 @@ def test_chance_follows_its_generator() -> None:
         return [x for _ in range(20) for x in (chance.accept(0.5), chance.choose(torch.ones(1000)))]
 
     assert decisions(1) == decisions(1) != decisions(2)
+
+
+def test_chance_is_drawn_where_its_generator_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator of a GPU draws nothing on a CPU."""
+    generator, asked = SimpleNamespace(device=torch.device("cuda")), []
+    monkeypatch.setattr(torch, "randint", lambda *_, **options: asked.append(options) or 7)
+    RandomChance(generator)  # type: ignore[arg-type]
+    assert asked == [{"generator": generator, "device": generator.device}]
 
 
 def test_impossible_and_certain_events() -> None:

@@ -20,6 +20,7 @@ from data_prep.settings import DataConfig
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
 from train import time_budget
+from train.export import export
 from train.fit_settings import FitConfig, WandbConfig
 from train.settings import TOY_REPORT, ToyTargetConfig
 from train.time_budget import STEPS_FILE
@@ -148,6 +149,8 @@ def test_a_killed_run_is_exported_after_resume(finished, tmp_path):
     out_dir = Path(config.out_dir)
     for name in ("toy_target.json", "config.json"):
         (out_dir / name).unlink()  # as if killed between training and export
+    with pytest.raises(UserError, match=r"data\.max_records=29 \(was 30\)"):
+        train_toy_target(replace(config, data=replace(config.data, max_records=29)))
     train_toy_target(config)
     assert AutoModelForCausalLM.from_pretrained(out_dir).config.num_hidden_layers == 2
 
@@ -176,6 +179,34 @@ def test_measuring_leaves_no_trace_in_the_weights(finished, tmp_path):
 
 def _weights(config: ToyTargetConfig) -> bytes:
     return (Path(config.out_dir) / "model.safetensors").read_bytes()
+
+
+def test_a_directory_is_whole_once_it_has_a_config(finished, tmp_path, monkeypatch):
+    real, appeared = os.replace, []
+
+    def replaced(source, destination):
+        appeared.append(Path(destination).name)
+        real(source, destination)
+
+    model = AutoModelForCausalLM.from_pretrained(finished.out_dir)
+    monkeypatch.setattr(os, "replace", replaced)
+    export(model, AutoTokenizer.from_pretrained(finished.out_dir), tmp_path)
+    assert {"model.safetensors", "tokenizer.json"} < set(appeared)
+    assert appeared[-1] == "config.json"
+
+
+def test_gradient_checkpointing_changes_nothing(finished, tmp_path, monkeypatch):
+    config = replace(finished, out_dir=str(tmp_path), fit=replace(finished.fit, gradient_checkpointing=True))
+    real, seen = ToyTarget.forward, []
+
+    def forward(self, *rows, **batch):
+        seen.append(all(layer.gradient_checkpointing for layer in self.lm.model.layers))
+        return real(self, *rows, **batch)
+
+    monkeypatch.setattr(ToyTarget, "forward", forward)
+    train_toy_target(config)
+    assert all(seen)
+    assert _weights(config) == _weights(finished)
 
 
 def test_conversations_are_refused(tmp_path):
@@ -251,6 +282,16 @@ def test_a_gpu_trains_it_compiled_for_some_minutes(tmp_path):
 
 def test_a_cpu_does_not_compile_by_itself():
     assert not can_compile(torch.device("cpu"))
+
+
+def test_without_python_headers_a_gpu_does_not_compile_either(tmp_path, monkeypatch):
+    """Triton builds a module for Python, whose headers are a package of their own on many systems."""
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert not can_compile(torch.device("cuda"))
+    (tmp_path / "Python.h").touch()
+    assert can_compile(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
