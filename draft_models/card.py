@@ -16,8 +16,9 @@ def write_card(path: Path, kind: str, target: str, facts: Mapping[str, Any]) -> 
     kind: early_exit or small_lm; target: name or directory of what it drafts for; facts: one line each.
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    base = "" if Path(target).is_dir() else f"base_model: {target}\n"  # the Hub refuses one it does not have
     sections = [
-        f"---\nlibrary_name: outrider\nbase_model: {target}\ntags: [speculative-decoding, draft-model]\n---",
+        f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
         f"# A draft model for {target}",
         _USES[kind].format(path=path, target=target),
         f"## How it was made\n\n{listed}",
@@ -78,5 +79,5 @@ _USES = {"early_exit": _EARLY_EXIT, "small_lm": _SMALL_LM}
 _UPLOAD = """## Sharing it
 
 ```
-hf upload USER/NAME {path} --exclude "checkpoint-*" "best/*" "wandb/*"
+hf upload USER/NAME {path} --exclude "checkpoint-*" --exclude "best/*" --exclude "wandb/*"
 ```"""

@@ -24,17 +24,20 @@ from draft_models.tiny_model import debugged
 from inference.evaluation import Drafters, prepare
 from inference.sources import EarlyExitSource
 from train import run_dir, sharding
+from train.best import BEST_FOLDER, Best
 from train.debug import small_eesd
+from train.export import served_dtype
 from train.fit import fit
 from train.plan import describe_plan, make_plan
 from train.settings import EesdConfig
-from train.watch import decode_metrics, heldout_prompts, target_choices
+from train.watch import MovedNorms, decode_metrics, heldout_prompts, target_choices
 
 
 def train_early_exit(config: EesdConfig) -> None:
     """Train an exit layer as `config` says; the drafter is `config.out_dir` itself (see `draft_models.checkpoint`).
 
-    Raises `UserError` for an unusable target, data set or directory, before any weight is read.
+    With `decode_prompts` it holds the weights with the highest τ of all evaluations, else the last ones. Raises
+    `UserError` for an unusable target, data set or directory, before any weight is read.
     """
     if config.debug:
         config = debugged(config, small_eesd)
@@ -82,24 +85,32 @@ def train_early_exit(config: EesdConfig) -> None:
         "seq_len": config.seq_len,
         "data": config.data.deciding(),
         "data_key": rows.key,
+        **config.choosing(),
     }
+    identity = {**recipe, "target": asdict(fingerprint)}
+    best = Best(out_dir / BEST_FOLDER, {**identity, "fit": config.fit.deciding()}) if config.decode_prompts else None
+    watch = Watch(config, target, files, heldout, student, best, state.is_main_process)
     result = fit(
         student,
         rows,
         config.fit,
         out_dir,
         resume=config.resume,
-        identity={**recipe, "target": asdict(fingerprint)},
-        evaluate=Watch(config, target, files, heldout, state.device, state.is_main_process),
+        identity=identity,
+        evaluate=watch,
+        on_step=watch.begin_step,
     )
     if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it
         print(f"{out_dir}: finished already", flush=True)
     elif state.is_main_process:
-        training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "metrics": result.metrics}
+        step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)
+        training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "step": step, "metrics": metrics}
         save_drafter(out_dir, student, fingerprint, training, target)
         facts = {key: recipe[key] for key in ("exit_layer", "objective", "train_head", "seq_len")}
-        write_card(out_dir, "early_exit", config.target, {**facts, "data": config.data.source, "steps": result.steps})
-        print(f"saved drafter={out_dir} exit_layer={exit_layer} of {target.num_hidden_layers}", flush=True)
+        facts |= {"data": config.data.source, "steps": result.steps}
+        facts |= {"chosen step": step, "tau": round(metrics["tau"], 3)} if best else {}
+        write_card(out_dir, "early_exit", config.target, facts)
+        print(f"saved drafter={out_dir} exit_layer={exit_layer} of {target.num_hidden_layers} step={step}", flush=True)
     state.wait_for_everyone()
 
 
@@ -127,17 +138,16 @@ def save_drafter(
     target: PreTrainedConfig,
 ) -> None:
     """Save the student's drafter in the target's own dtype."""
-    dtype = target.dtype if isinstance(target.dtype, torch.dtype) else torch.float32
-    save_pretrained(path, student.drafter, fingerprint, training, dtype)
+    save_pretrained(path, student.drafter, fingerprint, training, served_dtype(target))
 
 
 class Watch:
     """What is watched while training, on the main process: the number that training is for.
 
-    top1: share of held-out supervised positions at which the drafter's argmax is the text's next token. With
-    `decode_prompts` the whole target is loaded too, for more: top1_target, the same share against the target's own
-    argmax, and real decoding's tau and acceptance by position (`decode_metrics`). Make it before `fit`: DeepSpeed
-    shares out every module made after it has begun.
+    top1: share of held-out supervised positions at which the drafter's argmax is the text's next token; norms_moved
+    (`MovedNorms`). With `decode_prompts` the whole target is loaded too, for more: top1_target, the same share against
+    the target's own argmax, and real decoding's tau and acceptance by position (`decode_metrics`); `best` then keeps
+    the weights. Make it before `fit`: DeepSpeed shares out every module made after it has begun.
     """
 
     def __init__(
@@ -146,10 +156,13 @@ class Watch:
         target: PreTrainedConfig,
         files: TensorFiles,
         heldout: Rows,
-        device: torch.device,
+        student: EarlyExitStudent,
+        best: Best | None,
         active: bool,
     ):
-        self.config, self.active = config, active
+        self.config, self.best, self.active = config, best, active
+        self.step = 0
+        self.norms = MovedNorms(student, served_dtype(target))
         size = config.eval_batch_rows
         starts = range(0, len(heldout), size) if active else ()
         self.batches = [
@@ -157,9 +170,13 @@ class Watch:
         ]
         room = target.max_position_embeddings - config.decode_tokens
         self.prompts = heldout_prompts(heldout, config.decode_prompts, room)
-        self.whole = _load_whole(files, target, device) if active and self.prompts else None
+        self.whole = _load_whole(files, target, student.stack.device) if active and self.prompts else None
         # the target's argmax at the supervised positions of each batch
         self.choices = [target_choices(self.whole, batch) for batch in self.batches] if self.whole else []
+
+    def begin_step(self, step: int) -> None:
+        """Told by `fit`: the weights to come are those after step `step` + 1."""
+        self.step = step + 1
 
     def __call__(self, student: torch.nn.Module) -> dict[str, float]:
         if not self.active:
@@ -171,6 +188,9 @@ class Watch:
         if self.whole is not None:
             metrics["top1_target"] = agreement(guesses, self.choices)
             metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens)
+        metrics |= self.norms(student, self.step)
+        if self.best is not None:
+            self.best.offer(student, self.step, metrics)
         return metrics
 
 

@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.errors import UserError
 from train import run_dir
@@ -15,6 +16,11 @@ from train import run_dir
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The ids under which configs know the tokenizer's special tokens."""
     return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+
+
+def served_dtype(target: PreTrainedConfig) -> torch.dtype:
+    """The dtype of the target's own weights, in which its drafters are saved; float32 where its config names none."""
+    return target.dtype if isinstance(target.dtype, torch.dtype) else torch.float32
 
 
 def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:

@@ -52,6 +52,8 @@ def run_pipeline(config: PipelineConfig) -> None:
                     if name == "report":  # which a run of the step would have shown
                         print((out_dir / name / "report.md").read_text(), flush=True)
                 else:
+                    if _is_outdated(name, records):  # its command would refuse to go on with what is there
+                        shutil.rmtree(out_dir / name, ignore_errors=True)
                     records.pop(name, None)
                     records[name] = _run_step(config, name, records)
         finally:
@@ -74,6 +76,12 @@ def _is_done(out_dir: Path, name: str, records: Mapping[str, Record]) -> bool:
     """`records`: of the steps done; in it an earlier step's is final."""
     product = (out_dir / STEPS[name].product).exists()
     return product and name in records and records[name]["made_from"] == _finish_times(name, records)
+
+
+def _is_outdated(name: str, records: Mapping[str, Record]) -> bool:
+    """Whether what a step left was made from a product that has been made again since."""
+    made_from = records[name]["made_from"] if name in records else {}
+    return any(made_from.get(before, finished) != finished for before, finished in _finish_times(name, records).items())
 
 
 def _finish_times(name: str, records: Mapping[str, Record]) -> dict[str, float]:

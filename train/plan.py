@@ -46,8 +46,8 @@ class Plan:
 def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> Plan:
     """The plan of `config` for a target of this shape.
 
-    Matrices cost 2 operations a parameter and token forward and 4 backward; attention over seq_len tokens costs
-    2 · 2 · seq_len/2 · d a token and layer forward, as keys and values are seen half on average.
+    Matrices cost 2 operations a parameter and token forward and 4 backward, frozen ones 2; attention over seq_len
+    tokens costs 2 · 2 · seq_len/2 · d a token and layer forward, as keys and values are seen half on average.
     """
     layers = list(exit_layers(target, exit_layer))
     model = empty_model(select_layers(target, layers))
@@ -78,15 +78,16 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         f"hidden states of {rows} rows × {config.seq_len} tokens": 4 * rows * config.seq_len * target.hidden_size,
     }
     attention = 2 * config.seq_len * target.hidden_size
-    step = 3 * (2 * head + (2 * layer + attention if config.train_layer else 0))
+    step = (6 if config.train_head else 4) * head + (3 * (2 * layer + attention) if config.train_layer else 0)
     forward = 2 * layer + attention
+    taught = 2 * head if config.objective == "kl" else 0  # the target's own logits
     return Plan(
         read=read,
         read_bytes=read * _stored_bytes(target),
         parts=tuple(parts),
         device_bytes=memory,
-        flops=frozen_layers * forward + step,
-        full_flops=target.num_hidden_layers * forward + step,
+        flops=frozen_layers * forward + taught + step,
+        full_flops=target.num_hidden_layers * forward + taught + step,
     )
 
 

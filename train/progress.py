@@ -58,6 +58,7 @@ FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta
 
 
 def start_wandb(config: WandbConfig, out_dir: Path, run: Mapping[str, Any]) -> Any:
+    """The W&B run to log to, None where it is disabled; `out_dir` keeps its id. Raises `UserError` without wandb."""
     mode = config.resolved_mode()
     if mode == "disabled":
         return None

@@ -83,7 +83,7 @@ class EesdConfig:
     seq_len: int = 2048
     eval_rows: int = 64  # held-out rows behind eval_top1
     eval_batch_rows: int = 4
-    decode_prompts: int = 0  # held-out prompts to decode with the whole target for eval_tau; 0 never loads it
+    decode_prompts: int = 0  # held-out prompts behind eval_tau, which chooses the drafter; 0 never loads the target
     decode_tokens: int = 64
     plan: bool = False  # only say what it would read, hold and compute; needs no weights
     out_dir: str = "runs/eesd"
@@ -113,6 +113,13 @@ class EesdConfig:
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         _require_heldout(self.data, "training is watched on held-out text")
         require(self.decode_prompts >= 0, "decode_prompts", self.decode_prompts, "0 or more")
+
+    def choosing(self) -> dict[str, Any]:
+        """The options that decide which of the weights on the way are kept; none where it is the last ones."""
+        if not self.decode_prompts:
+            return {}
+        keys = ("decode_prompts", "decode_tokens")
+        return {key: getattr(self, key) for key in keys} | {"eval_every": self.fit.eval_every}
 
 
 @dataclass(frozen=True)
@@ -180,7 +187,7 @@ class DrafterConfig:
             return
         require(self.revision is None, "revision", self.revision, "a path it belongs to")
         for key, value in {**shape, **given}.items():
-            require(value is not None and value > 0, key, value, "a positive number, or a path")
+            require(value is not None and value > 0, key, value, "a positive number, or a path (drafter.path=MODEL)")
         assert self.hidden is not None
         assert self.heads is not None
         require(

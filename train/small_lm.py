@@ -1,16 +1,11 @@
 """Training a small LM as a drafter: start one, fit it, choose the best by real decoding, export it."""
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -26,7 +21,7 @@ from draft_models.attention import ATTENTION
 from draft_models.card import write_card
 from draft_models.checkpoint import fingerprint_target, provenance
 from draft_models.errors import UserError
-from draft_models.files import require_writable, write_atomically, write_json
+from draft_models.files import write_json
 from draft_models.processes import join_processes
 from draft_models.small_lm import require_same_vocabulary
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
@@ -34,17 +29,16 @@ from draft_models.tensor_files import open_target
 from draft_models.tiny_model import debugged
 from inference.sources import SmallLMSource
 from train import run_dir, sharding
+from train.best import BEST_FOLDER, Best
 from train.debug import small_finetune
-from train.export import export, special_tokens
+from train.export import export, served_dtype, special_tokens
 from train.fit import fit
 from train.settings import DrafterConfig, FinetuneConfig
 from train.small_lm_student import OnPolicy, SmallLMStudent
 from train.top_k_rows import TopKRows, load_top_k_rows
-from train.trained_weights import WEIGHTS_FILE, trained_parameters
-from train.watch import decode_metrics, heldout_prompts
+from train.watch import MovedNorms, decode_metrics, heldout_prompts
 
 REPORT_FILE = "finetune_drafter.json"  # written last
-BEST_FOLDER = "best"
 
 
 def finetune_drafter(config: FinetuneConfig) -> None:
@@ -85,7 +79,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
         "drafter_weights": drafter_digest(config.drafter),
         "data_key": rows.key,
     }
-    served = target.dtype if isinstance(target.dtype, torch.dtype) else torch.float32
+    served = served_dtype(target)
     watch = None
     if state.is_main_process:
         assert stack is not None
@@ -137,7 +131,7 @@ def drafter_config(
     Raises `UserError` where a finished drafter's tokens are not the target's.
     """
     if drafter.path is not None:
-        config = load_config(drafter.path, drafter.revision)
+        config = load_config(drafter.path, drafter.revision, role="drafter.path")
         require_same_vocabulary(load_tokenizer(drafter.path, drafter.revision), tokenizer)
         return config
     shape: dict[str, Any] = {
@@ -205,53 +199,10 @@ def describe(student: SmallLMStudent, config: FinetuneConfig) -> str:
     )
 
 
-class Best:
-    """The trained weights with the highest τ so far, in one file that is the old one or all of the new.
-
-    They count for this very `run` only; a killed run finds them again. Evaluations are a function of the step, so
-    those a resumed run repeats change nothing.
-    """
-
-    def __init__(self, folder: Path, run: Mapping[str, Any]):
-        self.file = folder / WEIGHTS_FILE
-        self.run = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
-
-    def offer(self, student: nn.Module, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the student's weights if they are better. Raises `UserError` where they cannot be written."""
-        before = self._described()
-        if before is not None and before[1]["tau"] >= metrics["tau"]:
-            return
-        weights = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(student).items()}
-        described = {"run": self.run, "step": str(step), "metrics": json.dumps(dict(metrics))}
-        require_writable(self.file.parent)
-        write_atomically(self.file, save(weights, metadata=described))
-
-    def restore(self, student: nn.Module) -> tuple[int, dict[str, float]]:
-        """Put the best weights back; returns their step and metrics. Raises `UserError` where they are gone."""
-        described = self._described()
-        if described is None:
-            raise UserError(f"{self.file}: the run's best weights are missing; train again in another out_dir")
-        with torch.no_grad(), safe_open(self.file, framework="pt") as stored:
-            for name, parameter in trained_parameters(student).items():
-                parameter.copy_(stored.get_tensor(name))
-        return described
-
-    def _described(self) -> tuple[int, dict[str, float]] | None:
-        try:
-            with safe_open(self.file, framework="pt") as stored:
-                described = stored.metadata() or {}
-        except (OSError, SafetensorError):
-            return None
-        if described.get("run") != self.run:
-            return None
-        return int(described["step"]), json.loads(described["metrics"])
-
-
 class Watch:
     """Evaluation while training, for the main process: decodes with what would be served, and keeps the best.
 
-    Metrics: see `decode_metrics`; and norms_moved, the share of the trained norms that differ, in the dtype they are
-    saved in, from what they started as. None of them moving is worth a warning: near 1, bfloat16 has steps of 0.8 %.
+    Metrics: those of `decode_metrics` and `MovedNorms`.
     """
 
     def __init__(
@@ -264,27 +215,13 @@ class Watch:
         best: Best,
     ):
         self.stack, self.prompts, self.new_tokens, self.best = stack, prompts, new_tokens, best
-        self.saved_dtype = saved_dtype
-        self.norms = {name: norm.clone() for name, norm in self._saved_norms(student).items()}
+        self.norms = MovedNorms(student, saved_dtype)
 
-    def __call__(self, student: nn.Module) -> dict[str, float]:
+    def __call__(self, student: torch.nn.Module) -> dict[str, float]:
         assert isinstance(student, SmallLMStudent)
         drafter = LayerStack(student.merged(self.stack.dtype))
         metrics = decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens)
         step = student.step + 1
-        if self.norms:
-            now = self._saved_norms(student)
-            moved = sum(not torch.equal(norm, now[name]) for name, norm in self.norms.items())
-            metrics["norms_moved"] = moved / len(self.norms)
-            if not moved:
-                print(
-                    f"warning: step {step}: none of the {len(self.norms)} trained norms has moved, rounded to "
-                    f"{self.saved_dtype}; raise lr or train longer",
-                    flush=True,
-                )
+        metrics |= self.norms(student, step)
         self.best.offer(student, step, metrics)
         return metrics
-
-    def _saved_norms(self, student: nn.Module) -> dict[str, Tensor]:
-        trained = trained_parameters(student).items()
-        return {name: p.detach().to(self.saved_dtype) for name, p in trained if p.ndim == 1 and "norm" in name}

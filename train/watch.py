@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_prep.rows import Rows
 from draft_models.losses import IGNORE
@@ -14,6 +14,7 @@ from inference.evaluation import collect
 from inference.measures import acceptance_by_position, decode_statistics
 from inference.sources import Drafter
 from inference.stop_rules import FixedLength
+from train.trained_weights import trained_parameters
 
 WATCHED_DRAFT = 4  # draft length of the τ watched while training: fixed, so that τ depends on the weights alone
 
@@ -32,6 +33,34 @@ def decode_metrics(
     ]
     positions = {f"accept_{int(row['position'])}": row["accepted"] for row in acceptance_by_position(generations)}
     return {"tau": decode_statistics(generations)["tau"], **positions}
+
+
+class MovedNorms:
+    """norms_moved: the share of a model's trained norms that differ, in the dtype they are saved in, from their start.
+
+    None of them moving is worth a warning: near 1, bfloat16 has steps of 0.8 %. Without any there is nothing to say.
+    """
+
+    def __init__(self, model: nn.Module, saved_dtype: torch.dtype):
+        self.dtype = saved_dtype
+        self.start = {name: norm.clone() for name, norm in self._norms(model).items()}
+
+    def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
+        if not self.start:
+            return {}
+        now = self._norms(model)
+        moved = sum(not torch.equal(norm, now[name]) for name, norm in self.start.items())
+        if not moved:
+            print(
+                f"warning: step {step}: none of the {len(self.start)} trained norms has moved, rounded to "
+                f"{self.dtype}; raise lr or train longer",
+                flush=True,
+            )
+        return {"norms_moved": moved / len(self.start)}
+
+    def _norms(self, model: nn.Module) -> dict[str, Tensor]:
+        trained = trained_parameters(model).items()
+        return {name: p.detach().to(self.dtype) for name, p in trained if p.ndim == 1 and "norm" in name}
 
 
 def heldout_prompts(rows: Rows, count: int, longest: int) -> list[list[int]]:

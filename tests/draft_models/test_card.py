@@ -1,7 +1,11 @@
 """The model card: commands that name this drafter and target, and the newest report only."""
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +29,27 @@ def test_an_early_exit_drafter_claims_no_serving_engine(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     assert "vllm serve" not in text
     assert f"checkpoint={tmp_path} target=org/target" in text
+
+
+def test_the_upload_command_is_understood(tmp_path: Path) -> None:
+    """By the Hub's own client, as far as it gets without a network."""
+    write_card(tmp_path, "small_lm", "org/target", {})
+    (line,) = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("hf ")]
+    client, *arguments = shlex.split(line)
+    command = [str(Path(sys.executable).with_name(client)), *arguments]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    tried = subprocess.run(command, env=offline, capture_output=True, text=True, check=False)
+    assert "offline mode is enabled" in tried.stdout + tried.stderr
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "small_lm"])
+def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, kind: str) -> None:
+    """An upload of a card whose base_model is a path is refused."""
+    (tmp_path / "target").mkdir()
+    write_card(tmp_path, kind, str(tmp_path / "target"), {})
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: outrider\ntags: [speculative-decoding, draft-model]\n---\n")
+    assert f"# A draft model for {tmp_path / 'target'}\n" in text
 
 
 @pytest.mark.parametrize("carded", [True, False])

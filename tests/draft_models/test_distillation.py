@@ -1,5 +1,6 @@
 """The distillation losses against their formulas written out: values and gradients."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -137,6 +138,8 @@ def test_top_k_is_the_formula_over_buckets(kind: str, chunk: int) -> None:
     got = values(linear_topk_divergence, cached, kind=kind, chunk=chunk)
     assert_same(got, values(twin, cached))
     assert got[0] <= values(linear_divergence, given, kind=kind)[0]  # merging buckets never adds divergence
+    inexact = {"top_logprobs": cached["top_logprobs"] + 0.1, "tail": cached["tail"] * math.exp(0.1)}  # as if rounded
+    assert_same(values(linear_topk_divergence, {**cached, **inexact}, kind=kind, chunk=chunk), got)
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
@@ -156,6 +159,15 @@ def test_a_tail_lost_to_half_precision_stays_finite(kind: str) -> None:
     cached["tail"].clamp_min_(0)
     assert not cached["tail"].all()
     assert all(tensor.isfinite().all() for tensor in values(linear_topk_divergence, cached, kind=kind))
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_softmaxes_are_float32_whatever_the_products_are(kind: str) -> None:
+    given = problem(torch.bfloat16)
+    keep = given["labels"] != IGNORE
+    p = (given["target_hidden"][keep] @ given["target_weight"].T).float().softmax(-1)
+    q = (given["hidden"][keep] @ given["weight"].T).float().softmax(-1)
+    torch.testing.assert_close(linear_divergence(**given, kind=kind), TWINS[kind](p, q), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from draft_models.checkpoint import (
     META_FILE,
@@ -39,8 +40,8 @@ def load_student(
     return EarlyExitStudent(model, exit_layer, train_head=train_head)
 
 
-def rows(count: int = 2, length: int = 24) -> dict[str, torch.Tensor]:
-    """Two documents a row, the second padded; every third position unsupervised."""
+def rows(count: int = 2, length: int = 40) -> dict[str, torch.Tensor]:
+    """Two documents a row, the second padded and longer than a window; every third position unsupervised."""
     ids = torch.tensor(random_prompt(count * length)).view(count, length)
     documents = torch.tensor([0] * 10 + [1] * (length - 13) + [-1] * 3).expand(count, length)
     positions = torch.tensor([*range(10), *range(length - 13), 0, 0, 0]).expand(count, length)
@@ -60,7 +61,7 @@ def test_loss_equals_the_model_run_on_each_document_alone(tmp_path: Path, archit
     expected = torch.zeros(())
     batch = rows()
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
-        for part in (slice(0, 10), slice(10, 21)):
+        for part in (slice(0, 10), slice(10, 37)):
             logits = plain(ids[None, part]).logits[0]
             expected = expected + F.cross_entropy(logits, labels[part], reduction="sum")
     student = load_student(path, exit_layer)
@@ -81,7 +82,7 @@ def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -
     assert all(name.startswith("drafter.") for name in got)
 
     whole = LayerStack(load_layers(open_target(str(path)), config, range(LAYERS), dtype=torch.float32))
-    whole.reserve(24)
+    whole.reserve(40)
     masks = whole.packed_masks(batch["positions"], batch["documents"])
     keep = batch["labels"] != IGNORE
     positions = batch["positions"]
@@ -100,13 +101,14 @@ def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -
 def test_the_target_distilled_into_itself_has_no_loss(tmp_path: Path) -> None:
     path = save_target(tmp_path)
     model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
-    before = model.model.layers[-1].mlp.up_proj.weight.clone()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     student = EarlyExitStudent(model, LAYERS - 1, train_head=True, distill=True)
     assert student(**rows())["loss_sum"].abs() < 1e-3
     with torch.no_grad():
         for parameter in student.drafter.parameters():
             parameter.zero_()
-    assert torch.equal(model.model.layers[-1].mlp.up_proj.weight, before)  # the exit layer is a copy
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name  # exit layer, norm and head are copies
 
 
 @pytest.mark.parametrize("train_head", [True, False])
@@ -136,6 +138,20 @@ def test_frozen_layers_run_in_their_own_dtype(tmp_path: Path) -> None:
     a, b = whole(**rows())["loss_sum"], half(**rows())["loss_sum"]
     assert a != b
     torch.testing.assert_close(a, b, rtol=0.05, atol=0)
+    places = rows()["positions"]  # of the exit layer too, which is float32
+    assert torch.equal(half.stack.rotary(places)[0], whole.stack.rotary(places)[0])
+
+
+def test_frozen_layers_do_not_follow_the_loops_precision(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    student = EarlyExitStudent(model, 2, train_head=True, distill=True)
+    inputs = {name: value for name, value in rows().items() if name != "labels"}
+    own, target = student.hidden(**inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, same = student.hidden(**inputs)
+    assert torch.equal(same, target)
+    assert not torch.equal(rounded, own)
 
 
 def test_choices_are_the_argmax_where_supervised(tmp_path: Path) -> None:
@@ -160,6 +176,8 @@ def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool
     drafter = make_drafter(path, 2, noise=0.1, own_head=own_head)
     save_pretrained(tmp_path / "drafter", drafter, fingerprint(path), {"lr": 1.0}, torch.float32)
     loaded = from_pretrained(tmp_path / "drafter", load_config(str(path)), fingerprint(path), dtype=torch.float32)
+    assert not loaded.training
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
     assert loaded.exit_layer == 2
     assert loaded.window == drafter.window
     assert (loaded.head is not None) == own_head
@@ -169,6 +187,15 @@ def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool
     meta = json.loads((tmp_path / "drafter" / META_FILE).read_text())
     assert meta["training"] == {"lr": 1.0}
     assert meta["fingerprint"]["layers"] == LAYERS
+
+
+def test_a_fingerprint_tells_what_training_reads_from_what_it_does_not(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    stored, before = load_file(path / "model.safetensors"), fingerprint(path)
+    for name, tensor in stored.items():
+        save_file({**stored, name: tensor + 1}, path / "model.safetensors", metadata={"format": "pt"})
+        unread = name.startswith(("model.layers.1.", "model.layers.2."))  # with an exit layer behind the first
+        assert (fingerprint(path) == before) == unread, name
 
 
 def test_another_target_is_refused_with_the_differences(tmp_path: Path) -> None:

@@ -96,6 +96,20 @@ def test_autocast_keeps_float32_masters():
     for value, reference in zip(got, expected, strict=True):
         # bfloat16 has 8 bits; sums of a few dozen terms stay within a few of its steps
         torch.testing.assert_close(value, reference, rtol=0.02, atol=0.02 * reference.abs().max().item())
+    keep = labels != IGNORE
+    products = (hidden[keep].bfloat16() @ weight.bfloat16().T).float()  # these are rounded, what is made of them is not
+    torch.testing.assert_close(got[0], F.cross_entropy(products, labels[keep], reduction="sum"), rtol=1e-5, atol=0)
+
+
+def test_the_weights_gradient_is_summed_in_float32():
+    """A thousand equal positions, one at a time: a bfloat16 sum of their gradients stops growing at 256 of them."""
+    hidden, weight, _ = _problem(torch.float32, (1,))
+    labels = torch.tensor([3])
+    with torch.autocast("cpu", torch.bfloat16):
+        _, _, one = _value_and_gradients(linear_cross_entropy, hidden, weight, labels)
+        many = (hidden.expand(1000, -1), weight, labels.expand(1000))
+        _, _, all_of_them = _value_and_gradients(lambda *args: linear_cross_entropy(*args, chunk=1), *many)
+    torch.testing.assert_close(all_of_them, 1000 * one, rtol=1e-3, atol=0)
 
 
 def test_bfloat16_weight_gets_a_bfloat16_gradient():

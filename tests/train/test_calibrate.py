@@ -5,6 +5,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,21 +135,25 @@ def synthetic(n: int, seed: int) -> dict[str, torch.Tensor]:
 
 def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> None:
     captured = synthetic(200, 0)
-    model = CalibrationModel(captured, l2=0.0)
+    model = CalibrationModel(captured, l2=0.5)
+    untrained = predict(model.folded(), captured)
+    torch.testing.assert_close(untrained, captured["label"].mean().expand(200))  # before it has learnt anything
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
     rows = Examples(captured)
     loss = sum(model(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
     predicted = predict(model.folded(), captured)
-    torch.testing.assert_close(
-        loss,
-        torch.nn.functional.binary_cross_entropy(predicted, captured["label"], reduction="sum"),
-        rtol=1e-4,
-        atol=1e-3,
-    )
+    entropy = torch.nn.functional.binary_cross_entropy(predicted, captured["label"], reduction="sum")
+    penalty = sum(weights.square().sum() for weights in (model.head.target, model.head.draft))
+    torch.testing.assert_close(loss, entropy + 0.5 * 200 * penalty, rtol=1e-4, atol=1e-3)
     loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.head.parameters())
+    other = captured | {"target_hidden": 70 * captured["target_hidden"] + 3}
+    scaled, rows = CalibrationModel(other, l2=0.5), Examples(other)
+    scaled.head.load_state_dict(model.head.state_dict())
+    again = sum(scaled(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
+    torch.testing.assert_close(again, loss, rtol=1e-4, atol=1e-3)  # so one learning rate and one l2 fit any model
 
 
 def test_scores_by_hand() -> None:
@@ -169,6 +174,13 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
     assert facts["heldout"] == json.loads((tmp_path / "run/calibration.json").read_text())
     assert (tmp_path / "run/reliability.png").read_bytes().startswith(b"\x89PNG")
     assert float(head.target.abs().sum()) > 0
+    tokens = {
+        split: sum(len(load_file(file)["label"]) for file in (tmp_path / "run/captured").glob(f"{split}-*/*"))
+        for split in ("train", "heldout")
+    }
+    assert facts["heldout"]["tokens"] == tokens["heldout"] != tokens["train"] == facts["examples"]
+    last = jobs.log(tmp_path / "run")[-1]  # of the head as it was trained, what is stored says the same
+    assert facts["heldout"]["predictors"]["head"]["brier"] == pytest.approx(last["eval_brier"], rel=1e-4)
 
     with pytest.raises(UserError, match="belongs to an earlier training"):
         load_calibration(folder / "drafter", "0" * 64)
@@ -199,6 +211,9 @@ def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
     scores = judge(model.folded(), train, heldout)["predictors"]
     assert scores["head"]["brier"] < 0.7 * min(scores["constant"]["brier"], scores["confidence"]["brier"])
     assert scores["head"]["ece"] < 0.03
+    constant = torch.full_like(heldout["label"], float(train["label"].mean()))
+    assert scores["constant"]["brier"] == pytest.approx(brier(constant, heldout["label"]))
+    assert scores["confidence"]["brier"] == pytest.approx(brier(heldout["confidence"], heldout["label"]))
 
 
 def test_bad_input_is_refused_before_anything_is_captured(folder: Path, tmp_path: Path) -> None:
@@ -220,6 +235,47 @@ def test_a_head_is_found_beside_its_drafter_only(tmp_path: Path) -> None:
     assert load_calibration(tmp_path / "d", "a" * 64).target.shape == (10, 4)
     with pytest.raises(UserError, match="no calibration head there"):
         load_calibration(tmp_path, "a" * 64)
+
+
+def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out text apart from the other, as much of it as leaves room; again for other settings, text or drafter."""
+    texts: list[tuple[int, ...]] = []
+    identities: list[dict[str, Any]] = []
+
+    def capture(_stack: object, _drafter: object, prompts: list[list[int]], *_: int) -> dict[str, torch.Tensor]:
+        texts.extend(map(tuple, prompts))
+        n = len(prompts)
+        labels = torch.tensor([float(sum(prompt) % 2) for prompt in prompts])
+        hidden = {"target_hidden": torch.zeros(n, 4), "draft_hidden": torch.zeros(n, 4)}
+        return {**hidden, "position": torch.ones(n).long(), "confidence": torch.ones(n), "label": labels}
+
+    def fit(*_: object, identity: dict[str, Any], **__: object) -> None:
+        identities.append(identity)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.calibration.capture", capture)
+    monkeypatch.setattr("train.calibration.fit", fit)
+    run = config(folder, tmp_path / "run", resume=True)
+
+    def captured(**changes: object) -> int:
+        texts.clear()
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(replace(run, **changes))
+        return len(texts)
+
+    assert captured() == 20 + 6
+    assert not set(texts[:20]) & set(texts[20:])
+    assert captured() == 0
+    assert captured(max_draft=3) == captured(new_tokens=12) == captured(dtype="float64") == 26
+    assert captured(new_tokens=250) == 26
+    assert max(map(len, texts)) == 256 - 250
+    path = folder / "target"
+    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    save_pretrained(tmp_path / "other", make_drafter(path, LAYERS - 1, noise=0.2), fingerprint, {}, torch.float32)
+    assert captured(checkpoint=str(tmp_path / "other")) == 26
+    (tmp_path / "text.jsonl").write_text((folder / "text.jsonl").read_text().replace("fox", "ox"))
+    assert captured(data=replace(run.data, path=str(tmp_path / "text.jsonl"))) == 26
+    assert identities[0] == identities[1] != identities[-1]  # which a resumed fit would refuse
 
 
 def test_two_processes_equal_one(folder: Path, tmp_path: Path) -> None:

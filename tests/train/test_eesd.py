@@ -31,7 +31,7 @@ from tests.train.jobs import TORCHRUN, finish, kill_when, launch, same
 from train import fit as fit_module
 from train.early_exit import Watch, default_exit_layer, train_early_exit
 from train.settings import EesdConfig
-from train.watch import heldout_prompt
+from train.watch import heldout_prompt, heldout_prompts
 
 FIT = replace(jobs.FIT, steps=6)
 
@@ -81,6 +81,28 @@ def test_a_trained_drafter_is_lossless_and_better(
     prompt = random_prompt(20)
     rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=20))
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
+
+
+def test_the_drafter_is_the_best_not_the_last(
+    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taus = iter([1.5, 2.5, 2.0])
+    seen: list[torch.Tensor] = []
+
+    def decode(student: EarlyExitStudent, *_: object) -> dict[str, float]:
+        seen.append(student.drafter.norm.weight.detach().clone())
+        return {"tau": next(taus)}
+
+    monkeypatch.setattr("train.early_exit.decode_student", decode)
+    run = config(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=2, decode_tokens=8)
+    train_early_exit(replace(run, fit=replace(FIT, eval_every=2)))
+    assert torch.equal(weights(tmp_path / "eesd")["norm.weight"], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    training = read_meta(tmp_path / "eesd").training
+    assert (training["steps"], training["step"], training["metrics"]["tau"]) == (6, 4, 2.5)
+    assert training["metrics"]["norms_moved"] == 1
+    with pytest.raises(UserError, match=r"decode_prompts=absent \(was 2\)"):
+        train_early_exit(replace(run, decode_prompts=0, resume=True))
 
 
 def test_training_reads_only_what_it_needs(tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture) -> None:
@@ -183,6 +205,18 @@ def test_default_exit_layer_is_in_the_papers_range() -> None:
         assert default_exit_layer(type("Config", (), {"num_hidden_layers": layers})()) == expected
 
 
+def test_the_target_distilled_into_its_own_last_layer_has_nothing_to_learn(tmp_path: Path, corpus: DataConfig) -> None:
+    """Which is so for the KL divergence alone, up to the rounding of the frozen layers; saved as the target is."""
+    path = save_target(tmp_path / "target", dtype="bfloat16")
+    losses = {}
+    for objective, frozen in (("kl", "float32"), ("kl", "bfloat16"), ("cross_entropy", "float32")):
+        run = config(path, corpus, tmp_path / f"{objective} {frozen}", exit_layer=3, frozen_dtype=frozen)
+        train_early_exit(replace(run, objective=objective, fit=replace(FIT, steps=1, log_every=1)))
+        losses[objective, frozen] = jobs.log(Path(run.out_dir))[0]["loss"]
+        assert {tensor.dtype for tensor in weights(Path(run.out_dir)).values()} == {torch.bfloat16}
+    assert losses["kl", "float32"] < 1e-7 < losses["kl", "bfloat16"] < 1e-3 < losses["cross_entropy", "float32"]
+
+
 def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> None:
     """top1 and top1_target against predictions written out with stock models, tau against a decode of its own."""
     path = save_target(tmp_path / "target", "mistral", kv_heads=2)
@@ -205,7 +239,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    metrics = Watch(run, target, files, heldout, torch.device("cpu"), active=True)(student)
+    metrics = Watch(run, target, files, heldout, student, None, active=True)(student)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     _, stack = open_stack(path)
@@ -223,7 +257,9 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
         )[1:]
     ]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
-    assert Watch(run, target, files, heldout, torch.device("cpu"), active=False)(student) == {}
+    idle = Watch(run, target, files, heldout, student, None, active=False)
+    assert idle(student) == {}
+    assert idle.whole is None
 
 
 def test_the_target_to_watch_with_is_there_before_training(
@@ -258,8 +294,11 @@ def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
     labels[200:240] = 5
     row = {"input_ids": torch.arange(300), "labels": labels, "documents": torch.zeros(300, dtype=torch.long)}
     assert heldout_prompt(row) == list(range(201))  # position 200 predicts the answer's first token
+    assert heldout_prompts([row, row], 1, 50) == [list(range(201))[-50:]]
     labels[:] = 5
     assert heldout_prompt(row) == list(range(128))  # plain text
+    row["documents"][100:] = 1
+    assert heldout_prompt(row) == list(range(50))  # half of a short one
 
 
 def test_one_process_uses_one_gpu(tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,13 +349,16 @@ def test_a_finished_drafter_is_left_alone(tmp_path: Path, corpus: DataConfig, ca
     assert (tmp_path / "eesd" / CARD_FILE).exists()
 
 
-def test_resume_with_other_text_is_refused(tmp_path: Path, corpus: DataConfig) -> None:
+def test_resume_with_other_text_or_target_is_refused(tmp_path: Path, corpus: DataConfig) -> None:
     path = save_target(tmp_path / "target")
     train_early_exit(config(path, corpus, tmp_path / "eesd"))
     text = tmp_path / "text.jsonl"
     text.write_text(Path(corpus.path[0]).read_text().replace("quick", "quiet"))
     with pytest.raises(UserError, match="data_key"):
         train_early_exit(config(path, replace(corpus, path=str(text)), tmp_path / "eesd", resume=True))
+    other = save_target(tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match=r"target\.weights"):
+        train_early_exit(config(other, corpus, tmp_path / "eesd", resume=True))
 
 
 def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:

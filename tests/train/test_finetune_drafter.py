@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +19,16 @@ from draft_models.card import CARD_FILE, add_report
 from draft_models.errors import UserError
 from draft_models.processes import join_processes
 from draft_models.small_lm import load_small_lm
-from draft_models.target import load_tokenizer
+from draft_models.target import load_config, load_tokenizer
 from inference.decode import speculative
 from inference.drafting import Chain
 from inference.sources import SmallLMSource
 from inference.stop_rules import FixedLength
-from tests.tiny import byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
+from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, TORCHRUN, finetuning, finish, kill_when, launch, log, same
+from train.best import BEST_FOLDER, Best
 from train.settings import DrafterConfig
-from train.small_lm import BEST_FOLDER, REPORT_FILE, Best, finetune_drafter
+from train.small_lm import REPORT_FILE, drafter_config, finetune_drafter, start_lm
 from train.watch import decode_metrics
 
 
@@ -278,12 +280,24 @@ def test_a_full_disk_leaves_the_best_and_the_checkpoint(
     assert json.loads((tmp_path / "out" / REPORT_FILE).read_text())["step"] == 4
 
 
-def test_resume_with_other_settings_is_refused(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
-    run = finetuning(target, corpus, tmp_path / "out")
+def test_resume_with_other_settings_is_refused(tmp_path: Path, target: Path, small: Path, corpus: DataConfig) -> None:
+    shutil.copytree(small, tmp_path / "small")
+    run = finetuning(target, corpus, tmp_path / "out", drafter=DrafterConfig(path=str(tmp_path / "small")))
     finetune_drafter(run)
     for change in ({"objective": "reverse_kl"}, {"decode_tokens": 9}, {"fit": replace(FIT, eval_every=2)}):
         with pytest.raises(UserError, match=r"objective=|decode_tokens=|eval_every="):
             finetune_drafter(replace(run, resume=True, **change))
+    text = tmp_path / "text.jsonl"
+    text.write_text(Path(corpus.path[0]).read_text().replace("quick", "quiet"))
+    with pytest.raises(UserError, match="data_key="):
+        finetune_drafter(replace(run, resume=True, data=replace(corpus, path=str(text))))
+    with pytest.raises(UserError, match=r"target\.weights="):
+        finetune_drafter(replace(run, resume=True, target=str(save_target(tmp_path / "target", seed=1, kv_heads=2))))
+    stored = (tmp_path / "small" / "model.safetensors").read_bytes()
+    save_target(tmp_path / "small", seed=4, num_hidden_layers=2)
+    with pytest.raises(UserError, match="drafter_weights="):
+        finetune_drafter(replace(run, resume=True))
+    (tmp_path / "small" / "model.safetensors").write_bytes(stored)
     before = weights(tmp_path / "out")
     add_report(tmp_path / "out", "# Measured since\n")
     finetune_drafter(replace(run, resume=True))  # finished: left alone
@@ -312,14 +326,17 @@ def test_bad_input_names_what_is_wrong_before_anything_is_written(
 ) -> None:
     out_dir = tmp_path / "out"
     other = save_target(tmp_path / "other")
+    short = save_target(tmp_path / "short", max_position_embeddings=32)
     vocabulary = byte_tokenizer()
     vocabulary.add_tokens(["<extra>"])
     vocabulary.save_pretrained(other)
     bad = {
-        "no such directory": {"target": str(tmp_path / "nowhere")},
+        "^target=.*nowhere: no such directory": {"target": str(tmp_path / "nowhere")},
+        r"^drafter\.path=.*nowhere: no such directory": {"drafter": DrafterConfig(path=str(tmp_path / "nowhere"))},
         "is not the target's": {"drafter": DrafterConfig(path=str(other))},
         "seq_len=999: the target's context is 256": {"seq_len": 999},
         "decode_tokens=256: expected less": {"decode_tokens": 256},
+        "seq_len=48: the drafter's context is 32": {"drafter": DrafterConfig(path=str(short))},
     }
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):
@@ -339,10 +356,31 @@ def test_bad_input_names_what_is_wrong_before_anything_is_written(
             replace(finetuning(target, corpus, out_dir), **changes)
 
 
+def test_what_is_started_is_what_was_asked_for(target: Path, small: Path, corpus: DataConfig) -> None:
+    settings, tokenizer = load_config(str(target)), load_tokenizer(str(target))
+    asked = DrafterConfig(layers=3, hidden=32, heads=4, kv_heads=2, intermediate=48, tied=True)
+    shape = drafter_config(asked, settings, tokenizer).to_dict()
+    assert shape | {
+        "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 48, "tie_word_embeddings": True, "vocab_size": VOCABULARY, "max_position_embeddings": 256,
+    } == shape  # fmt: skip
+    for given, expected in ((None, 4), (7.0, 7)):
+        run = finetuning(target, corpus, Path("out"), lora_rank=2, lora_alpha=given,
+                         drafter=DrafterConfig(path=str(small)))  # fmt: skip
+        lm: Any = start_lm(run, load_config(str(small)), tokenizer, torch.device("cpu"))
+        assert lm.peft_config["default"].lora_alpha == expected
+
+
+def test_a_new_drafter_is_saved_as_the_target_is(tmp_path: Path, corpus: DataConfig) -> None:
+    path = save_target(tmp_path / "target", dtype="bfloat16")
+    finetune_drafter(finetuning(path, corpus, tmp_path / "out", fit=replace(FIT, steps=1)))
+    assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ({}, "layers=None: expected a positive number, or a path"),
+        ({}, r"layers=None: expected a positive number, or a path \(drafter\.path=MODEL\)"),
         ({"path": "x", "layers": 2}, "path='x': expected no shape beside it"),
         ({"layers": 1, "hidden": 30, "heads": 4, "intermediate": 8}, "hidden=30: expected an even multiple"),
         ({"layers": 1, "hidden": 32, "heads": 4, "intermediate": 8, "kv_heads": 3}, "kv_heads=3: expected a divisor"),

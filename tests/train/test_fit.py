@@ -1,11 +1,13 @@
 """The training loop: exact normalisation, exact resume, checkpoints that are complete or absent."""
 
 import json
+import math
 import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import TORCHRUN, finish, kill_when
 from train import run_dir
 from train.fit import fit
-from train.progress import LOG_FILE
+from train.fit_settings import WandbConfig
+from train.progress import LOG_FILE, start_wandb
 from train.row_order import RowOrder, epoch_order
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
 
@@ -65,9 +68,9 @@ def _log(out_dir):
 # ------------------------------------------------------------------------------------------ the same update
 
 
-def _plain_loop(steps=8, batch=8, lr=0.01):
+def _plain_loop(steps=8, batch=8, lr=0.01, **changes):
     """The loop written down: AdamW on the mean loss per supervised token of each batch."""
-    model, rows, config = TinyModel(), tiny_rows(), tiny_config()
+    model, rows, config = TinyModel(), tiny_rows(), tiny_config(**changes)
     order = [i for epoch in range(3) for i in epoch_order(len(rows), config.seed, epoch)]
     trained = list(trained_parameters(model).values())
     decayed = [{"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay}]
@@ -77,7 +80,7 @@ def _plain_loop(steps=8, batch=8, lr=0.01):
         inputs = default_collate([rows[i] for i in order[step * batch : (step + 1) * batch]])
         loss = model(**inputs)["loss_sum"] / (inputs["labels"] != IGNORE).sum()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or math.inf)
         for group in optimizer.param_groups:
             group["lr"] = lr * config.lr_scale(step, steps)
         optimizer.step()
@@ -85,10 +88,10 @@ def _plain_loop(steps=8, batch=8, lr=0.01):
     return _weights(model)
 
 
-@pytest.mark.parametrize("micro", [1, 4, 8])
-def test_any_accumulation_is_the_plain_loop(tmp_path, micro):
-    model, _ = _fit(tmp_path, optimizer="adamw", micro_batch_rows=micro)
-    torch.testing.assert_close(_weights(model), _plain_loop(), rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize(("micro", "clip"), [(1, 1.0), (4, 0.05), (8, 0.0)])
+def test_any_accumulation_is_the_plain_loop(tmp_path, micro, clip):
+    model, _ = _fit(tmp_path, optimizer="adamw", micro_batch_rows=micro, max_grad_norm=clip)
+    torch.testing.assert_close(_weights(model), _plain_loop(max_grad_norm=clip), rtol=1e-9, atol=1e-12)
 
 
 def test_two_processes_are_one(tmp_path):
@@ -118,6 +121,23 @@ def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
         "grad_norm",
         "eta",
     }
+
+
+def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
+    seen = []
+
+    class Watched(TinyModel):
+        def forward(self, **inputs):
+            seen.append(self.head(self.embedding(inputs["input_ids"])).dtype)
+            return super().forward(**inputs)
+
+    for precision, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        model, _ = _fit(tmp_path / precision, Watched(torch.float32), steps=2, precision=precision)
+        assert set(seen) == {expected}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        seen.clear()
+        model(**default_collate(tiny_rows(2)))
+        assert seen.pop() == torch.float32  # of the loop nothing is left
 
 
 def test_row_order_is_a_function_of_seed_and_epoch():
@@ -168,7 +188,8 @@ def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatc
 
 
 def test_a_finished_run_returns_at_once_with_its_weights(tmp_path, monkeypatch):
-    model, first = _fit(tmp_path, evaluate=lambda _: {"agreement": 0.5})
+    found = iter([0.25, 0.5])
+    model, first = _fit(tmp_path, evaluate=lambda _: {"agreement": next(found)}, eval_every=4)
     monkeypatch.setattr("train.fit._FitTrainer", None)  # nothing is to be trained
     again, second = _fit(tmp_path, resume=True)
     assert second.resumed_from == second.steps == 8
@@ -195,6 +216,7 @@ def test_an_earlier_run_is_not_overwritten(tmp_path):
         ({"lr": 0.5}, r"fit\.lr=0\.5 \(was 0\.01\)"),
         ({"seed": 3}, r"fit\.seed=3 \(was 0\)"),
         ({"identity": {"data": {"source": "b"}}}, r'data\.source="b" \(was "a"\)'),
+        ({"identity": {"data": {"source": "a", "more": 1}}}, r"data\.more=1 \(was absent\)"),
     ],
 )
 def test_resume_with_other_settings_is_refused(tmp_path, changes, difference):
@@ -226,8 +248,8 @@ def test_only_what_is_trained_is_saved(tmp_path):
 
 
 def test_old_checkpoints_are_dropped(tmp_path):
-    _fit(tmp_path, keep_checkpoints=3)
-    assert [p.name for p in run_dir.checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    _fit(tmp_path, steps=12, keep_checkpoints=3)
+    assert [p.name for p in run_dir.checkpoints(tmp_path)] == ["checkpoint-8", "checkpoint-10", "checkpoint-12"]
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
@@ -324,16 +346,29 @@ def test_evaluation_runs_when_due_and_at_the_end(tmp_path):
         seen.append(model.head.weight.detach().clone())
         return {"count": len(seen)}
 
-    model, result = _fit(tmp_path, evaluate=evaluate, eval_every=3)
-    assert [e["step"] for e in _log(tmp_path) if "eval_count" in e] == [3, 6, 8]
+    model, result = _fit(tmp_path, evaluate=evaluate, eval_every=3, log_every=3)
+    for name in ("eval_count", "loss"):
+        assert [e["step"] for e in _log(tmp_path) if name in e] == [3, 6, 8]
     assert result.metrics == {"count": 3}
     assert model.training
     assert torch.equal(seen[-1], model.head.weight)
 
 
-def test_wandb_offline_stays_in_out_dir(tmp_path, monkeypatch):
-    from train.fit_settings import WandbConfig
+def test_a_resumed_run_continues_its_wandb_curves(tmp_path, monkeypatch):
+    asked = []
 
+    def init(**options):
+        asked.append((options["id"], options["resume"], options["mode"], options["config"]["seed"]))
+        return SimpleNamespace(id="abc")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for _ in range(2):
+        start_wandb(WandbConfig(mode="online"), tmp_path, {"seed": 7})
+    assert asked == [(None, None, "online", 7), ("abc", "allow", "online", 7)]
+    assert start_wandb(WandbConfig(mode="disabled"), tmp_path, {}) is None
+
+
+def test_wandb_offline_stays_in_out_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     _fit(tmp_path, steps=2, wandb=WandbConfig(mode="offline", name="tiny"))
     assert list((tmp_path / "wandb").glob("offline-run-*"))

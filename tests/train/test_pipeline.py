@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from draft_models.errors import UserError
 from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
-from train.pipeline_run import run_pipeline
+from train.pipeline_run import give_report, run_pipeline
 from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,9 @@ def check_own_report(out_dir: Path) -> None:
     table = (out_dir / "eesd/report.md").read_text()
     assert "| eesd_beta |" in table
     assert "| vanilla |" not in table
+    for drafter in ("eesd", "small_lm"):
+        _, _, measured = (out_dir / drafter / "README.md").read_text().partition("## Measured")
+        assert "| eesd_beta |" in measured
 
 
 # --------------------------------------------------------------------------------------------------------- options
@@ -193,8 +197,12 @@ def test_steps_run_in_order_and_once(mission, capsys):
 def test_a_product_that_is_gone_is_made_again_with_what_was_made_from_it(mission):
     mission.run()
     (mission.out_dir / "eesd/product").unlink()
+    for name in mission.names:
+        (mission.out_dir / name / "checkpoint").touch()
     assert mission.run() == ["eesd", "calibrate"]
     assert mission.run() == []
+    kept = [name for name in mission.names if (mission.out_dir / name / "checkpoint").exists()]
+    assert kept == ["responses", "eesd"]  # nobody goes on with what was made from something else
 
 
 def test_other_options_are_refused_by_name(mission):
@@ -215,9 +223,16 @@ def test_a_failure_names_the_step_and_its_log_and_the_next_run_goes_on_there(mis
     assert (summary["complete"], list(summary["steps"])) == (False, ["responses"])
     (mission.out_dir.parent / "eesd.fails").unlink()
     assert mission.run(eesd=["z=1"]) == ["eesd", "calibrate"]  # what failed may be tried with other options
+    assert "no luck" in (mission.out_dir / "logs/eesd.log").read_text()  # which is kept
     summary = json.loads((mission.out_dir / "pipeline.json").read_text())
     assert (summary["complete"], list(summary["steps"])) == (True, list(mission.names))
     assert summary["steps"]["eesd"]["bytes"] == len("made")
+    (mission.out_dir / "eesd/product").unlink()
+    (mission.out_dir.parent / "eesd.fails").touch()
+    with pytest.raises(UserError, match="step eesd failed"):
+        mission.run(eesd=["z=1"])
+    (mission.out_dir.parent / "eesd.fails").unlink()
+    assert mission.run(eesd=["z=2"]) == ["eesd", "calibrate"]  # also what was done once
 
 
 def test_a_step_that_leaves_nothing_has_failed(mission):
@@ -240,6 +255,19 @@ def test_a_rehearsal_lies_beside_the_run(mission):
     mission.out_dir = mission.out_dir.with_name("other")
     with pytest.raises(UserError, match="other-debug: debug=true runs there, and it holds something else"):
         mission.run(resume=False, debug=True)
+
+
+def test_one_pipeline_at_a_time(mission):
+    mission.out_dir.mkdir()
+    with FileLock(mission.out_dir / ".lock"), pytest.raises(UserError, match="another run is writing the products"):
+        mission.run()
+    assert mission.run() == list(mission.names)
+
+
+def test_the_report_of_a_method_that_was_not_compared(tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps({"reports": [{"method": "vanilla"}]}))
+    with pytest.raises(UserError, match="own_report=eesd_beta: not among the methods compared"):
+        give_report(tmp_path / "report.json", tmp_path, "eesd_beta")
 
 
 def test_one_process_is_enough(mission, monkeypatch):

@@ -30,7 +30,7 @@ def llama_2(size: int) -> LlamaConfig:
 
 
 def test_the_papers_own_arithmetic() -> None:
-    """EESD Table 6: LLaMA-2-70B with N = 5 loads 5.6 B parameters and trains 1.12 B of them."""
+    """EESD Table 6: LLaMA-2-70B with N = 5 loads 5.6 B parameters and trains 1.12 B, 13B with N = 3 1.6 B and 481 M."""
     plan = make_plan(CONFIG, llama_2(70), 5)
     assert plan.read / 1e9 == pytest.approx(5.6, abs=0.1)
     assert plan.trained / 1e9 == pytest.approx(1.12, abs=0.005)
@@ -39,7 +39,27 @@ def test_the_papers_own_arithmetic() -> None:
     text = describe_plan(plan, 5, 80)
     assert text.startswith("plan exit_layer=5/80 read_parameters=5")
     assert "exit head: 0.262 B parameters, trained" in text
-    assert make_plan(CONFIG, llama_2(13), 3).read < plan.read
+    smaller = make_plan(CONFIG, llama_2(13), 3)
+    assert smaller.read / 1e9 == pytest.approx(1.6, abs=0.05)
+    assert smaller.trained / 1e6 == pytest.approx(481, abs=1)
+
+
+def test_the_work_and_the_memory_are_counted_part_by_part() -> None:
+    width, middle, keys, vocabulary, layers = 8192, 28672, 1024, 32000, 80
+    layer = 2 * width * width + 2 * width * keys + 3 * width * middle + 2 * width
+    head = vocabulary * width
+    plan = make_plan(CONFIG, llama_2(70), 5)
+    forward = 2 * layer + 2 * 2 * width * CONFIG.seq_len // 2  # of a layer; a token sees half of the text
+    step = 3 * (forward + 2 * head)  # a backward pass is twice a forward pass
+    assert (plan.flops, plan.full_flops) == (5 * forward + step, layers * forward + step)
+    frozen, trained, hidden = plan.device_bytes.values()
+    assert frozen == 2 * (head + 5 * layer)
+    assert trained == 4 * (1 + 1 + 2) * (layer + width + head)
+    assert hidden == 4 * CONFIG.fit.batch_rows * CONFIG.seq_len * width
+    alone = make_plan(replace(CONFIG, train_layer=False, train_head=False), llama_2(70), 5)
+    assert (alone.trained, alone.flops) == (width, 5 * forward + 2 * 2 * head)  # no gradient of the head's own
+    distilled = make_plan(replace(CONFIG, objective="kl"), llama_2(70), 5)
+    assert distilled.flops == distilled.full_flops == layers * forward + 2 * head + step  # the target's logits too
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -78,11 +79,14 @@ def test_a_step_is_on_policy_as_often_as_asked() -> None:
     assert due == [share.due(step) for step in range(2000)]
     assert due != [OnPolicy(0.3, 8, 1, None).due(step) for step in range(2000)]
     assert all(OnPolicy(1.0, 8, 0, None).due(step) for step in range(50))
+    seeds = [_row_generator(0, step, row).initial_seed() for step in (1, 2) for row in batch()["input_ids"]]
+    assert len(set(seeds)) == len(seeds) == 6  # no two rows and no two steps draw the same numbers
 
 
 def test_on_policy_is_the_divergence_on_own_samples(target: Path) -> None:
     """Written out row by row with whole forwards: sample, score, mean, weight by the row's supervised tokens."""
     one, rows = student(target, "reverse_kl", OnPolicy(1.0, 6, 5, None)), batch()
+    rows["labels"][1] = IGNORE  # a row may have nothing to learn
     one.begin_step(3)
     got = one.train()(**rows)["loss_sum"]
     whole, _ = open_stack(target)
@@ -103,6 +107,38 @@ def test_on_policy_is_the_divergence_on_own_samples(target: Path) -> None:
         one.begin_step(3)
         assert (one(**rows)["loss_sum"] - got).abs() < 1e-4
         assert (one.eval()(**rows)["loss_sum"] - got).abs() > 1e-3  # evaluation is on the text
+    one.gradient_checkpointing_enable()  # which transformers' models in training pay for with their cache
+    torch.testing.assert_close(one.train()(**rows)["loss_sum"], got)
+    assert one.lm.training
+
+
+def test_own_samples_are_tokens_the_teacher_knows(target: Path) -> None:
+    given = student(target)
+    given.lm.resize_token_embeddings(4 * VOCABULARY, mean_resizing=False)  # padded
+    with torch.no_grad():
+        given.lm.lm_head.weight.copy_(given.lm.lm_head.weight[:VOCABULARY].repeat(4, 1))
+    one = SmallLMStudent(given.lm, "forward_kl", given.teacher, OnPolicy(1.0, 6, 0, None)).train()
+    assert one(**batch())["loss_sum"].isfinite()
+
+
+def test_the_teacher_does_not_follow_the_loops_precision(target: Path) -> None:
+    one, rows = student(target), batch()
+    taught = one._teach(rows["input_ids"], rows["positions"], rows["documents"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(one._teach(rows["input_ids"], rows["positions"], rows["documents"]), taught)
+
+
+def test_adapters_are_merged_before_rounding(target: Path) -> None:
+    lm = get_peft_model(student(target).lm, LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    one = SmallLMStudent(lm, "cross_entropy")
+    exact, rounded = one.merged(torch.float32).state_dict(), one.merged(torch.bfloat16).state_dict()
+    assert all(torch.equal(rounded[name], value.bfloat16()) for name, value in exact.items())
+    ids = batch()["input_ids"]
+    torch.testing.assert_close(one.merged(torch.float32)(ids).logits, lm.eval()(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_on_policy_needs_whole_parameters(target: Path) -> None:

@@ -116,6 +116,31 @@ def test_cached_rows_are_of_the_files_and_records_asked_for(tmp_path: Path, targ
     assert texts(max_records=6) < first
 
 
+def save_laws(folder: Path, k: int, logprob: float = -1.0) -> DataConfig:
+    """Three texts from elsewhere, each with a law of `k` at all its tokens, the first one included."""
+    responses = []
+    for i in range(3):
+        record = {"id": f"r{i}", "text": f"{i}: {TEXT}", "prompt_tokens": 0}
+        tokens = torch.tensor(encode([record], byte_tokenizer(), "tokenizer")[0].ids)
+        law = torch.full((len(tokens), k), logprob)
+        responses.append(Response(record, TopK(tokens, law.long(), law, torch.zeros(len(tokens)))))
+    folder.mkdir(exist_ok=True)
+    Shard(responses).save(folder, k)
+    return DataConfig(source="local", path=f"{folder}/responses-*.jsonl", heldout_fraction=0.0)
+
+
+def test_a_law_is_at_the_token_before_its_own_and_in_its_document(tmp_path: Path) -> None:
+    rows = load_top_k_rows(save_laws(tmp_path / "one", 2), byte_tokenizer(), 300)
+    for row in (rows[i] for i in range(len(rows))):
+        for document in set(row["documents"].tolist()) - {-1}:
+            part = row["documents"] == document
+            assert row["labels"][part].tolist() == [*row["input_ids"][part].tolist()[1:], IGNORE]
+    other = load_top_k_rows(save_laws(tmp_path / "other", 2, logprob=-2.0), byte_tokenizer(), 300)
+    assert other.key != rows.key  # of equal texts, another law
+    with pytest.raises(UserError, match=r"top-k of several k \(\[2, 3\]\); give one run's"):
+        load_top_k_rows(save_laws(tmp_path / "one", 3), byte_tokenizer(), 300)
+
+
 def test_cached_needs_responses_with_top_k(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
