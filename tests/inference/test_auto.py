@@ -35,7 +35,7 @@ from inference.opt_tree import opt_tree
 from inference.settings import MOST_NODES
 from inference.structures import full_shape
 from inference.tree import ROOT, DraftTree, OptimalTree
-from inference.verify import RULES, verify_sampled
+from inference.verify import Rejection, verify_sampled
 from tests.exact_laws import Chance, Law, Text, distribution, law, paths, random_model, sampled
 from tests.known_source import KnownSource, Path_, check, random_q, root, weight
 
@@ -229,6 +229,40 @@ def test_trees_follow_the_costs() -> None:
     assert max(wide) > max(narrow)
 
 
+def test_the_next_level_is_expected_to_be_worth_as_much_less() -> None:
+    """One node, worth 0.5, and so its child 0.25: fed if 1.75 tokens in 1 + 2 s seconds beat 1.5 in 1 + s."""
+    for step, fed in ((0.19, 1), (0.21, 0)):
+        grown = TreeSizes(Tuning(costs(step=step, node=0.0, rest=0.0)), None, None).begin()
+        assert grown.after_level(1, [0.5], [0], [(-0.5, 0)]) == (1, fed)
+    # What four rows cost is spent: 1.75 tokens in 1 + 0.51 + 0.21 seconds beat 1.5 in 1 + 0.51.
+    grown = TreeSizes(Tuning(costs(step=0.11, row=0.1, node=0.0, rest=0.0)), None, None).begin()
+    assert grown.after_level(4, [0.5], [0], [(-0.5, 0)]) == (1, 1)
+
+
+def test_the_root_is_a_row_of_the_targets_pass() -> None:
+    """Passes of up to four rows are cheap: three tokens are drafted."""
+    steep = Costs((0.01,) * (WIDEST + 1), tuple(1.0 if w <= 4 else 9.0 for w in range(WIDEST + 1)), 0.0, 1.0)
+    assert best_length([0.9] * 15, steep) == 3
+    assert best_count([0.9] * 15, 0.1, steep)[0] == 3
+
+
+def test_trees_follow_acceptance() -> None:
+    """An OPT-Tree and a k-config tree, told of chains that were right or wrong throughout."""
+    sizes, widths = TreeSizes(Tuning(costs()), None, None), BestWidths(Tuning(costs()))
+    told = OptimalTree(torch.arange(4), (ROOT, 0, 1, 2), (-1,) * 4, steps=(0.9,) * 4)
+    drafted, depths = [], []
+    for accepted in ([0, 1, 2, 3], [], [0, 1, 2, 3]):
+        for _ in range(60):
+            sizes.observe(told, accepted)
+            widths.observe(told, accepted)
+        source = KnownSource(random_q(3, vocabulary=40, sharp=4.0))
+        options = {"limit": 99, "nodes": sizes.max_nodes, "delta": 0.0, "growth": sizes.begin()}
+        drafted.append(len(opt_tree(source, root(), **options)))
+        depths.append(len(widths.widths(99)))
+    assert min(drafted[0], drafted[2]) > drafted[1]
+    assert min(depths[0], depths[2]) > 2 * depths[1]
+
+
 # --- k-config trees --------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +321,7 @@ def text_under_auto(p: Callable, q: Callable, length: int, tuning: Tuning, chose
             if peek and len(tokens) > 1 and parents[1] == ROOT and tokens[1] == 1 and len(widths) == 1:
                 del tokens[1:], parents[1:]
             target = np.stack([p((*text, *path)) for path in paths(tokens, parents)])
-            nodes, bonus = verify_sampled(tokens, parents, rows, target, RULES["without_replacement"], chance)
+            nodes, bonus = verify_sampled(tokens, parents, rows, target, Rejection(replace=False), chance)
             sizes.observe(DraftTree(torch.tensor(tokens), tuple(parents), (-1,) * len(tokens)), nodes)
             text = (*text, *(tokens[node] for node in nodes), bonus)
         return text[:length]

@@ -13,6 +13,8 @@ from draft_models.errors import UserError
 from draft_models.target import LayerStack, load_tokenizer
 from inference.decode import Round, autoregressive, cut, speculative, until
 from inference.drafting import Chain
+from inference.evaluation import Drafters, make_arms
+from inference.settings import MethodConfig
 from inference.sources import EarlyExitSource
 from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
@@ -156,7 +158,9 @@ def test_accounting(tmp_path: Path) -> None:
         assert r.accepted <= r.drafted == min(4, budget - 1)
         assert len(r.tokens) == r.accepted + 1
         budget -= len(r.tokens)
-        assert 0 < r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds
+        assert (r.draft_seconds > 0) == (r.drafted > 0)
+        assert min(r.structure_seconds, r.verify_seconds) > 0
+        assert r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds
 
 
 def test_a_generation_can_be_abandoned_and_another_started(tmp_path: Path) -> None:
@@ -207,7 +211,7 @@ def test_stop_strings_anywhere_in_a_block(tmp_path: Path) -> None:
     prompt = random_prompt(12, seed=3)
     full = reference_generate(model, prompt, 40)
     ids = torch.tensor([prompt])
-    places = set()
+    places, ended = set(), {}
     for start in range(0, 36, 2):
         text = tokenizer.decode(full[start : start + 2])
         if "\ufffd" in text:
@@ -223,6 +227,14 @@ def test_stop_strings_anywhere_in_a_block(tmp_path: Path) -> None:
         assert tokens_of(rounds) == expected
         assert rounds[-1].accepted <= len(rounds[-1].tokens)
         places.add(len(rounds[-1].tokens))
+        ended[text] = expected
     assert len(places) > 1
+    text, expected = max(ended.items(), key=lambda item: len(item[1]))
+    arms = make_arms(
+        stack, Drafters(early_exit=drafter), {"m": MethodConfig()}, model, max_new_tokens=40, eos=(), seed=0,
+        stops=["no such text", text], tokenizer=tokenizer,
+    )  # fmt: skip
+    assert {name: list(arm(prompt).tokens) for name, arm in arms.items()} == dict.fromkeys(arms, expected)
+    assert len(expected) < 40
     untouched = decode(stack, drafter, FixedLength(4), prompt, max_new_tokens=40)
     assert tokens_of(list(until(iter(untouched), ["no such text"], tokenizer.decode))) == full

@@ -3,20 +3,24 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from draft_models.small_lm import load_small_lm
 from draft_models.target import LayerStack, load_tokenizer
 from inference.choosing import Chooser
 from inference.decode import Round, autoregressive, speculative
 from inference.drafting import Structure, make_structure, make_tree
+from inference.evaluation import Drafters, make_arms
 from inference.sampling import Sampler
 from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import DraftModel, EarlyExitSource, SmallLMSource
+from inference.structures import K_CONFIG_MODES
 from inference.tree import DraftTree
+from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 STRUCTURES = {
@@ -249,6 +253,61 @@ def test_law_of_a_sampled_tree(tiny_vocabulary: tuple, draw: str, naive: bool) -
         )
 
     assert abs(chi_square(sample_law(run), law, SAMPLES)) < 4
+
+
+class ByLength(LogitsProcessor):
+    """Favours another token at every length of the text."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, input_ids.shape[1] % VOCABULARY] += 4.0
+        return scores
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2, 1)])
+def test_draft_and_target_distributions_are_processed_alike(tiny_vocabulary: tuple, widths: tuple[int, ...]) -> None:
+    """With processors that read the text: the target as its own drafter is right with every first candidate."""
+    stack, _, prompt, _ = tiny_vocabulary
+    generator = torch.Generator().manual_seed(0)
+    chooser = Chooser(Sampler(SamplingConfig(temperature=0.9, repetition_penalty=1.8), [ByLength()]), generator)
+    drafting = make_tree(StructureConfig(kind="k_config", widths=widths), generator)
+    count = 1 + 6 * (len(widths) + 1)
+    rounds = list(speculative(stack, SmallLMSource(stack), drafting, prompt, max_new_tokens=count, chooser=chooser))
+    assert [r.accepted for r in rounds[1:]] == [len(widths)] * 6
+    assert drafting.totals == {"nodes_tried": 6 * len(widths), "accepted_candidate_1": 6 * len(widths)}
+
+
+def test_the_rule_that_verifies_belongs_to_the_draft(tiny_vocabulary: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn candidates by rejection, with the draws that were repeated; chosen ones, and naive, by matching."""
+    stack, drafter, prompt, _ = tiny_vocabulary
+    trees = {draw: StructureConfig(kind="k_config", widths=(6, 2), draw=draw) for draw in K_CONFIG_MODES}
+    methods = {
+        name: MethodConfig("small_lm", tree, STOP) for name, tree in (trees | {"chain": STRUCTURES["chain"]}).items()
+    }
+    methods["opt_tree"] = MethodConfig("small_lm", STRUCTURES["opt_tree"])
+    methods["naive"] = MethodConfig("small_lm", trees["with_replacement"], verify="naive")
+    options = {"max_new_tokens": 8, "eos": (), "seed": 0, "sampling": SamplingConfig(temperature=1.0)}
+    arms = make_arms(stack, Drafters(small_lm=drafter), methods, None, **options)
+    seen: list[tuple] = []
+
+    def noted(tokens: list, parents: list, q: dict, p: torch.Tensor, rule: NodeRule, chance: Chance, **given: Any):
+        if tokens:
+            seen.append((rule, bool(q), bool(given["draws"])))
+        return verify_sampled(tokens, parents, q, p, rule, chance, **given)
+
+    monkeypatch.setattr("inference.choosing.verify_sampled", noted)
+    used = {}
+    for name in methods:
+        seen.clear()
+        arms[name](prompt)
+        used[name] = set(seen)
+    assert used == {
+        "with_replacement": {(Rejection(replace=True), True, True)},
+        "without_replacement": {(Rejection(replace=False), True, False)},
+        "top_k": {(Matching(), False, False)},
+        "chain": {(Rejection(replace=False), True, False)},
+        "opt_tree": {(Matching(), False, False)},
+        "naive": {(Matching(), True, False)},
+    }
 
 
 @pytest.mark.parametrize("structure", ["chain, drawn", "chain, likeliest", "opt_tree", "token_graph", "binary"])

@@ -1,5 +1,6 @@
 """Stop rules and verification rules on their own."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -148,6 +149,19 @@ def test_posterior_moves_from_the_model_to_the_sample() -> None:
     assert rule.estimate == pytest.approx(2 / 3, abs=0.01)  # two of three tested tokens right
 
 
+def test_estimates_by_hand() -> None:
+    """printed: θ̂_t = (θ̂_{t−|Q_v|} · (t − |Q_v| + 1) + |Q_v|) / (t + 1), t accepted tokens so far (EESD eq. 8);
+    sample: the share of tested tokens that were right, the prior counting as one of them."""
+    printed, sample = calibrated("printed", prior=0.5), calibrated("sample", prior=0.5)
+    found = []
+    for drafted, accepted in ((4, 0), (4, 3), (3, 3), (4, 1)):
+        for rule in (printed, sample):
+            rule.observe(drafted, accepted)
+        found.append((printed.estimate, sample.estimate))
+    expected = [(0.5, 0.5 / 2), (3.5 / 4, 3.5 / 6), (6.5 / 7, 6.5 / 9), (7.5 / 8, 7.5 / 11)]
+    assert found == [pytest.approx(pair) for pair in expected]
+
+
 def test_the_printed_mean_only_rises() -> None:
     rule, estimates = calibrated("printed"), []
     for accepted in (0, 3, 0, 1, 0, 0, 4):
@@ -175,6 +189,14 @@ def test_evidence_of_one_kind_alone() -> None:
     assert draft_length(sample) >= 1
 
 
+def test_the_head_is_asked_about_the_token_just_drafted() -> None:
+    rule, asked = calibrated(), []
+    rule.head = lambda *given: asked.append(given) or torch.zeros(1)  # type: ignore[assignment]
+    target, drafts = torch.tensor([[5.0, 6.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), SimpleNamespace(hidden=drafts, target_hidden=target)))
+    assert [[tensor.tolist() for tensor in given] for given in asked] == [[[[5.0, 6.0]], [[3.0, 4.0]], [7]]]
+
+
 def test_the_head_decides_the_length_at_first() -> None:
     means = []
     for bias in (-2.0, 0.0, 2.0):
@@ -182,6 +204,16 @@ def test_the_head_decides_the_length_at_first() -> None:
         means.append(sum(lengths) / len(lengths))
     assert means == sorted(means)
     assert means[2] > 2 * means[0]
+    sure = calibrated(bias=50.0, model_sigma=1e-9)
+    assert [sure.stop(step(drafted)) for drafted in (1, 49, 50)] == [False, False, True]  # max_draft is 50
+
+
+def test_a_sure_head_is_doubted_by_its_sigma() -> None:
+    """θ ~ N(1, σ²), cut off at 1: a draft goes on with E min(1, θ) = 1 − σ / √(2π)."""
+    for sigma in (0.1, 0.5):
+        rule = calibrated(bias=50.0, model_sigma=sigma)
+        stops = sum(rule.stop(step(1)) for _ in range(4000)) / 4000
+        assert stops == pytest.approx(sigma / math.sqrt(2 * math.pi), rel=0.2)
 
 
 def test_calibration_head_is_the_formula() -> None:

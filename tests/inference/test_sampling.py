@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from draft_models.errors import UserError
+from inference.evaluation import generate_options
 from inference.sampling import Sampler, branches
 from inference.settings import SamplingConfig
 from inference.tree import ROOT
@@ -107,6 +108,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (SamplingConfig(), {"do_sample": False}),
         (SamplingConfig(repetition_penalty=1.8), {"do_sample": False, "repetition_penalty": 1.8}),
         (SamplingConfig(temperature=1.0), {"temperature": 1.0}),
+        (SamplingConfig(temperature=0.9, min_p=0.2), {"temperature": 0.9, "min_p": 0.2}),
         (
             EVERYTHING,
             {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
@@ -115,12 +117,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("users", [False, True], ids=["alone", "with processors"])
 def test_equals_generate(config: SamplingConfig, generate: dict, users: bool, target: Path) -> None:
-    """The processed scores of `generate` itself: same processors, same order, the user's among them."""
+    """The processed scores of `generate` itself: same processors, same order, the user's among them.
+
+    So are those with the options by which the evaluation calls it.
+    """
     model, _ = open_stack(target)
     processors = [NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.1), Recorder()] if users else []
     sampler = Sampler(config, processors)
     model.generation_config.pad_token_id = 0
-    for seed in range(3):
+    for seed, options in enumerate(({"do_sample": True, "top_k": 0, **generate}, generate_options(config))):
         ids = torch.tensor([random_prompt(30, seed)])
         out = model.generate(
             ids,
@@ -130,7 +135,7 @@ def test_equals_generate(config: SamplingConfig, generate: dict, users: bool, ta
             output_scores=True,
             output_logits=True,
             return_dict_in_generate=True,
-            **{"do_sample": True, "top_k": 0, **generate},
+            **options,
         )
         before = [out.sequences[0, :length] for length in range(30, 34)]
         scores = sampler.scores(torch.cat(out.logits), before)

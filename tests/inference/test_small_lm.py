@@ -1,5 +1,6 @@
 """A small LM as a drafter: lossless whatever it is, its cache kept, its vocabulary checked."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,13 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     size = len(byte_tokenizer())
     message = rf"\({size + 1} tokens\) is not the target's .* {size} tokens\); 1 tokens differ, first '<new>'"
     with pytest.raises(UserError, match=message):
+        load(other, path)
+    byte_tokenizer().save_pretrained(other)
+    stored = json.loads((other / "tokenizer.json").read_text())
+    ids = stored["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (other / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=rf"\({size} tokens\) .* {size} tokens\); 2 tokens differ, first"):
         load(other, path)
 
 

@@ -144,6 +144,22 @@ def test_two_branches_that_would_merge_into_each_other() -> None:
     assert len(before) == 1
 
 
+def test_the_roots_token_is_part_of_a_gram() -> None:
+    """τ = 2: after the root's token 1 comes 2, and so it does at the end of 3, 1, 2, which is merged."""
+
+    def q(path: Path_) -> Sequence[float]:
+        out = [0.0] * 6
+        if not path:
+            out[2], out[3] = 0.6, 0.4
+        else:
+            out[{3: 1, 1: 2, 2: 4, 4: 5, 5: 5}[path[-1]]] = 1.0
+        return out
+
+    tree = token_graph(KnownSource(q), root(), limit=4, node_budget=40, tau=2)
+    paths = paths_of(tree)
+    assert (paths.index((3, 1, 2)), paths.index((2,))) in tree.merged.items()
+
+
 def test_a_shared_continuation_is_drafted_once() -> None:
     """Two first tokens, then a certain text: the second branch is copied, its tokens are not drafted."""
     text = [4, 5, 6, 7, 8, 9]

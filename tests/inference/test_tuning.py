@@ -1,7 +1,8 @@
 """Costs measured with a clock that knows what everything takes; the same tokens whatever is chosen from them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from draft_models.small_lm import load_small_lm
 from draft_models.target import LayerStack, load_tokenizer
 from inference.auto import LONGEST_CHAIN
 from inference.choosing import Chooser
+from inference.decode import Round, autoregressive
 from inference.evaluation import AUTOREGRESSIVE, Drafters, PromptResult, make_arms, make_drafting
 from inference.graphed import Graphed
 from inference.measures import chosen_sizes
@@ -21,7 +23,7 @@ from inference.report import build_report, markdown
 from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.tree import DraftTree
-from inference.tuning import tune
+from inference.tuning import probes, tune
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 CHAIN = MethodConfig(stop=StopConfig(max_draft=AUTO))
@@ -39,8 +41,10 @@ METHODS = {
 class WorkClock:
     """Seconds pass only in draft steps, target passes and choices of a next token."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float = 0.1, node: float = 0.01):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float = 0.1, node: float = 0.01, free: int = 0):
+        """The first `free` rounds take no time."""
         self.now = 0.0
+        rounds = 0
 
         def spend(owner: type, name: str, seconds: Any) -> None:
             original = getattr(owner, name)
@@ -52,10 +56,12 @@ class WorkClock:
             monkeypatch.setattr(owner, name, timed)
 
         def of_step(_: Any, tokens: Tensor, parents: Sequence[int]) -> float:
-            return step + 0.001 * len(parents)
+            return step + 0.001 * len(parents) if rounds >= free else 0.0
 
         def of_pass(_: Any, tree: DraftTree, logits: Tensor) -> float:
-            return 1.0 + node * (len(tree) + 1)
+            nonlocal rounds
+            rounds += 1
+            return 1.0 + node * (len(tree) + 1) if rounds > free else 0.0
 
         spend(EarlyExitSource, "extend", of_step)
         spend(SmallLMSource, "extend", of_step)
@@ -90,7 +96,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafte
 @pytest.mark.parametrize("name", METHODS)
 def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> None:
     stack, drafters, _ = models
-    clock = WorkClock(monkeypatch)
+    clock = WorkClock(monkeypatch, free=len(probes(METHODS[name])))  # the first cycle warms up and does not count
     methods = {"m": replace(METHODS[name], source=source)}
     _, tunings = tune(methods, stack, drafters, random_prompt(20), clock=clock)
     costs, tuning = tunings["m"].costs, tunings["m"]
@@ -109,8 +115,27 @@ def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.Monkey
 
 def test_a_prompt_as_long_as_the_context_is_measured_with(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, drafters, _ = models
+    prompts = []
+
+    def noted(stack: LayerStack, prompt: Sequence[int], **options: Any) -> Iterator[Round]:
+        prompts.append(list(prompt))
+        return autoregressive(stack, prompt, **options)
+
+    monkeypatch.setattr("inference.tuning.autoregressive", noted)
     _, tunings = tune(METHODS, stack, drafters, random_prompt(256), clock=WorkClock(monkeypatch))
     assert set(tunings) == set(METHODS)
+    assert all(0 < len(prompt) < 256 and prompt == random_prompt(256)[-len(prompt) :] for prompt in prompts)
+
+
+def test_a_drafter_of_fewer_positions_is_measured_within_them(
+    models: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_target(tmp_path, "opt", max_position_embeddings=64)
+    small = load_small_lm(str(path), load_tokenizer(str(path)), dtype=torch.float32)
+    methods = {"m": replace(CHAIN, source="small_lm")}
+    clock = WorkClock(monkeypatch)
+    _, tunings = tune(methods, models[0], Drafters(small_lm=small), random_prompt(100), clock=clock)
+    assert sum(tunings["m"].tried) > 10
 
 
 def test_what_needs_no_measuring_is_left_alone(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
