@@ -8,11 +8,10 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: demo test test-gpu lint format clean
 .NOTPARALLEL:
 
-# Without compiling: most of what is installed is never imported.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)pip install --no-compile --quiet --disable-pip-version-check $(TORCH)
-	$(RUN)pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(RUN)pip install --quiet --disable-pip-version-check $(TORCH)
+	$(RUN)pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 test: $(STAMP)
