@@ -16,7 +16,7 @@ def write_card(path: Path, kind: str, target: str, facts: Mapping[str, Any]) -> 
     kind: early_exit or small_lm; target: name or directory of what it drafts for; facts: one line each.
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    base = "" if Path(target).is_dir() else f"base_model: {target}\n"  # the Hub refuses one it does not have
+    base = "" if Path(target).is_dir() else f"base_model: {target}\n"  # a path means nothing on the Hub
     sections = [
         f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
         f"# A draft model for {target}",

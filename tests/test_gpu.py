@@ -19,10 +19,10 @@ from inference.decode import autoregressive, speculative
 from inference.drafting import Chain, make_structure
 from inference.evaluation import AUTOREGRESSIVE, Drafters, excuse_ties, make_arms, measure, prepare, synchronized_clock
 from inference.layout import Rows
-from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.settings import MethodConfig, SamplingConfig, StopConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.stop_rules import FixedLength
-from tests.tiny import ARCHITECTURES, LAYERS, random_prompt, reference_generate, save_target
+from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, random_prompt, reference_generate, save_target
 from train.early_exit import train_early_exit
 from train.fit_settings import FitConfig, WandbConfig
 from train.settings import EesdConfig
@@ -53,15 +53,6 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int
     rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=48))
     assert [t for r in rounds for t in r.tokens] == expected
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=48) for t in r.tokens] == expected
-
-
-STRUCTURES = {
-    "chain": StructureConfig(),
-    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
-    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
-    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
-    "static": StructureConfig(kind="static", shape="eagle"),
-}
 
 
 @pytest.mark.parametrize("kernels", [*((kernel,) for kernel in KERNELS), KERNELS])

@@ -20,6 +20,7 @@ from draft_models import tiny_model
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target import LayerStack, load_config, load_layers
 from draft_models.tensor_files import open_target
+from inference.settings import StructureConfig
 
 LAYERS = 4
 VOCABULARY = tiny_model.VOCABULARY
@@ -29,6 +30,14 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "opt": (OPTConfig, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+}
+# one small draft of every kind
+STRUCTURES = {
+    "chain": StructureConfig(),
+    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
+    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
+    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
+    "static": StructureConfig(kind="static", shape="eagle"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Responses are a function of prompt, seed and target: whatever the batches, the processes and the interruptions."""
+"""Responses of a target: what is answered, how, and that nothing but the prompt and the seed decides it."""
 
 import json
 import multiprocessing
@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import PartialState
-from filelock import FileLock
 from tokenizers import processors
 
 from data_prep import generation, response_files
@@ -21,15 +20,14 @@ from data_prep import responses as responses_module
 from data_prep.conversations import render_prompt
 from data_prep.generation import Generator, uniforms
 from data_prep.response_files import prompt_id
-from data_prep.responses import Responder, generate_responses, run_identity
+from data_prep.responses import Responder, generate_responses
 from data_prep.rows import load_rows
 from data_prep.settings import DataConfig, GenerateConfig, MixPart
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.target import load_tokenizer
 from inference.sampling import Sampler
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary, talk
-from tests.tiny import byte_tokenizer, save_target
+from tests.tiny import byte_tokenizer
 
 # ------------------------------------------------------------------------------------------------ invariance
 
@@ -266,122 +264,11 @@ def test_heldout_records_are_not_asked(make):
     assert 0 < len(responses(config)) < len(TALKS)
 
 
-# --------------------------------------------------------------------------------------------- the directory
-
-
-def test_responses_from_elsewhere_count_as_answers(make):
-    config = make()
-    folder = Path(config.out_dir)
-    folder.mkdir()
-    theirs = [talk("question 0", "A", TALKS[0]["messages"][2]["content"], "B"), {**talk("q", "a"), "id": "own"}]
-    (folder / "responses-engine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in theirs))
-    generate_responses(replace(config, resume=True))
-    found = responses(config)
-    assert len(found) == len(TALKS) + 1
-    assert found["own"]["messages"] == talk("q", "a")["messages"]
-    answer = next(r for r in found.values() if r["messages"][0]["content"] == "question 0")
-    assert answer["messages"] == theirs[0]["messages"]
-    assert summary(config)["responses"] == len(TALKS) + 1
-    (folder / "responses-bad.jsonl").write_text('{"answer": "x"}\n')
-    with pytest.raises(UserError, match=r"responses-bad\.jsonl:1: expected a record with id and text, or"):
-        generate_responses(replace(config, resume=True))
-
-
-def test_records_from_elsewhere_with_ids_of_their_own_answer_their_prompts(make):
-    config = make([talk(f"question {i}") for i in range(4)])
-    folder = Path(config.out_dir)
-    folder.mkdir()
-    theirs = [{**talk(f"question {i}", "A"), "id": f"own-{i}"} for i in range(3)]
-    (folder / "responses-engine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in theirs))
-    generate_responses(replace(config, resume=True))
-    assert responses(config).keys() == {"own-0", "own-1", "own-2", prompt_id(talk("question 3")["messages"])}
-
-
-def test_two_runs_never_write_one_directory(make):
-    config = make(TALKS[:2])
-    folder = Path(config.out_dir)
-    folder.mkdir()
-    with FileLock(folder / ".lock"), pytest.raises(UserError, match="another run is writing responses there"):
-        generate_responses(config)
-    generate_responses(config)
-    with pytest.raises(UserError, match="holds responses already"):
-        generate_responses(config)
-    generate_responses(replace(config, resume=True))  # free again, also after a failure
-
-
-def test_the_directory_is_kept_from_others_until_the_end(make, monkeypatch):
-    config, seen = make(TALKS[:2]), []
-
-    def another(folder):
-        with pytest.raises(UserError, match="another run is writing"):
-            generate_responses(replace(config, resume=True))
-        seen.append(folder)
-        return response_files.summarise(folder)
-
-    monkeypatch.setattr(responses_module, "summarise", another)
-    generate_responses(config)
-    assert seen == [Path(config.out_dir)]
-
-
-def test_more_data_is_answered_on_resume_and_nothing_else(make):
-    generate_responses(make(TALKS[:4]))
-    before = responses(make())
-    generate_responses(make(TALKS, resume=True))
-    assert before.items() <= responses(make()).items()
-    generate_responses(make(TALKS, name="whole"))
-    assert responses(make()) == responses(make(name="whole"))
-
-
-def test_a_directory_in_use_is_refused(make):
-    generate_responses(make(TALKS[:2]))
-    with pytest.raises(UserError, match="holds responses already; resume=true continues them"):
-        generate_responses(make(TALKS[:2]))
-    with pytest.raises(UserError, match=r"made with other settings: greedy_tokens=3 \(was 2\), seed=1 \(was 0\)"):
-        generate_responses(make(TALKS[:2], resume=True, greedy_tokens=3, seed=1))
-    with pytest.raises(UserError, match="both plain texts and conversations; answer them in two runs"):
-        generate_responses(replace(make([talk("a")], name="mixed"), data=_both(make)))
-
-
-def test_a_run_is_known_by_the_target_as_it_is_and_not_by_its_place(make, target, tmp_path):
-    def identity(path=target, dtype=torch.float32):
-        return run_identity(replace(make(), target=str(path)), load_tokenizer(str(path)), dtype)
-
-    def other(name, edit):
-        edit(shutil.copytree(target, tmp_path / name))
-        return identity(tmp_path / name)
-
-    def new_template(path):
-        tokenizer = letter_tokenizer()
-        tokenizer.chat_template += " "
-        tokenizer.save_pretrained(path)
-
-    def new_token(path):
-        tokenizer = letter_tokenizer()
-        tokenizer.add_tokens(["more"])
-        tokenizer.save_pretrained(path)
-
-    assert other("moved", lambda _: None) == identity()
-    for name, changed in {
-        "weights": other("weights", lambda path: save_target(path, max_position_embeddings=160, seed=1)),
-        "template": other("template", new_template),
-        "tokenizer": other("tokenizer", new_token),
-        "dtype": identity(dtype=torch.bfloat16),
-    }.items():
-        assert changed[name] != identity()[name]
-
-
 def test_one_process_spreads_a_target_over_all_gpus(make, monkeypatch):
     two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, process_index=0, is_main_process=True)
     monkeypatch.setattr(responses_module, "join_processes", lambda: two)
     with pytest.raises(UserError, match="device_map=auto: one process has all GPUs then; start one"):
         generate_responses(make(device_map="auto"))
-
-
-def _both(make):
-    chat = make([talk("a")]).data
-    texts = Path(chat.path[0]).with_name("texts.jsonl")
-    texts.write_text(json.dumps({"text": "some text"}) + "\n")
-    return replace(chat, path=[*chat.path, str(texts)])
 
 
 def test_training_reads_the_answers(make, tmp_path):

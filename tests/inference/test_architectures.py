@@ -28,9 +28,17 @@ from inference.compare import evaluate_checkpoint
 from inference.decode import speculative
 from inference.drafting import make_structure
 from inference.packing import PackedLinear, can_pack, pack_linears
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
+from inference.settings import EvaluateConfig, MethodConfig, StopConfig
 from inference.sources import PlainSession, SmallLMSource
-from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
+from tests.tiny import (
+    STRUCTURES,
+    VOCABULARY,
+    byte_tokenizer,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
 
 COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": None}
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -50,12 +58,6 @@ REFUSED = {
     "alibi": (BloomConfig(hidden_size=64, n_layer=2, n_head=4, **COMMON), "does not take a 4-D mask"),
     "alibi, no positions": (MptConfig(d_model=64, n_heads=4, n_layers=2, **COMMON), "by the given mask"),
     "bidirectional": (BertConfig(**SHAPE, **COMMON), "by the given mask"),
-}
-STRUCTURES = {
-    "chain": StructureConfig(),
-    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
-    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
-    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
 }
 
 

@@ -25,7 +25,7 @@ from inference.settings import MethodConfig, StopConfig, StructureConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.tree import chain_parents
 from tests.recorded import Recording, record_graphs
-from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
+from tests.tiny import LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
 
 CPU = torch.device("cpu")
 
@@ -194,15 +194,6 @@ def test_passes_have_fixed_widths_and_buckets(target: Path, monkeypatch: pytest.
 
 
 # --- as graphs (see tests/recorded.py) -------------------------------------------------------------------------------
-
-
-STRUCTURES = {
-    "chain": StructureConfig(),
-    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
-    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
-    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
-    "static": StructureConfig(kind="static", shape="eagle"),
-}
 
 
 @pytest.fixture
