@@ -100,7 +100,7 @@ def calibrate(config: CalibrateConfig) -> None:
 
     heldout = {name: value.to(state.device) for name, value in captured["heldout"].items()}
 
-    def evaluate(fitted: nn.Module) -> dict[str, float]:
+    def evaluate(fitted: nn.Module, _: int) -> dict[str, float]:
         assert isinstance(fitted, CalibrationModel)
         return {"brier": brier(predict(fitted.folded(), heldout), heldout["label"])}
 

@@ -89,7 +89,6 @@ def train_early_exit(config: EesdConfig) -> None:
     }
     identity = {**recipe, "target": asdict(fingerprint)}
     best = Best(out_dir / BEST_FOLDER, {**identity, "fit": config.fit.deciding()}) if config.decode_prompts else None
-    watch = Watch(config, target, files, heldout, student, best, state.is_main_process)
     result = fit(
         student,
         rows,
@@ -97,8 +96,7 @@ def train_early_exit(config: EesdConfig) -> None:
         out_dir,
         resume=config.resume,
         identity=identity,
-        evaluate=watch,
-        on_step=watch.begin_step,
+        evaluate=Watch(config, target, files, heldout, student, best, state.is_main_process),
     )
     if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it
         print(f"{out_dir}: finished already", flush=True)
@@ -161,7 +159,6 @@ class Watch:
         active: bool,
     ):
         self.config, self.best, self.active = config, best, active
-        self.step = 0
         self.norms = MovedNorms(student, served_dtype(target))
         size = config.eval_batch_rows
         starts = range(0, len(heldout), size) if active else ()
@@ -174,11 +171,7 @@ class Watch:
         # the target's argmax at the supervised positions of each batch
         self.choices = [target_choices(self.whole, batch) for batch in self.batches] if self.whole else []
 
-    def begin_step(self, step: int) -> None:
-        """Told by `fit`: the weights to come are those after step `step` + 1."""
-        self.step = step + 1
-
-    def __call__(self, student: torch.nn.Module) -> dict[str, float]:
+    def __call__(self, student: torch.nn.Module, step: int) -> dict[str, float]:
         if not self.active:
             return {}
         assert isinstance(student, EarlyExitStudent)
@@ -188,9 +181,9 @@ class Watch:
         if self.whole is not None:
             metrics["top1_target"] = agreement(guesses, self.choices)
             metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens)
-        metrics |= self.norms(student, self.step)
+        metrics |= self.norms(student, step)
         if self.best is not None:
-            self.best.offer(student, self.step, metrics)
+            self.best.offer(student, step, metrics)
         return metrics
 
 

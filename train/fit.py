@@ -36,7 +36,7 @@ from train.progress import Report
 from train.row_order import RowOrder
 from train.trained_weights import load_trained, save_trained
 
-Evaluate = Callable[[nn.Module], dict[str, float]]
+Evaluate = Callable[[nn.Module, int], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def fit(
     require a gradient are trained, saved and restored.
     identity: JSON-able, what besides `config` decides the result (data, model, their seeds); a resumed run
     must agree on it.
-    evaluate: called with the model in eval mode, without gradients, on every process, every `eval_every`
-    steps and at the end; its numbers are logged as eval_<name>.
+    evaluate: called with the model in eval mode, without gradients, and the steps it has been trained for, on every
+    process, every `eval_every` steps and at the end; its numbers are logged as eval_<name>.
     on_step: told, on every process, the number (from 0) of each optimizer step before it begins.
 
     Leaves in `out_dir`: checkpoint-<step> directories and log.jsonl. A killed run continued with
@@ -252,7 +252,7 @@ class _FitTrainer(Trainer):
         assert self.evaluate_model is not None
         self.fitted.eval()
         with torch.no_grad(), sharding.whole(self.fitted, self.model_wrapped):
-            self.metrics = self.evaluate_model(self.fitted)
+            self.metrics = self.evaluate_model(self.fitted, self.state.global_step)
         self.fitted.train()
         named = {f"eval_{key}": value for key, value in self.metrics.items()}
         self.log(dict(named))

@@ -93,7 +93,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
         out_dir,
         resume=config.resume,
         identity=identity,
-        evaluate=watch or (lambda _: {}),
+        evaluate=watch or (lambda *_: {}),
         on_step=student.begin_step,
     )
     sharding.make_whole(student, frozen=True)  # adapters are merged into what is frozen
@@ -217,11 +217,10 @@ class Watch:
         self.stack, self.prompts, self.new_tokens, self.best = stack, prompts, new_tokens, best
         self.norms = MovedNorms(student, saved_dtype)
 
-    def __call__(self, student: torch.nn.Module) -> dict[str, float]:
+    def __call__(self, student: torch.nn.Module, step: int) -> dict[str, float]:
         assert isinstance(student, SmallLMStudent)
         drafter = LayerStack(student.merged(self.stack.dtype))
         metrics = decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens)
-        step = student.step + 1
         metrics |= self.norms(student, step)
         self.best.offer(student, step, metrics)
         return metrics

@@ -87,7 +87,7 @@ def train_toy_target(config: ToyTargetConfig) -> None:
         out_dir,
         resume=config.resume,
         identity=config.deciding() | {"data_key": rows.key},
-        evaluate=lambda fitted: {"bits_per_byte": bits_per_byte(fitted, heldout, sizes)},
+        evaluate=lambda fitted, _: {"bits_per_byte": bits_per_byte(fitted, heldout, sizes)},
     )
     report = {
         "bits_per_byte": result.metrics["bits_per_byte"],

@@ -27,7 +27,7 @@ def train(out_dir: Path, *, precision: str = "fp32", resume: bool = False) -> se
         steps=6, optimizer="adamw", save_every=3, eval_every=3, log_every=1, micro_batch_rows=2, precision=precision
     )
 
-    def evaluate(fitted: nn.Module) -> dict[str, float]:
+    def evaluate(fitted: nn.Module, _: int) -> dict[str, float]:
         device = next(fitted.parameters()).device
         batch = {key: torch.stack([row[key] for row in rows[:5]]).to(device) for key in rows[0]}
         return {"loss": float(fitted(**batch)["loss_sum"])} if main else {}

@@ -239,7 +239,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    metrics = Watch(run, target, files, heldout, student, None, active=True)(student)
+    metrics = Watch(run, target, files, heldout, student, None, active=True)(student, 1)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     _, stack = open_stack(path)
@@ -258,7 +258,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
     ]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
     idle = Watch(run, target, files, heldout, student, None, active=False)
-    assert idle(student) == {}
+    assert idle(student, 1) == {}
     assert idle.whole is None
 
 

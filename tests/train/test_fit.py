@@ -189,7 +189,7 @@ def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatc
 
 def test_a_finished_run_returns_at_once_with_its_weights(tmp_path, monkeypatch):
     found = iter([0.25, 0.5])
-    model, first = _fit(tmp_path, evaluate=lambda _: {"agreement": next(found)}, eval_every=4)
+    model, first = _fit(tmp_path, evaluate=lambda *_: {"agreement": next(found)}, eval_every=4)
     monkeypatch.setattr("train.fit._FitTrainer", None)  # nothing is to be trained
     again, second = _fit(tmp_path, resume=True)
     assert second.resumed_from == second.steps == 8
@@ -264,7 +264,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
         with pytest.raises(UserError, match=r"step 6 could not be written .*checkpoint-4 is intact"):
             _fit(
                 tmp_path,
-                evaluate=lambda m: fill(m) if (tmp_path / "checkpoint-4").exists() else {},
+                evaluate=lambda m, _: fill(m) if (tmp_path / "checkpoint-4").exists() else {},
                 eval_every=2,
             )
     finally:
@@ -340,9 +340,10 @@ def test_unsupported_gradient_checkpointing_is_an_error(tmp_path):
 def test_evaluation_runs_when_due_and_at_the_end(tmp_path):
     seen = []
 
-    def evaluate(model):
+    def evaluate(model, step):
         assert not model.training
         assert not torch.is_grad_enabled()
+        assert step == (3, 6, 8)[len(seen)]
         seen.append(model.head.weight.detach().clone())
         return {"count": len(seen)}
 
