@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
@@ -85,6 +86,17 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own
 # PyTorch's first choice on Hopper and Blackwell. It prepares a plan for every length of text it meets, which takes tens
 # of milliseconds a decoded token, and was wrong or not a number for some masks (pytorch #169849, #193893, #196678).
 torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@contextmanager
+def stock_attention(model: PreTrainedModel) -> Iterator[None]:
+    """`model` with transformers' own attention; it may share its layers with the runtime, which uses ours."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
 
 
 def packed_mask(documents: Tensor) -> Tensor:

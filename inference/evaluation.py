@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -10,6 +9,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from draft_models.attention import stock_attention
 from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
 from draft_models.errors import require
@@ -360,14 +360,3 @@ def is_tie(judge: PreTrainedModel, prompt: Sequence[int], text: Sequence[int], o
         block = judge(ids, logits_to_keep=1).logits[0, -1].float()
     noise = (stepped - block).abs().max()
     return bool(stepped.max() - torch.minimum(stepped[one], stepped[other]) <= 2 * noise)
-
-
-@contextmanager
-def stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """`model` with transformers' own attention; it may share its layers with the runtime, which uses ours."""
-    ours = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(ours)
