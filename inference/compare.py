@@ -29,15 +29,19 @@ from inference.decode import Clock
 from inference.evaluation import (
     AUTOREGRESSIVE,
     Arm,
+    Choosing,
+    MakeArms,
     PromptLike,
     PromptResult,
-    excuse_ties,
     make_arms,
     measure,
+    measure_deviations,
     synchronized_clock,
 )
+from inference.lossless import HALF
+from inference.lossless_report import is_lossless
 from inference.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.report import build_report, describe_machine, is_lossless, markdown, relate_to_chain, write_reports
+from inference.report import build_report, describe_machine, markdown, relate_to_chain, write_reports
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.subject import (
@@ -54,6 +58,7 @@ from inference.tuning import tune
 Messages = list[dict[str, str]]
 Render = Callable[[PreTrainedTokenizerBase, Messages, bool], list[int]]
 WARM_UP_TOKENS = 8
+JUDGED = 12  # prompts, evenly spread, that are judged where texts alone do not decide; every mismatch is judged besides
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def _evaluate(
         earlier = from_main(state, begin)
     prepared = construct(Prepared, earlier)
     if models is not None:
-        bench = make_bench(config, subject, models, prepared, rendered[share[0]])
+        bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
         for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
             turns = measure_prompt(config, prompts[position], position, render, subject, models, bench)
             append_result(out_dir, number + state.process_index, Measured(position, state.num_processes, turns))
@@ -149,23 +154,39 @@ def prepare_methods(config: EvaluateConfig, models: Models, prompt: Sequence[int
 
 @dataclass(frozen=True)
 class Bench:
-    """The arms of an evaluation, warm. profilers: the methods once more, with a clock that waits for the device."""
+    """The arms of an evaluation, warm.
+
+    profilers: the methods once more, with a clock that waits for the device. judged: the positions of the prompts that
+    are judged besides those with a mismatch (see `inference.lossless`); judge: makes the arms for that, None where
+    equal texts are all that counts.
+    """
 
     arms: dict[str, Arm]
     profilers: dict[str, Arm]
+    judged: frozenset[int]
+    judge: MakeArms | None
 
 
 def make_bench(
-    config: EvaluateConfig, subject: Subject, models: Models, prepared: Prepared, prompt: Sequence[int]
+    config: EvaluateConfig,
+    subject: Subject,
+    models: Models,
+    prepared: Prepared,
+    prompt: Sequence[int],
+    prompts: int,
 ) -> Bench:
-    """The arms of `config`, which have continued `prompt` by a few tokens."""
+    """The arms of `config`, which have continued `prompt` by a few tokens; `prompts`: how many there are in all."""
+    ours: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
+    ours["tunings"] = prepared.tunings
+    stack, drafters, methods = models.stack, models.drafters, prepared.methods
 
-    def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": subject.eos, "seed": config.seed}
-        options |= {"sampling": config.sampling, "stops": config.stop_strings, "tokenizer": subject.tokenizer}
-        options |= {"clock": clock, "runtime": models.runtime, "tunings": prepared.tunings}
+    def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
+        ends: dict[str, Any] = {"eos": subject.eos, "stops": config.stop_strings, "tokenizer": subject.tokenizer}
         reference = models.plain if config.compare_transformers else None
-        return make_arms(models.stack, models.drafters, prepared.methods, reference, **options)
+        return make_arms(stack, drafters, methods, reference, max_new_tokens=new_tokens, clock=clock, **ends, **ours)
+
+    def arms_to_judge(new_tokens: int, choosing: Choosing) -> dict[str, Arm]:
+        return make_arms(stack, drafters, methods, None, max_new_tokens=new_tokens, eos=(), choosing=choosing, **ours)
 
     for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
         warm_up(prompt)
@@ -173,7 +194,10 @@ def make_bench(
     if subject.device.type == "cuda":
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
         profilers = {name: synchronized[name] for name in prepared.methods}
-    return Bench(arms_for(config.max_new_tokens), profilers)
+    sampled = config.sampling.temperature > 0
+    judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
+    judge = arms_to_judge if sampled or subject.dtype in HALF else None
+    return Bench(arms_for(config.max_new_tokens), profilers, judged, judge)
 
 
 def measure_prompt(
@@ -191,6 +215,7 @@ def measure_prompt(
     """
     results: list[PromptResult] = []
     messages: Messages = []
+    sampled = config.sampling.temperature > 0
     for number, turn in enumerate(prompt.turns):
         messages.append({"role": "user", "content": turn})
         ids = render(subject.tokenizer, messages, prompt.chat)
@@ -206,8 +231,10 @@ def measure_prompt(
             turn=position + number,
             profilers=bench.profilers,
         )
-        excused = frozenset() if config.sampling.temperature else excuse_ties(models.plain, result)
-        results.append(replace(result, excused=excused))
+        differs = not sampled and not all(map(result.identical, bench.arms))
+        if bench.judge is not None and (differs or position in bench.judged):
+            result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge))
+        results.append(result)
         answer = subject.tokenizer.decode(list(result.generations[AUTOREGRESSIVE].tokens), skip_special_tokens=True)
         messages.append({"role": "assistant", "content": str(answer)})
     return tuple(results)

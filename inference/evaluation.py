@@ -21,6 +21,7 @@ from inference.choosing import Chooser
 from inference.decode import Clock, Round, autoregressive, cut, speculative, until
 from inference.drafting import Structure, make_structure
 from inference.lookup import PromptLookup
+from inference.lossless import Deviation, Forced, make_reference
 from inference.ngrams import make_ngram_drafter
 from inference.packing import can_pack, fuse_layers, pack_linears
 from inference.runtime import Runtime
@@ -61,7 +62,7 @@ class PromptResult:
     """One prompt continued by every arm.
 
     profiles: runs of the methods with a clock that waits for the device, where the timed ones' does not (CUDA);
-    they say how a round's time divides. excused: the arms whose first mismatch is a rounding tie.
+    they say how a round's time divides. deviations: of the arms that were judged (see `inference.lossless`).
     """
 
     prompt_id: str
@@ -70,7 +71,7 @@ class PromptResult:
     generations: Mapping[str, Generation]
     reference: str
     profiles: Mapping[str, Generation] = field(default_factory=dict)
-    excused: frozenset[str] = frozenset()
+    deviations: Mapping[str, Deviation] = field(default_factory=dict)
 
     def identical(self, arm: str) -> bool:
         """Whether `arm` emitted exactly the reference arm's tokens."""
@@ -78,6 +79,10 @@ class PromptResult:
 
 
 Arm = Callable[[Sequence[int]], Generation]
+Choosing = Callable[[Chooser], Chooser]
+MakeArms = Callable[
+    [int, Choosing], Mapping[str, Arm]
+]  # for so many new tokens, with these in the place of their choosers
 
 
 @dataclass(frozen=True)
@@ -147,12 +152,14 @@ def make_arms(
     runtime: Runtime | None = None,
     tunings: Mapping[str, Tuning] | None = None,
     clock: Clock = time.perf_counter,
+    choosing: Choosing = lambda chooser: chooser,
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
     sampling: how all of them choose tokens; when it samples, every generation starts from `seed` again. stops:
     strings that end a text, which need the `tokenizer`. runtime: how the passes of all but `generate` run; None:
-    eagerly. tunings: of the methods with sizes of "auto" (see `inference.tuning`).
+    eagerly. tunings: of the methods with sizes of "auto" (see `inference.tuning`). choosing: puts another chooser in
+    the place of an arm's.
     """
     sampler = None if sampling == GREEDY else Sampler(sampling)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
@@ -168,7 +175,7 @@ def make_arms(
         return torch.Generator(stack.device).manual_seed(seed) if sampling.temperature else None
 
     def autoregress(prompt: Sequence[int]) -> Generation:
-        chooser = Chooser(sampler, fresh_generator())
+        chooser = choosing(Chooser(sampler, fresh_generator()))
         return run(autoregressive(stack, prompt, chooser=chooser, **ours))
 
     def drafting(name: str, method: MethodConfig) -> Arm:
@@ -177,7 +184,7 @@ def make_arms(
         def draft(prompt: Sequence[int]) -> Generation:
             generator = fresh_generator()
             source, structure = make_drafting(method, drafters, seed, generator, tuning)
-            chooser = Chooser(sampler, generator, naive=method.verify == "naive")
+            chooser = choosing(Chooser(sampler, generator, naive=method.verify == "naive"))
             generation = run(speculative(stack, source, structure, prompt, chooser=chooser, **ours))
             return replace(generation, totals=dict(structure.totals))
 
@@ -323,40 +330,21 @@ def measure(
     return PromptResult(prompt_id, category, tuple(prompt), middle, reference, profiles)
 
 
-def excuse_ties(judge: PreTrainedModel, result: PromptResult) -> frozenset[str]:
-    """The arms whose first mismatch with the reference the target itself cannot tell from rounding.
+def measure_deviations(plain: PreTrainedModel, result: PromptResult, make: MakeArms) -> dict[str, Deviation]:
+    """How far every arm of this runtime is off on the reference's text of `result`, by name (see `inference.lossless`).
 
-    Only for half precision: in float32 and float64 a mismatch is an error. `judge` is the target as
-    transformers runs it, so that a fault of this runtime cannot widen its own excuse.
+    plain: the target as transformers runs it.
     """
-    if judge.dtype not in (torch.bfloat16, torch.float16):
-        return frozenset()
-    reference = result.generations[result.reference].tokens
-    excused = set()
-    for name, generation in result.generations.items():
-        pairs = enumerate(zip(reference, generation.tokens, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), None)
-        if same is not None and is_tie(
-            judge, result.prompt, reference[:same], reference[same], generation.tokens[same]
-        ):
-            excused.add(name)
-    return frozenset(excused)
+    text = result.generations[result.reference].tokens
+    reference = make_reference(plain, result.prompt, text)
+    made: list[Forced] = []
 
+    def force(chooser: Chooser) -> Chooser:
+        made.append(Forced(chooser, reference))
+        return made[-1]
 
-@torch.inference_mode()
-def is_tie(judge: PreTrainedModel, prompt: Sequence[int], text: Sequence[int], one: int, other: int) -> bool:
-    """Whether `judge`, fed one token at a time, puts `one` and `other` within its rounding noise of the best token.
-
-    Noise is measured at that very position: the largest difference of any logit between feeding `text` a
-    token at a time and all at once, the two shapes in which decoding computes it. A logit may be off by that
-    on either side, hence twice the noise.
-    """
-    ids = torch.tensor([[*prompt, *text]], device=judge.device)
-    with stock_attention(judge):
-        out = judge(ids[:, : len(prompt)], use_cache=True, logits_to_keep=1)
-        for place in range(len(prompt), ids.shape[1]):
-            out = judge(ids[:, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
-        stepped = out.logits[0, -1].float()
-        block = judge(ids, logits_to_keep=1).logits[0, -1].float()
-    noise = (stepped - block).abs().max()
-    return bool(stepped.max() - torch.minimum(stepped[one], stepped[other]) <= 2 * noise)
+    found: dict[str, Deviation] = {}
+    for name, arm in make(len(text), force).items():
+        arm(result.prompt)
+        found[name] = made[-1].deviation(result.generations[name].tokens)
+    return found

@@ -82,13 +82,13 @@ def judge(deviations: Sequence[Deviation]) -> Judgement:
         math.fsum(terms) / positions
         for terms in zip(*([x * d.positions for x in d.bulk] for d in deviations), strict=True)
     ]
-    widest = max(range(len(rows)), key=rows.__getitem__)
-    worst = max(deviations, key=lambda d: math.inf if math.isnan(d.peak) else d.peak)
+    widest = max(range(len(rows)), key=lambda row: _or_inf(rows[row]))
+    worst = max(deviations, key=lambda d: _or_inf(d.peak))
     gaps = [gap for d in deviations for gap in d.gaps]
     mismatches = [d.mismatch for d in deviations if d.mismatch is not None]
     ties, own = len(gaps), sum(d.own_gaps for d in deviations)
     worst_at = f"{_row(worst.peak_row, rows)} at position {worst.peak_position}"
-    bulk, largest = math.exp(rows[widest]), max([*gaps, *mismatches], default=0.0)
+    bulk, largest = math.exp(rows[widest]), max(map(_or_inf, [*gaps, *mismatches]), default=0.0)
     limits = (
         (bulk <= BULK, f"the {_row(widest, rows)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
         (
@@ -113,6 +113,11 @@ def judge(deviations: Sequence[Deviation]) -> Judgement:
         largest,
         tuple(text for kept, text in limits if not kept),
     )
+
+
+def _or_inf(value: float) -> float:
+    """`value`, but what is not a number is the worst of all."""
+    return math.inf if math.isnan(value) else value
 
 
 def _row(row: int, rows: Sequence[float]) -> str:
@@ -267,7 +272,7 @@ class Forced(Chooser):
         found = Deviation(
             len(reference.text),
             (*_mean_logs(ratios), *_mean_logs(logit_ratios)),
-            *max(peaks, key=lambda peak: math.inf if math.isnan(peak[0]) else peak[0]),
+            *max(peaks, key=lambda peak: _or_inf(peak[0])),
         )
         return replace(found, **self._gaps(own_text)) if self.greedy else found
 

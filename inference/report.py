@@ -16,6 +16,7 @@ from draft_models.checkpoint import provenance
 from draft_models.files import require_writable, write_atomically, write_json
 from inference.auto import Tuning
 from inference.evaluation import AUTOREGRESSIVE, TRANSFORMERS, Generation, PromptResult
+from inference.lossless_report import is_lossless, judgement_lines, lossless_section
 from inference.measures import (
     acceptance_by_candidates,
     acceptance_by_position,
@@ -53,7 +54,7 @@ def build_report(
         "prompts": len(results),
         "tokens": sum(len(g.tokens) for g in mine),
         "seed": seed,
-        "lossless": _lossless(results, method, sampled=facts["temperature"] > 0),
+        "lossless": lossless_section(results, method, sampled=facts["temperature"] > 0),
         **decode_statistics(mine),
         "structure": structure_statistics(mine),
         "acceptance_by_candidates": acceptance_by_candidates(mine),
@@ -90,18 +91,6 @@ def build_report(
     return report
 
 
-def _lossless(results: Sequence[PromptResult], method: str, *, sampled: bool) -> dict[str, Any]:
-    """How many prompts were compared token by token: none when sampling, where only the law is the same."""
-    checked = [] if sampled else results
-    return {
-        "reference": None if sampled else results[0].reference,
-        "checked": len(checked),
-        "identical": sum(r.identical(method) for r in checked),
-        "excused_ties": sum(method in r.excused for r in checked),
-        "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in checked),
-    }
-
-
 def relate_to_chain(reports: Sequence[Report]) -> None:
     """Add GSD's drafted_vs_chain: what the source drafted a round over what a chain of the same source did."""
     chains = {
@@ -113,12 +102,6 @@ def relate_to_chain(reports: Sequence[Report]) -> None:
         drafted, chain = report["structure"].get("drafted_by_source"), chains.get(report["settings"]["source"])
         if drafted and chain:
             report["structure"]["drafted_vs_chain"] = drafted / chain
-
-
-def is_lossless(report: Report) -> bool:
-    """Every prompt compared was identical to the reference, or excused as a rounding tie."""
-    lossless = report["lossless"]
-    return lossless["identical"] + lossless["excused_ties"] == lossless["checked"]
 
 
 def markdown(reports: Sequence[Report]) -> str:
@@ -143,7 +126,7 @@ def markdown(reports: Sequence[Report]) -> str:
         role = "sampled" if first["temperature"] else "reference"
         lines.append(f"| transformers generate | {role} | 1.00 | | | | | {_number(speeds[TRANSFORMERS])} | | 1.00 |")
     lines += [_row(report) for report in reports]
-    lines += ["", *(_sentence(report) for report in reports)]
+    lines += ["", *(_sentence(report) for report in reports), *judgement_lines(reports)]
     return "\n".join(lines) + "\n"
 
 
@@ -292,6 +275,8 @@ def _break_even(results: Sequence[PromptResult], method: str) -> float | None:
 
 
 def _verdict(report: Report) -> str:
+    if not is_lossless(report):
+        return "not lossless"
     interval = report["speedup"]["ci95"]
     if interval is None or report["prompts"] < MIN_PROMPTS or interval[0] <= 1.0 <= interval[1]:
         return "undecided"

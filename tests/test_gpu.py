@@ -17,8 +17,19 @@ from draft_models.tensor_files import open_target
 from inference import graphed
 from inference.decode import autoregressive, speculative
 from inference.drafting import Chain, make_structure
-from inference.evaluation import AUTOREGRESSIVE, Drafters, excuse_ties, make_arms, measure, prepare, synchronized_clock
+from inference.evaluation import (
+    AUTOREGRESSIVE,
+    Arm,
+    Choosing,
+    Drafters,
+    make_arms,
+    measure,
+    measure_deviations,
+    prepare,
+    synchronized_clock,
+)
 from inference.layout import Rows
+from inference.lossless import judge
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.stop_rules import FixedLength
@@ -134,17 +145,23 @@ def test_sampling_draws_on_the_device(tmp_path: Path, structure: str) -> None:
 
 def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
     path = save_target(tmp_path)
-    judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(CUDA)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(CUDA)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.bfloat16)
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
     options = {"max_new_tokens": 64, "eos": (), "seed": 0}
     arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options)
+
+    def make(new_tokens: int, choosing: Choosing) -> dict[str, Arm]:
+        changed = options | {"max_new_tokens": new_tokens, "choosing": choosing}
+        return make_arms(stack, Drafters(early_exit=drafter), method, None, **changed)
+
     profilers = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, clock=synchronized_clock)
     del profilers[AUTOREGRESSIVE]
     for seed in range(4):
         prompt = random_prompt(16, seed)
         result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed, profilers=profilers)
-        assert result.identical("m") or "m" in excuse_ties(judge, result)
+        found = measure_deviations(model, result, make)
+        assert {name: judge([deviation]).faults for name, deviation in found.items()} == {AUTOREGRESSIVE: (), "m": ()}
         rounds = result.profiles["m"].rounds
         assert all(r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds for r in rounds)
 

@@ -1,72 +1,22 @@
-"""Arms taking turns on a prompt: what is timed, and which mismatches are ties."""
+"""Arms taking turns on a prompt: what is timed."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from inference.decode import Round
 from inference.evaluation import (
     AUTOREGRESSIVE,
     Generation,
-    PromptResult,
     collect,
-    excuse_ties,
-    is_tie,
     measure,
     transformers_generate,
     without_captures,
 )
-from tests.tiny import random_prompt, reference_generate, save_target
-
-
-def result_with(prompt: list[int], reference: tuple[int, ...], other: tuple[int, ...]) -> PromptResult:
-    arms = {AUTOREGRESSIVE: Generation(reference, 0, 1), "m": Generation(other, 0, 1)}
-    return PromptResult("p", "c", tuple(prompt), arms, AUTOREGRESSIVE)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_only_real_ties_in_half_precision_are_excused(tmp_path: Path, dtype: torch.dtype) -> None:
-    """A mismatch between two tokens of nearly equal logits is a tie; between any others it is an error."""
-    model = AutoModelForCausalLM.from_pretrained(save_target(tmp_path), dtype=dtype)
-    prompt = random_prompt(12)
-    tokens = tuple(reference_generate(model, prompt, 8))
-    twin = next(t for t in range(256) if t not in tokens)
-    wrong = (*tokens[:3], twin, *tokens[4:])
-    assert excuse_ties(model, result_with(prompt, tokens, wrong)) == frozenset()
-    with torch.no_grad():
-        model.lm_head.weight[twin] = model.lm_head.weight[tokens[3]]
-    expected = {"m"} if dtype == torch.bfloat16 else frozenset()
-    assert excuse_ties(model, result_with(prompt, tokens, wrong)) == expected
-    assert excuse_ties(model, result_with(prompt, tokens, tokens[:-1])) == frozenset()  # shorter is not a tie
-
-
-class Judge:
-    """A target whose fourth logit is 0.5 larger when a text is fed at once, which is all the noise there is."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.config = SimpleNamespace(_attn_implementation="ours")
-
-    def set_attn_implementation(self, name: str) -> None:
-        self.config._attn_implementation = name
-
-    def __call__(self, ids: torch.Tensor, use_cache: bool = False, **_: object) -> SimpleNamespace:
-        assert self.config._attn_implementation == "sdpa"  # not this project's: it is to be judged
-        logits = torch.tensor([5.0, 4.0, 3.0, 0.0 if use_cache else 0.5])
-        return SimpleNamespace(logits=logits[None, None], past_key_values=None)
-
-
-def test_ties_are_within_twice_the_noise_of_the_best_token() -> None:
-    judge = Judge()
-    tied = {pair for pair in itertools.permutations(range(3), 2) if is_tie(judge, [1], [2, 3], *pair)}
-    assert tied == {(0, 1), (1, 0)}
-    assert judge.config._attn_implementation == "ours"
+from tests.tiny import random_prompt, save_target
 
 
 def test_a_run_that_captured_graphs_is_run_again() -> None:

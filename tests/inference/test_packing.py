@@ -13,7 +13,8 @@ from draft_models.tensor_files import open_target
 from inference import evaluation
 from inference.decode import autoregressive, speculative
 from inference.drafting import Chain
-from inference.evaluation import Drafters, excuse_ties, make_arms, measure, prepare
+from inference.evaluation import Arm, Choosing, Drafters, make_arms, measure, measure_deviations, prepare
+from inference.lossless import judge
 from inference.packing import FusedLayer, PackedLinear, RMSNorm, can_pack, fuse_layers, join, pack_linears
 from inference.settings import MethodConfig, StopConfig
 from inference.sources import EarlyExitSource
@@ -177,16 +178,20 @@ def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bf16_mismatches_are_ties(tmp_path: Path, architecture: str) -> None:
     path = save_target(tmp_path, architecture, kv_heads=2)
-    judge, _ = open_stack(path, torch.bfloat16)
+    model, _ = open_stack(path, torch.bfloat16)
     _, stack = open_stack(path, torch.bfloat16)
     drafters = Drafters(early_exit=make_drafter(path, LAYERS - 1, noise=0.1, dtype=torch.bfloat16))
     prepare(stack, drafters)
     assert not any(isinstance(m, nn.Linear) for m in stack.modules())
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
-    arms = make_arms(stack, drafters, method, judge, max_new_tokens=48, eos=(), seed=0)
+    arms = make_arms(stack, drafters, method, model, max_new_tokens=48, eos=(), seed=0)
+
+    def make(new_tokens: int, choosing: Choosing) -> dict[str, Arm]:
+        return make_arms(stack, drafters, method, None, max_new_tokens=new_tokens, eos=(), seed=0, choosing=choosing)
+
     for seed in range(2):
         prompt = random_prompt(16, seed)
         result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed)
-        excused = excuse_ties(judge, result)
-        assert all(result.identical(name) or name in excused for name in arms)
+        found = measure_deviations(model, result, make)
+        assert {name: judge([deviation]).faults for name, deviation in found.items()} == {"autoregressive": (), "m": ()}
         assert all(max(generation.tokens) < VOCABULARY for generation in result.generations.values())

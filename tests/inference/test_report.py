@@ -1,5 +1,6 @@
 """From what was measured to the report: every figure by hand."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,6 +15,8 @@ from inference.evaluation import (
     Generation,
     PromptResult,
 )
+from inference.lossless import Deviation
+from inference.lossless_report import is_lossless
 from inference.measures import (
     acceptance_by_candidates,
     acceptance_by_position,
@@ -25,7 +28,6 @@ from inference.measures import (
 from inference.report import (
     build_report,
     describe_machine,
-    is_lossless,
     markdown,
     plot_acceptance,
     plot_speedups,
@@ -138,19 +140,47 @@ def test_speed_counts_decoded_tokens_of_prompts_that_have_some() -> None:
     assert report["tokens_per_second"]["speculative"] == pytest.approx(2.0)
 
 
-def test_excused_mismatches_are_counted_by_arm() -> None:
-    made = results()
-    for index, (arm, excused) in enumerate([("m", True), (AUTOREGRESSIVE, True), (AUTOREGRESSIVE, False)]):
-        wrong = replace(made[index].generations[arm], tokens=(1,) * 9)
-        generations = {**made[index].generations, arm: wrong}
-        made[index] = replace(made[index], generations=generations, excused=frozenset({arm} if excused else ()))
+def judged(made: list[PromptResult], arm: str, **changes: object) -> list[PromptResult]:
+    deviation = replace(Deviation(8, (0.0, 0.0, 0.0), 2.0, 1, 5), **changes)
+    return [replace(r, deviations={**r.deviations, arm: deviation}) for r in made]
+
+
+def differing(made: list[PromptResult], arm: str, *indices: int) -> list[PromptResult]:
+    wrong = [replace(r, generations={**r.generations, arm: replace(r.generations[arm], tokens=(1,) * 9)}) for r in made]
+    return [wrong[index] if index in indices else r for index, r in enumerate(made)]
+
+
+def test_mismatches_are_excused_where_the_arm_was_judged_to_round_only() -> None:
+    made = judged(judged(differing(differing(results(), "m", 0), AUTOREGRESSIVE, 1, 2), "m"), AUTOREGRESSIVE)
     report = build_report("m", made, facts(), seed=0)
-    assert report["lossless"] == {
+    counts = {key: value for key, value in report["lossless"].items() if key != "judged"}
+    assert counts == {
         "reference": TRANSFORMERS, "checked": 6, "identical": 5, "excused_ties": 1, "autoregressive_identical": 4,
     }  # fmt: skip
+    assert report["lossless"]["judged"]["m"]["peak_at"] == "values of layer 0 at position 5"
     assert is_lossless(report)
     assert "| m | 5/6 (+1 ties) |" in markdown([report])
-    assert not is_lossless(build_report("m", [replace(r, excused=frozenset()) for r in made], facts(), seed=0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bulk": (0.0, 0.5, 0.0)}, {"peak": 99.0}, {"gaps": (99.0,)}, {"mismatch": math.inf}, {"bulk": (math.nan,) * 3}],
+)
+def test_what_is_not_lossless_is_never_faster(change: dict) -> None:
+    """Not a fault that was found, be every text identical; nor a mismatch that nothing excuses."""
+    fast = results()
+    for r in fast:
+        r.generations["m"] = replace(r.generations["m"], decode_seconds=1e-3)
+    assert build_report("m", judged(fast, "m"), facts(), seed=0)["verdict"] == "faster"
+    for made in (judged(fast, "m", **change), judged(differing(fast, "m", 3), "m", **change), differing(fast, "m", 3)):
+        report = build_report("m", made, facts(), seed=0)
+        assert not is_lossless(report)
+        assert report["verdict"] == "not lossless"
+        assert report["lossless"]["excused_ties"] == 0
+        assert "m: not lossless" in markdown([report])
+    sampled = {**facts(), "temperature": 1.0}
+    assert build_report("m", differing(fast, "m", 3), sampled, seed=0)["verdict"] == "faster"
+    assert build_report("m", judged(fast, "m", **change), sampled, seed=0)["verdict"] == "not lossless"
 
 
 @pytest.mark.parametrize(

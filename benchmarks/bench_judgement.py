@@ -1,0 +1,151 @@
+"""Does the judgement of losslessness in half precision separate faults from rounding? A table over seeds.
+
+python benchmarks/bench_judgement.py --target runs/demo/target --checkpoint runs/demo/eesd --out judgement_demo.json
+
+Every seed takes other prompts. On each the runtime as it is, and with one fault of `planted_faults` after the other,
+decodes by itself and is then judged, as evaluate-checkpoint judges it.
+"""
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.planted_faults import FAULTS, planted
+from data_prep.conversations import render_prompt
+from data_prep.prompts import read_prompts
+from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance
+from draft_models.early_exit import EarlyExit, exit_layers
+from draft_models.files import write_json
+from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
+from draft_models.tensor_files import open_target
+from inference.choosing import Chooser
+from inference.decode import Round, autoregressive, speculative
+from inference.drafting import make_structure
+from inference.evaluation import AUTOREGRESSIVE, Drafters, prepare, transformers_generate
+from inference.lookup import PromptLookup
+from inference.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
+from inference.report import describe_machine
+from inference.settings import MethodConfig, StructureConfig
+from inference.sources import EarlyExitSource
+from inference.subject import end_tokens, load_plain
+
+ARMS = (AUTOREGRESSIVE, "prompt_lookup", "early_exit_tree")
+TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=16, max_depth=5, delta=0.0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--checkpoint", help="an early-exit drafter; default: the target's last layer, untrained")
+    parser.add_argument("--prompts", default="python_stdlib", help="see evaluate-checkpoint")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--num-prompts", type=int, default=12, help="of every seed")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+
+    subject = Subject(options)
+    prompts = subject.prompts(options.prompts)
+    rows: list[dict[str, Any]] = []
+    for seed in tqdm(range(options.seeds), unit="seed"):
+        chosen = random.Random(seed).sample(prompts, options.num_prompts)
+        references = [subject.reference(prompt, options.max_new_tokens) for prompt in chosen]
+        for fault in (None, *options.faults):
+            for arm, (found, identical) in subject.judged(references, fault, seed).items():
+                rows.append(
+                    {"seed": seed, "fault": fault or "none", "arm": arm, "refused": bool(found.faults),
+                     "identical": identical, "bulk": found.bulk, "bulk_at": found.bulk_at, "peak": found.peak,
+                     "peak_at": found.peak_at, "ties": found.ties, "transformers_ties": found.own_ties,
+                     "largest_gap": found.largest_gap}
+                )  # fmt: skip
+        write_json(
+            options.out,
+            {"options": {key: str(value) for key, value in vars(options).items()}, "machine": describe_machine("cpu"),
+             "made_with": provenance(), "limits": {"bulk": BULK, "peak": PEAK, "gap": GAP}, "rows": rows},
+        )  # fmt: skip
+    print(table(rows))
+
+
+class Subject:
+    """The target as transformers runs it and as this runtime does, and a drafter."""
+
+    def __init__(self, options: argparse.Namespace):
+        source, dtype = options.target, getattr(torch, options.dtype)
+        self.config, files = load_config(source), open_target(source)
+        self.tokenizer = load_tokenizer(source)
+        self.eos = end_tokens(source, None, self.config, self.tokenizer)
+        self.model = load_plain(source, None, dtype, torch.device("cpu"))
+        every = range(self.config.num_hidden_layers)
+        self.stack = LayerStack(load_layers(files, self.config, every, dtype=dtype))
+        if options.checkpoint:
+            fingerprint = fingerprint_target(files, self.config, self.tokenizer)
+            self.drafter = from_pretrained(options.checkpoint, self.config, fingerprint, dtype=dtype)
+        else:
+            exit_layer = max(1, self.config.num_hidden_layers // 3)
+            few = load_layers(files, self.config, exit_layers(self.config, exit_layer), dtype=dtype)
+            self.drafter = EarlyExit.from_model(few, exit_layer, own_head=True).requires_grad_(False)
+        prepare(self.stack, Drafters(early_exit=self.drafter))
+
+    def prompts(self, source: str) -> list[list[int]]:
+        return [
+            render_prompt(prompt.turns[:1], self.tokenizer, "auto" if prompt.chat else "none")
+            for prompt in read_prompts(source, limit=200)
+        ]
+
+    def reference(self, prompt: Sequence[int], tokens: int) -> Reference:
+        text = transformers_generate(self.model, prompt, max_new_tokens=tokens, eos=self.eos).tokens
+        return make_reference(self.model, prompt, text)
+
+    def decode(self, arm: str, prompt: Sequence[int], tokens: int, chooser: Chooser, eos: frozenset) -> Iterator[Round]:
+        options: dict[str, Any] = {"max_new_tokens": tokens, "eos": eos, "chooser": chooser}
+        if arm == AUTOREGRESSIVE:
+            return autoregressive(self.stack, prompt, **options)
+        if arm == "prompt_lookup":
+            lookup = PromptLookup()
+            return speculative(self.stack, lookup, lookup, prompt, **options)
+        return speculative(self.stack, EarlyExitSource(self.drafter), make_structure(TREE, 0), prompt, **options)
+
+    def judged(self, references: Sequence[Reference], fault: str | None, seed: int) -> dict[str, tuple[Judgement, int]]:
+        """By arm: the judgement, and how many texts were identical."""
+        found: dict[str, tuple[Judgement, int]] = {}
+        with planted(fault, seed, self.stack):
+            for arm in ARMS:
+                deviations: list[Deviation] = []
+                identical = 0
+                for reference in references:
+                    tokens = len(reference.text)
+                    rounds = self.decode(arm, reference.prompt, tokens, Chooser(), self.eos)
+                    own = tuple(token for r in rounds for token in r.tokens)
+                    forced = Forced(Chooser(), reference)
+                    for _ in self.decode(arm, reference.prompt, tokens, forced, frozenset()):
+                        pass
+                    deviations.append(forced.deviation(own))
+                    identical += own == reference.text
+                found[arm] = judge(deviations), identical
+        return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One row a fault and arm: how many seeds were refused, and how far bulk and peak lie apart."""
+    lines = ["| fault | arm | refused | identical | bulk | peak | gap |", "|---|---|---|---|---|---|---|"]
+    for fault in dict.fromkeys(row["fault"] for row in rows):
+        for arm in ARMS:
+            mine = [row for row in rows if row["fault"] == fault and row["arm"] == arm]
+            spans = [
+                f"{min(r[k] for r in mine):.2f} … {max(r[k] for r in mine):.2f}"
+                for k in ("bulk", "peak", "largest_gap")
+            ]
+            refused, identical = sum(row["refused"] for row in mine), sum(row["identical"] for row in mine)
+            lines.append(f"| {fault} | {arm} | {refused} of {len(mine)} | {identical} | {' | '.join(spans)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
