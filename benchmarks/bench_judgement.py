@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.planted_faults import FAULTS, planted
+from benchmarks.planted_faults import FAULTS, REACHED, planted
 from data_prep.conversations import render_prompt
 from data_prep.prompts import read_prompts
 from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance
@@ -34,7 +34,7 @@ from inference.settings import MethodConfig, StructureConfig
 from inference.sources import EarlyExitSource
 from inference.subject import end_tokens, load_plain
 
-ARMS = (AUTOREGRESSIVE, "prompt_lookup", "early_exit_tree")
+ARMS = REACHED["passes"]
 TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=16, max_depth=5, delta=0.0))
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--prompts", default="python_stdlib", help="see evaluate-checkpoint")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--num-prompts", type=int, default=12, help="of every seed")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--out", type=Path, required=True)
@@ -116,7 +116,7 @@ class Subject:
         """By arm: the judgement, and how many texts were identical."""
         found: dict[str, tuple[Judgement, int]] = {}
         with planted(fault, seed, self.stack):
-            for arm in ARMS:
+            for arm in REACHED[FAULTS[fault].reaches] if fault else ARMS:
                 deviations: list[Deviation] = []
                 identical = 0
                 for reference in references:
@@ -136,7 +136,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """One row a fault and arm: how many seeds were refused, and how far bulk and peak lie apart."""
     lines = ["| fault | arm | refused | identical | bulk | peak | gap |", "|---|---|---|---|---|---|---|"]
     for fault in dict.fromkeys(row["fault"] for row in rows):
-        for arm in ARMS:
+        for arm in dict.fromkeys(row["arm"] for row in rows if row["fault"] == fault):
             mine = [row for row in rows if row["fault"] == fault and row["arm"] == arm]
             spans = [
                 f"{min(r[k] for r in mine):.2f} … {max(r[k] for r in mine):.2f}"

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -114,14 +115,27 @@ def positions_off_by_one() -> Iterator[None]:
         yield
 
 
-FAULTS: dict[str, Callable[[random.Random], Any]] = {
-    "RoPE frequencies × 1.002": lambda chance: rope_scaled(1.002),
-    "RoPE frequencies × 1.01": lambda chance: rope_scaled(1.01),
-    "noise of 0.1 on every logit": lambda chance: noisy_logits(0.1, chance),
-    "a committed position hidden from verification": hidden_position,
-    "a wrong cache row after a rejection": lambda chance: wrong_row_kept(),
-    "a mask off by one under a tree": lambda chance: tree_mask_off_by_one(),
-    "positions off by one under a tree": lambda chance: positions_off_by_one(),
+@dataclass(frozen=True)
+class Fault:
+    """plant: given its randomness, a context in which the runtime has it; reaches: passes | rounds | trees."""
+
+    plant: Callable[[random.Random], Any]
+    reaches: str
+
+
+FAULTS = {
+    "RoPE frequencies × 1.002": Fault(lambda chance: rope_scaled(1.002), "passes"),
+    "RoPE frequencies × 1.01": Fault(lambda chance: rope_scaled(1.01), "passes"),
+    "noise of 0.1 on every logit": Fault(lambda chance: noisy_logits(0.1, chance), "passes"),
+    "a committed position hidden from verification": Fault(hidden_position, "rounds"),
+    "a wrong cache row after a rejection": Fault(lambda chance: wrong_row_kept(), "rounds"),
+    "a mask off by one under a tree": Fault(lambda chance: tree_mask_off_by_one(), "trees"),
+    "positions off by one under a tree": Fault(lambda chance: positions_off_by_one(), "trees"),
+}
+REACHED = {  # arms by what they do: plain decoding has no rounds, prompt lookup drafts no trees
+    "passes": ("autoregressive", "prompt_lookup", "tree"),
+    "rounds": ("prompt_lookup", "tree"),
+    "trees": ("tree",),
 }
 
 
@@ -130,7 +144,7 @@ def planted(name: str | None, seed: int, stack: LayerStack) -> Iterator[None]:
     """Inside, the runtime has the fault called `name` (None: none); `stack` forgets tables that it made before."""
     with ExitStack() as faults:
         if name is not None:
-            faults.enter_context(FAULTS[name](random.Random(f"{name} {seed}")))
+            faults.enter_context(FAULTS[name].plant(random.Random(f"{name} {seed}")))
         stack.cos = stack.sin = stack.cos[:0]
         try:
             yield

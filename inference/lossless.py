@@ -34,7 +34,7 @@ from inference.tree import ROOT, DraftTree
 
 HALF = (torch.bfloat16, torch.float16)
 # Limits on the ratios. Measured for correct runtimes: bulk at most 1.06, peak at most 5, gap at most 3.
-BULK, PEAK, GAP = 1.25, 12.0, 8.0
+BULK, PEAK, GAP = 1.25, 6.0, 8.0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from accelerate import PartialState
 from filelock import FileLock
 
+from benchmarks.planted_faults import rope_scaled
 from data_prep.prompts import Prompt
 from draft_models.checkpoint import fingerprint_target, save_pretrained
 from draft_models.errors import UserError
@@ -315,6 +316,27 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     assert seen == [talk[:1], talk[:1], talk[:3], talk]  # the first time, to see whether it fits
     report = json.loads((Path(made.out_dir) / "report.json").read_text())
     assert set(report["auto"]["chosen"]) == {"max_draft"}
+
+
+def test_half_precision_and_sampling_are_judged(config: Callable[..., EvaluateConfig]) -> None:
+    """Every arm of this runtime on evenly spread prompts, all turns; what was found decides verdict and exit status."""
+    half = config("half", dtype="bfloat16")
+    sampled = config("sampled", sampling=SamplingConfig(temperature=1.0))
+    for made in (half, sampled):
+        evaluate(made, QUESTIONS * 4)
+        judged = [bool(r.deviations) for found in read_results(Path(made.out_dir)).values() for r in found.turns[:1]]
+        assert compare.JUDGED <= sum(judged) <= compare.JUDGED + (5 if made is half else 0)  # those with a mismatch
+        for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
+            for arm in ("autoregressive", report["method"]):
+                assert report["lossless"]["judged"][arm]["faults"] == []
+        assert "No fault" in (Path(made.out_dir) / "report.md").read_text()
+    for made in (replace(half, out_dir=half.out_dir + "!"), replace(sampled, out_dir=sampled.out_dir + "!")):
+        with rope_scaled(1.01), pytest.raises(SystemExit) as left:
+            evaluate(made)
+        assert left.value.code == 1
+        for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
+            assert report["verdict"] == "not lossless"
+            assert "keys of layer 0" in report["lossless"]["judged"]["autoregressive"]["faults"][0]
 
 
 def test_one_run_at_a_time(config: Callable[..., EvaluateConfig]) -> None:
