@@ -103,7 +103,7 @@ def transformers_arm(
         model.generate(ids, attention_mask=torch.ones_like(ids), streamer=seen, **helped)  # type: ignore[operator]
     _, *tokens = seen.tokens  # the first delivery is the prompt
     _, first, *later = seen.at
-    passes = [Round(t, 0, 0, at - before) for t, at, before in zip(tokens[1:], later, [first, *later], strict=False)]
+    passes = [Round(t, 0, 0, 0, at - before) for t, at, before in zip(tokens[1:], later, [first, *later], strict=False)]
     return Generation(sum(tokens, ()), first - started, later[-1] - first, tuple(passes))
 
 

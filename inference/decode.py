@@ -27,13 +27,15 @@ class Round:
     """What one pass of the target committed. The first round of a generation is the prefill.
 
     tokens: committed ids, never beyond the first EOS or the budget; drafted: proposed tokens; accepted: how
-    many of `tokens` came from the draft. Seconds: of the whole round, and of its parts (draft: the source's
-    forward passes; structure: everything else about drafting; verify: the target's pass and its transfer).
+    many of `tokens` came from the draft; depth: the draft's, so how many could have. Seconds: of the whole
+    round, and of its parts (draft: the source's forward passes; structure: everything else about drafting;
+    verify: the target's pass and its transfer).
     """
 
     tokens: tuple[int, ...]
     drafted: int
     accepted: int
+    depth: int
     seconds: float
     draft_seconds: float = 0.0
     structure_seconds: float = 0.0
@@ -89,7 +91,7 @@ def autoregressive(
         chooser.begin(session, prompt)
         root = chooser.next_token(logits)
         token = int(root)
-        yield Round((token,), 0, 0, clock() - started)
+        yield Round((token,), 0, 0, 0, clock() - started)
         for _ in range(max_new_tokens - 1):
             if token in eos:
                 return
@@ -99,7 +101,7 @@ def autoregressive(
             session.commit((0,))
             root = chooser.next_token(logits)
             token = int(root)
-            yield Round((token,), 0, 0, clock() - started)
+            yield Round((token,), 0, 0, 0, clock() - started)
 
 
 @torch.inference_mode()
@@ -133,7 +135,7 @@ def speculative(
         chooser.begin(session, prompt)
         root = chooser.next_token(logits)
         token = int(root)
-        yield Round((token,), 0, 0, clock() - started)
+        yield Round((token,), 0, 0, 0, clock() - started)
         budget = max_new_tokens - 1
         while budget > 0 and token not in eos:
             started = clock()
@@ -154,6 +156,7 @@ def speculative(
                 tokens,
                 len(tree),
                 min(len(nodes), len(tokens)),
+                tree.depth,
                 seconds=clock() - started,
                 draft_seconds=timed.seconds,
                 structure_seconds=drafted - started - timed.seconds,

@@ -1,8 +1,9 @@
-"""Ways of drafting a round: a structure with its settings and, for a chain, its stop rule."""
+"""Ways of drafting a round: a structure with its settings and its stop rule."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from draft_models.calibration import CalibrationHead
 from inference.auto import BestLength, BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
 from inference.opt_tree import opt_tree
-from inference.settings import AUTO, MOST_NODES, MethodConfig, StopConfig, StructureConfig, number
+from inference.settings import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, StopConfig, StructureConfig, number
 from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
 from inference.structures import (
     EAGLE_25,
@@ -84,21 +85,28 @@ class Chain:
 
 @dataclass
 class Tree:
-    """A tree structure with its settings bound. `totals` sums up what the papers report of theirs, over rounds."""
+    """A tree structure with its settings bound. `totals` sums up what the papers report of theirs, over rounds.
 
-    build: Callable[..., DraftTree]  # (source, root, limit=…, to_probs=…)
+    rule: asked after every level whether it is the last; it learns from the tree's depth and the accepted path as it
+    does from a chain and its accepted tokens.
+    """
+
+    build: Callable[..., DraftTree]  # (source, root, limit=…, rule=…, to_probs=…)
     max_rows: int
     max_depth: int
     greedy_probs: ToProbs | None = None  # q under greedy decoding; None where logits do, to rank by
     count_candidates: bool = False
     sizes: TreeSizes | BestWidths | None = None  # where `build` chooses: told what came of it
+    rule: StopRule = field(default_factory=lambda: FixedLength(sys.maxsize))  # the default stops nothing
     totals: dict[str, float] = field(default_factory=dict)
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
         to_probs = source.to_probs or self.greedy_probs
-        return self.build(source, root, limit=min(limit, self.max_depth), to_probs=to_probs)
+        limit = min(limit, self.max_depth, self.rule.max_draft)
+        return self.build(source, root, limit=limit, rule=self.rule, to_probs=to_probs)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        self.rule.observe(tree.depth, len(accepted))
         if isinstance(tree, OptimalTree):
             self._add("expected_tau", tree.expected)
         if isinstance(tree, GraphTree):
@@ -119,15 +127,20 @@ class Tree:
 
 
 def make_rule(
-    stop: StopConfig, seed: int, head: CalibrationHead | None = None, tuning: Tuning | None = None
+    stop: StopConfig,
+    seed: int,
+    head: CalibrationHead | None = None,
+    tuning: Tuning | None = None,
+    *,
+    default: int = CHAIN_TOKENS,
 ) -> StopRule:
     """The stop rule of `stop`, fresh: what it learns belongs to one generation.
 
-    head: for rule=calibrated; tuning: for max_draft=auto.
+    head: for rule=calibrated; tuning: for max_draft=auto; default: what a max_draft of null means.
     """
     if stop.max_draft == AUTO:
         return BestLength(_required(tuning))
-    longest = number(stop.max_draft)
+    longest = stop.limit(default)
     if stop.rule == "fixed":
         return FixedLength(longest)
     if stop.rule == "confidence":
@@ -156,7 +169,8 @@ def make_structure(
     settings = method.structure
     if settings.kind == "chain":
         return Chain(make_rule(method.stop, seed, head, tuning), generator)
-    return make_tree(settings, generator, tuning)
+    tree = make_tree(settings, generator, tuning)
+    return replace(tree, rule=make_rule(method.stop, seed, head, default=tree.max_depth))
 
 
 def _required(tuning: Tuning | None) -> Tuning:
@@ -168,7 +182,7 @@ def _required(tuning: Tuning | None) -> Tuning:
 def make_tree(
     settings: StructureConfig, generator: torch.Generator | None = None, tuning: Tuning | None = None
 ) -> Tree:
-    """A tree structure with `settings` bound; tuning: for sizes that are "auto"."""
+    """A tree structure with `settings` bound, of its own depth; tuning: for sizes that are "auto"."""
 
     def greedy_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
         return plain_probs(logits / settings.temperature, rows)
@@ -195,9 +209,11 @@ def make_tree(
             return Tree(chosen, MOST_NODES, sizes.max_depth, count_candidates=True, sizes=sizes)
         rows = sum(level_sizes(settings.widths))
         return Tree(partial(build, widths=settings.widths), rows, len(settings.widths), count_candidates=True)
-    shapes = {"eagle": EAGLE_25, "binary": binary_shape(number(settings.nodes))}
-    shape = shapes[settings.shape] if settings.shape in shapes else read_shape(settings.shape)
-    return Tree(partial(static, shape=shape), len(shape), len(shape))
+    if settings.shape == "binary":
+        shape = binary_shape(number(settings.nodes))
+    else:
+        shape = EAGLE_25 if settings.shape == "eagle" else read_shape(settings.shape)
+    return Tree(partial(static, shape=shape), len(shape), shape.depth)
 
 
 def _make_opt_tree(settings: StructureConfig, greedy_probs: ToProbs, tuning: Tuning | None) -> Tree:
@@ -216,7 +232,7 @@ def _make_opt_tree(settings: StructureConfig, greedy_probs: ToProbs, tuning: Tun
 
 
 def _with_chosen_widths(build: Callable[..., DraftTree], sizes: BestWidths) -> Callable[..., DraftTree]:
-    def choose(source: RoundSource, root: Tensor, *, limit: int, to_probs: ToProbs | None) -> DraftTree:
-        return build(source, root, limit=limit, to_probs=to_probs, widths=sizes.widths(limit))
+    def choose(source: RoundSource, root: Tensor, *, limit: int, **options: Any) -> DraftTree:
+        return build(source, root, limit=limit, widths=sizes.widths(limit), **options)
 
     return choose

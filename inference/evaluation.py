@@ -26,7 +26,7 @@ from inference.ngrams import make_ngram_drafter
 from inference.packing import can_pack, fuse_layers, pack_linears
 from inference.runtime import Runtime
 from inference.sampling import Sampler
-from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, number
+from inference.settings import CHAIN_TOKENS, EvaluateConfig, MethodConfig, SamplingConfig
 from inference.sources import Drafter, EarlyExitSource, SmallLMSource
 
 GREEDY = SamplingConfig()
@@ -107,7 +107,7 @@ def make_drafting(
     generator: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.tuning`).
     """
     if method.source == "prompt_lookup":
-        lookup = PromptLookup(method.max_ngram, number(method.stop.max_draft))
+        lookup = PromptLookup(method.max_ngram, method.stop.limit(CHAIN_TOKENS))
         return lookup, lookup
     if method.source == "ngrams":
         assert drafters.ngrams is not None

@@ -1,4 +1,4 @@
-"""Statistics of generations: τ and its parts, acceptance by position and candidate, medians with their interval."""
+"""Statistics of generations: τ and its parts, acceptance by depth and candidate, medians with their interval."""
 
 import itertools
 import statistics
@@ -76,12 +76,15 @@ def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
 
 
 def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, float]]:
-    """For draft position i = 1, 2, …: how many rounds drafted that far, and in which share it was accepted."""
+    """For depth i = 1, 2, …: how many rounds drafted that deep, and in which share of them the accepted path got there.
+
+    In a chain depth i is the i-th token.
+    """
     rounds = [r for g in generations for r in g.rounds]
-    longest = max((r.drafted for r in rounds), default=0)
+    deepest = max((r.depth for r in rounds), default=0)
     table = []
-    for position in range(1, longest + 1):
-        reached = [r for r in rounds if r.drafted >= position]
+    for position in range(1, deepest + 1):
+        reached = [r for r in rounds if r.depth >= position]
         table.append(
             {
                 "position": position,

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.auto import TreeGrowth
-from inference.structures import Extends, ToProbs, cat_levels, plain_probs
+from inference.stop_rules import StopRule
+from inference.structures import Extends, ToProbs, cat_levels, plain_probs, stops
 from inference.tree import ROOT, OptimalTree
 
 
@@ -20,17 +21,18 @@ def opt_tree(
     nodes: int,
     delta: float,
     growth: TreeGrowth | None = None,
+    rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> OptimalTree:
     """The tree of at most `nodes` nodes with the largest E(A) = 1 + Σ p̂ (OPT-Tree, Algorithm 1).
 
     Level by level: the next level is the `nodes` largest p̂ among the children of the last one. Drafting ends
-    when a level raised E of the best tree by `delta` or less. Of the last level only nodes that are in the best
-    tree so far are fed: a child comes behind its parent in the order by (p̂, depth), so descendants of a node
-    outside the best `nodes` can never enter. Nodes with p̂ = 0 are left out. The best tree holds a prefix of
-    every level sorted by p̂, which makes parent closure hold under ties and leaves nothing to gather; so does any
-    prefix of the order, of which `growth` chooses the most rewarding one, and how much of a level is worth feeding.
-    One transfer per level; at most nodes · limit rows.
+    when a level raised E of the best tree by `delta` or less, or when `rule` stops it. Of the last level only nodes
+    that are in the best tree so far are fed: a child comes behind its parent in the order by (p̂, depth), so
+    descendants of a node outside the best `nodes` can never enter. Nodes with p̂ = 0 are left out. The best tree
+    holds a prefix of every level sorted by p̂, which makes parent closure hold under ties and leaves nothing to
+    gather; so does any prefix of the order, of which `growth` chooses the most rewarding one, and how much of a
+    level is worth feeding. One transfer per level; at most nodes · limit rows.
     """
     to_probs = to_probs or plain_probs
     levels: list[tuple[Tensor, Tensor]] = []  # per level: tokens, p̂, descending
@@ -64,6 +66,8 @@ def opt_tree(
         tokens, weights, parents_probs = level_tokens[:kept], found[:kept], values[:kept]
         parent_rows = [start + place for place in above[-1][:kept]]
         fed.append(kept)
+        if stops(rule, len(levels), level_tokens, logits, source, above[-1][0]):
+            break
     if fed:
         fed[-1] = 0
     return _assemble(root, levels, above, steps, first_rows, fed, best[:count])

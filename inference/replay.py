@@ -36,6 +36,7 @@ from inference.measures import acceptance_by_position, decode_statistics, struct
 from inference.report import describe_machine
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.sources import Drafter
+from inference.tree import depths
 from inference.verify import verify_greedy
 
 _BEYOND = -1  # the "choice" of a recording behind its end
@@ -86,7 +87,7 @@ def replay(
         raise UserError("empty recorded answer: expected the target's tokens, the end token included")
     recorded = cut(answer, eos, max_new_tokens)
     source.begin(RecordedSession(torch.tensor(prompt)))  # type: ignore[arg-type]
-    yield Round(recorded[:1], 0, 0, 0.0)
+    yield Round(recorded[:1], 0, 0, 0, 0.0)
     place, budget = 1, max_new_tokens - 1
     while place < len(recorded):
         started = clock()
@@ -106,6 +107,7 @@ def replay(
             tokens,
             len(tree),
             min(len(nodes), len(tokens)),
+            tree.depth,
             seconds=ended - started,
             structure_seconds=drafted - started + ended - verified,
         )
@@ -113,10 +115,8 @@ def replay(
 
 def _choices(recorded: Sequence[int], place: int, parents: Sequence[int]) -> list[int]:
     """What the target chooses after the root and after each node, right for those that the recording goes through."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent + 1] + 1)
-    return [recorded[place + depth] if place + depth < len(recorded) else _BEYOND for depth in depths]
+    places = (place + depth for depth in depths(parents))
+    return [recorded[at] if at < len(recorded) else _BEYOND for at in places]
 
 
 # ------------------------------------------------------------------------------------------------------- recordings

@@ -141,7 +141,8 @@ def write_reports(out_dir: Path, reports: Sequence[Report], results: Sequence[Pr
         json.dumps(
             {"id": r.prompt_id, "category": r.category, "arm": arm, "tokens": list(g.tokens),
              "text": texts[r.prompt_id, arm], "prefill_seconds": g.prefill_seconds, "decode_seconds": g.decode_seconds,
-             "accepted": [round_.accepted for round_ in g.rounds], "drafted": [round_.drafted for round_ in g.rounds]}
+             "accepted": [round_.accepted for round_ in g.rounds], "drafted": [round_.drafted for round_ in g.rounds],
+             "depth": [round_.depth for round_ in g.rounds]}
         )
         for r in results
         for arm, g in r.generations.items()
@@ -174,7 +175,7 @@ def plot_speedups(reports: Sequence[Report]) -> Figure:
 
 
 def plot_acceptance(reports: Sequence[Report]) -> Figure:
-    """Share of rounds that accepted the i-th drafted token, of those that drafted so far; marker area ~ rounds."""
+    """Share of rounds whose accepted path reached depth i, of those that drafted so deep; marker area ~ rounds."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for index, report in enumerate(reports):
@@ -185,7 +186,7 @@ def plot_acceptance(reports: Sequence[Report]) -> Figure:
         sizes = [120 * row["rounds"] / table[0]["rounds"] for row in table]
         axes.plot(positions, shares, color=f"C{index}", label=report["method"])
         axes.scatter(positions, shares, s=sizes, color=f"C{index}")
-    axes.set(xlabel="position in the draft", ylabel="accepted, of rounds that drafted so far", ylim=(0, 1))
+    axes.set(xlabel="depth in the draft", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.lines:  # nothing drafted leaves nothing to name
         axes.legend()

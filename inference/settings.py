@@ -1,7 +1,9 @@
 """Settings of the runtime and of evaluate-checkpoint."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from draft_models.errors import require, require_choice
 
@@ -12,6 +14,8 @@ RUNTIMES = ("auto", "eager", "graphed")
 # depend on it, nor does the law of sampled ones; but which tokens a seed draws does, and so on the machine's speed.
 AUTO = "auto"
 MOST_NODES = 63  # that "auto" considers: with the root 64 rows
+CHAIN_TOKENS = 8  # a round, of a chain or of prompt lookup, where stop.max_draft is null
+Readers = Mapping[Any, tuple[str, ...]]  # of an option, by value: the fields that mean something with it
 
 
 def _is_size(value: int | str) -> bool:
@@ -25,12 +29,40 @@ def number(value: int | str) -> int:
     return value
 
 
+def _refuse_unread(config: Any, option: str, readers: Readers) -> None:
+    """Refuse a field that is not at its default and belongs to other values of `option` than the one chosen."""
+    chosen = getattr(config, option)
+    unread = {name for names in readers.values() for name in names} - set(readers.get(chosen, ()))
+    _require_defaults(config, f"{option}={chosen} does not read it", names=unread)
+
+
+def _require_defaults(config: Any, why: str, *, prefix: str = "", names: Collection[str] | None = None) -> None:
+    """Refuse fields (those in `names`, or any) that are not at their defaults: nothing would come of them."""
+    for own in fields(config):
+        given = getattr(config, own.name)
+        unread = names is None or own.name in names
+        require(not unread or given == own.default, prefix + own.name, given, f"{own.default!r}, its default: {why}")
+
+
+_RULE_READS: Readers = {
+    "confidence": ("threshold",),
+    "beta": ("alpha", "beta", "update"),
+    "calibrated": ("evidence", "model_sigma", "sample_sigma", "prior", "mean"),
+}
+_EVIDENCE_READS: Readers = {
+    "both": ("model_sigma", "sample_sigma", "prior", "mean"),
+    "model": ("model_sigma",),
+    "sample": ("sample_sigma", "prior", "mean"),
+}
+
+
 @dataclass(frozen=True)
 class StopConfig:
-    """When a chain stops drafting (see inference/stop_rules.py)."""
+    """When a draft is long enough, or a tree deep enough (see inference/stop_rules.py)."""
 
     rule: str = "fixed"  # fixed | confidence | beta | calibrated (early_exit, after train/calibrate.py)
-    max_draft: int | str = 8  # drafted tokens per round at most; rule=fixed drafts exactly this many, or chooses: auto
+    # Tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts exactly so many, or chooses:
+    max_draft: int | str | None = None  # auto; null: 8 tokens, as many levels as the structure has by itself
     threshold: float = 0.4  # confidence: stop below this probability
     alpha: float = 4.0  # beta: the prior, as successes …
     beta: float = 2.0  # … and failures already seen
@@ -49,12 +81,26 @@ class StopConfig:
         for key in ("model_sigma", "sample_sigma"):
             require(0 < getattr(self, key) < math.inf, key, getattr(self, key), "a number > 0")
         require(0 <= self.prior <= 1, "prior", self.prior, "a probability")
-        expected = "an integer ≥ 1, or auto with rule=fixed: the other rules decide themselves when to stop"
-        fits = _is_size(self.max_draft) and (self.max_draft != AUTO or self.rule == "fixed")
-        require(fits, "max_draft", self.max_draft, expected)
+        expected = "an integer ≥ 1, or auto with rule=fixed (the others decide themselves when to stop), or null"
+        fits = self.max_draft is None or _is_size(self.max_draft)
+        require(fits and (self.max_draft != AUTO or self.rule == "fixed"), "max_draft", self.max_draft, expected)
         require(0 < self.threshold < 1, "threshold", self.threshold, "a probability between 0 and 1")
         require(0 < self.alpha < math.inf, "alpha", self.alpha, "a number > 0")
         require(0 < self.beta < math.inf, "beta", self.beta, "a number > 0")
+        _refuse_unread(self, "rule", _RULE_READS)
+        _refuse_unread(self, "evidence", _EVIDENCE_READS)
+
+    def limit(self, default: int) -> int:
+        """max_draft as a number; `default` where it is null."""
+        return default if self.max_draft is None else number(self.max_draft)
+
+
+_KIND_READS: Readers = {
+    "k_config": ("widths", "draw"),
+    "opt_tree": ("max_depth", "nodes", "delta", "temperature"),
+    "token_graph": ("max_depth", "nodes", "out_degree", "theta_prob", "theta_sibling", "tau", "temperature"),
+    "static": ("shape", "nodes"),
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +131,9 @@ class StructureConfig:
         require(self.delta is None or 0 <= self.delta <= 1, "delta", self.delta, "0 to 1, or null")
         for key in ("theta_prob", "theta_sibling"):
             require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "a probability")
+        _refuse_unread(self, "kind", _KIND_READS)
+        if self.kind == "static":
+            _refuse_unread(self, "shape", {"binary": ("nodes",)})
 
     def _check_sizes(self) -> None:
         for key in ("max_depth", "nodes"):
@@ -100,6 +149,16 @@ class StructureConfig:
             require(self.delta is None, "delta", self.delta, "null with max_depth=auto, which decides when to stop")
             few = self.nodes == AUTO or number(self.nodes) <= MOST_NODES
             require(few, "nodes", self.nodes, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
+
+
+_NGRAM_READS: Readers = {
+    "table": (
+        "order", "adapt", "increment", "max_probability", "search", "iterations", "sentences", "widest", "c1", "c2",
+    ),
+    "mixed": ("longest", "decay", "strength"),
+}  # fmt: skip
+_SEARCH_READS: Readers = {"puct": ("iterations", "sentences", "widest", "c1", "c2")}
+_ADAPT_READS: Readers = {True: ("increment", "max_probability")}
 
 
 @dataclass(frozen=True)
@@ -126,8 +185,6 @@ class NgramConfig:
     def __post_init__(self) -> None:
         require_choice("evidence", self.evidence, ("table", "mixed"))
         require_choice("search", self.search, ("best_first", "puct"))
-        searchable = self.evidence == "table" or self.search == "best_first"
-        require(searchable, "search", self.search, "best_first for evidence=mixed: PUCT searches a single order")
         for key in ("nodes", "depth", "iterations", "sentences", "widest", "longest"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "an integer ≥ 1")
         require(2 <= self.order <= 4, "order", self.order, "2, 3 or 4")
@@ -137,6 +194,9 @@ class NgramConfig:
         require(0 < self.c2 < math.inf, "c2", self.c2, "a number > 0")
         require(0 < self.decay <= 1, "decay", self.decay, "a number in (0, 1]")
         require(0 < self.strength < math.inf, "strength", self.strength, "a number > 0")
+        _refuse_unread(self, "evidence", _NGRAM_READS)
+        _refuse_unread(self, "search", _SEARCH_READS)
+        _refuse_unread(self, "adapt", _ADAPT_READS)
 
 
 @dataclass(frozen=True)
@@ -145,7 +205,7 @@ class MethodConfig:
 
     source: str = "early_exit"  # early_exit | small_lm | prompt_lookup, ngrams (their own structures)
     structure: StructureConfig = field(default_factory=StructureConfig)
-    stop: StopConfig = field(default_factory=StopConfig)  # structure.kind=chain
+    stop: StopConfig = field(default_factory=StopConfig)
     verify: str = "exact"  # when sampling; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline
     max_ngram: int = 3  # prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens
     ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams
@@ -160,16 +220,26 @@ class MethodConfig:
             f"another rule for source={self.source}: the calibration head belongs to an early-exit drafter",
         )
         require(self.max_ngram >= 1, "max_ngram", self.max_ngram, "an integer ≥ 1")
-        chain = self.structure.kind == "chain"
-        modelled = self.source in ("early_exit", "small_lm")
-        for key, given, fits in (
-            ("stop.max_draft", self.stop.max_draft, modelled and chain),
-            ("structure.nodes", self.structure.nodes, modelled),
-            ("structure.max_depth", self.structure.max_depth, modelled),
-            ("structure.widths", self.structure.widths, modelled),
-        ):
-            expected = "a number: auto chooses the size of a chain, OPT-Tree or k-config tree of early_exit or small_lm"
-            require(given != AUTO or fits, key, given, expected)
+        modelled, kind = self.source in ("early_exit", "small_lm"), self.structure.kind
+        self._refuse_unread(modelled)
+        sized = self.stop.max_draft != AUTO or (modelled and kind == "chain")
+        expected = "a number or null: auto chooses the length of a chain of early_exit or small_lm"
+        require(sized, "stop.max_draft", self.stop.max_draft, expected)
+        rigid = self.stop.rule == "fixed" or not self.adapts
+        require(rigid, "stop.rule", self.stop.rule, "fixed where sizes are auto, which decide how deep a tree goes")
+        drawn = modelled and (kind == "chain" or (kind == "k_config" and self.structure.draw != "top_k"))
+        require(self.verify == "exact" or drawn, "verify", self.verify, "exact where no candidate is ever drawn")
+
+    def _refuse_unread(self, modelled: bool) -> None:
+        """The parts that belong to other sources than the one chosen."""
+        _refuse_unread(self, "source", {"prompt_lookup": ("max_ngram",)})
+        parts: dict[str, Any] = {} if self.source == "ngrams" else {"ngrams.": self.ngrams}
+        if not modelled:
+            reads_length = self.source == "prompt_lookup"
+            stop = replace(self.stop, max_draft=None) if reads_length else self.stop
+            parts |= {"structure.": self.structure, "stop.": stop}
+        for prefix, part in parts.items():
+            _require_defaults(part, f"source={self.source} does not read it", prefix=prefix)
 
     @property
     def adapts(self) -> bool:

@@ -1,4 +1,8 @@
-"""When to stop drafting and verify. A rule sees what it drafted, and after each round what was accepted."""
+"""When to stop drafting and verify. A rule sees what was drafted, and after each round what was accepted.
+
+A rule decides how long a chain gets and how deep a tree: it is asked after every token of the one, and after every
+level of the other.
+"""
 
 import random
 from dataclasses import dataclass
@@ -11,7 +15,8 @@ from draft_models.calibration import CalibrationHead
 
 
 class HasHidden(Protocol):
-    """hidden [1, d_D]: the drafter's last hidden state; target_hidden [1, d_T]: the target's, last verified."""
+    """hidden [n, d_D]: the drafter's last hidden states of the rows fed last; target_hidden [1, d_T]: the target's last
+    one, at the last verified position."""
 
     @property
     def hidden(self) -> Tensor: ...
@@ -23,37 +28,48 @@ class HasHidden(Protocol):
 class Step:
     """One drafted token as a stop rule sees it; tensors stay on the device until a rule looks at them.
 
-    drafted: how many tokens the round has, this one included; token [1]; logits [1, V] it was taken from;
-    source: has the hidden states behind them.
+    Of a tree's level it is the node that the target will most likely go through as far as the structure knows: the
+    largest p̂ of an OPT-Tree or token graph; where no p̂ is computed the level's first node, which is what a chain would
+    have drafted: in a fixed shape the likeliest child of the likeliest child …, in a drawn k-config tree the first draw
+    under the first draw ….
+
+    drafted: how many tokens the path to it has, this one included: the draft's depth so far; token [1]; logits [1, V]
+    it was taken from; source: has the hidden states behind them, at `row` of those it was fed last.
     """
 
     drafted: int
     token: Tensor
     logits: Tensor
     source: HasHidden
+    row: int = 0
+
+    @property
+    def hidden(self) -> Tensor:
+        """The drafter's hidden state [1, d_D] that the token was predicted from."""
+        return self.source.hidden[self.row : self.row + 1]
 
 
 class StopRule(Protocol):
-    """Asked after every drafted token, told the outcome of every round.
+    """Asked after every drafted token, or level of a tree, told the outcome of every round.
 
-    The token just drafted is always submitted for verification: a rule that could withdraw it would bias
-    the emitted law under sampling.
+    What was just drafted is always submitted for verification: a rule that could withdraw it would bias the
+    emitted law under sampling.
     """
 
-    max_draft: int  # drafted tokens a round may have at most
+    max_draft: int  # tokens a path of the draft may have at most
 
     def stop(self, step: Step) -> bool:
         """Whether to verify now."""
         ...
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """The round submitted `drafted` tokens, of which `accepted` were right."""
+        """The round submitted a draft of depth `drafted`, of which a path of `accepted` tokens was right."""
         ...
 
 
 @dataclass
 class FixedLength:
-    """Always draft `max_draft` tokens (the K of plain speculative decoding)."""
+    """Always draft `max_draft` tokens (the K of plain speculative decoding), or levels."""
 
     max_draft: int
 
@@ -83,8 +99,8 @@ class Confidence:
 class BetaThompson:
     """Thompson sampling on "is the next draft token right?" with a Beta posterior (EESD, Algorithm 2).
 
-    After each drafted token θ ~ Beta(α, β) and χ ~ Bernoulli(θ); χ = 0 ends the draft. With |Q_d| tokens
-    drafted and |Q_v| accepted, α += r and β += n − r, where n = min(|Q_v| + 1, |Q_d|) tokens were tested and
+    After each drafted token θ ~ Beta(α, β) and χ ~ Bernoulli(θ); χ = 0 ends the draft. With |Q_d| tokens (of a
+    tree: levels) drafted and |Q_v| accepted, α += r and β += n − r, where n = min(|Q_v| + 1, |Q_d|) were tested and
 
     - update="natural": r = |Q_v|, each tested token is one Bernoulli trial;
     - update="printed": r = max(|Q_v| − 1, 0) as in the paper, clamped because α must stay positive. It
@@ -157,9 +173,8 @@ class CalibratedThompson:
         return weight * model + (1 - weight) * self.estimate, self.model_variance * self.sample_variance / total
 
     def _model_says(self, step: Step) -> float:
-        hidden = step.source.hidden[-1:]
-        position = torch.tensor([step.drafted], device=hidden.device)
-        return float(self.head(step.source.target_hidden, hidden, position).sigmoid())
+        position = torch.tensor([step.drafted], device=step.hidden.device)
+        return float(self.head(step.source.target_hidden, step.hidden, position).sigmoid())
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.verifications += 1

@@ -3,7 +3,8 @@
 Every structure feeds `root` [1] alone in its first `extend` (row 0), then one `extend` per level with the nodes
 that get children. Nodes stand in level order (copies of a token graph behind all others), so parents come
 before children and a caller may feed the nodes without a row in index order. `limit` bounds the nodes on a
-path; at limit 0 nothing is drafted and nothing is fed.
+path; at limit 0 nothing is drafted and nothing is fed. `rule`, where there is one, is asked after every level: a draft
+that it stops at depth d is the one that limit=d would have given.
 """
 
 import json
@@ -33,6 +34,15 @@ class Extends(Protocol):
     @property
     def target_hidden(self) -> Tensor: ...
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor: ...
+
+
+def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Extends, row: int = 0) -> bool:
+    """Ask `rule`, where there is one, whether a level of depth `drafted` is the last one.
+
+    tokens: those of the level, the node that stands for it first; logits [n, V] after the rows just fed; row: the one
+    of them that node was taken from (see `Step`).
+    """
+    return rule is not None and rule.stop(Step(drafted, tokens[:1], logits[row : row + 1], source, row))
 
 
 def plain_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
@@ -84,6 +94,7 @@ def k_config(
     root: Tensor,
     *,
     limit: int,
+    rule: StopRule | None = None,
     widths: Sequence[int] = (4, 2, 2),
     mode: str = "without_replacement",
     to_probs: ToProbs | None = None,
@@ -97,7 +108,7 @@ def k_config(
     """
     require_choice("mode", mode, K_CONFIG_MODES)
     if mode == "top_k":
-        return static(source, root, full_shape(tuple(widths)), limit=limit, to_probs=to_probs)
+        return static(source, root, full_shape(tuple(widths)), limit=limit, rule=rule, to_probs=to_probs)
     to_probs = to_probs or plain_probs
     replacement = mode == "with_replacement"
     widths = widths[: max(limit, 0)]
@@ -128,7 +139,10 @@ def k_config(
         tokens = drawn.flatten() if len(fresh) == drawn.numel() else torch.tensor(fresh, device=root.device)
         levels.append(tokens)
         parent_rows = [rows[parents[node]] if depth else 0 for node in inner]
-        rows += range(fed, fed + len(inner)) if depth + 1 < len(widths) else [-1] * len(inner)
+        last = stops(rule, depth + 1, tokens, logits, source) or depth + 1 == len(widths)
+        rows += [-1] * len(inner) if last else range(fed, fed + len(inner))
+        if last:
+            break
     return DraftTree(cat_levels(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
 
 
@@ -168,6 +182,11 @@ class Shape:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """The length of the longest path."""
+        return len(self.paths[-1])
 
 
 def parse_shape(paths: object, name: str = "shape") -> Shape:
@@ -245,6 +264,7 @@ def static(
     shape: Shape,
     *,
     limit: int,
+    rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> DraftTree:
     """A tree of fixed shape; a node's rank says the how-manieth most probable child of its parent it is.
@@ -254,18 +274,22 @@ def static(
     """
     if limit < 1:
         return DraftTree(root[:0], (), ())
-    scores = source.extend(root, (ROOT,))
-    plan = _plan(shape, limit, scores.shape[-1], root.device)
+    logits = source.extend(root, (ROOT,))
+    vocabulary = logits.shape[-1]
+    plan = _plan(shape, limit, vocabulary, root.device)
     levels: list[Tensor] = []
     fed = 0
     for step in plan.steps:
         if fed:
-            scores = source.extend(levels[-1] if step.inner is None else levels[-1][step.inner], step.parent_rows)
-        if to_probs is not None:
-            scores = to_probs(scores, range(fed, fed + len(scores)))
-        fed += len(scores)
+            logits = source.extend(levels[-1] if step.inner is None else levels[-1][step.inner], step.parent_rows)
+        scores = logits if to_probs is None else to_probs(logits, range(fed, fed + len(logits)))
+        fed += len(logits)
         ranked = scores.topk(step.ranks).indices.flatten()
         levels.append(ranked if step.picks is None else ranked[step.picks])
+        if stops(rule, len(levels), levels[-1], logits, source):
+            break
+    if len(levels) < len(plan.steps):
+        plan = _plan(shape, len(levels), vocabulary, root.device)
     return DraftTree(cat_levels(levels, root), plan.parents, plan.rows)
 
 

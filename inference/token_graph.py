@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inference.structures import Extends, ToProbs, plain_probs
+from inference.stop_rules import StopRule
+from inference.structures import Extends, ToProbs, plain_probs, stops
 from inference.tree import ROOT, DraftTree
 
 
@@ -30,6 +31,7 @@ class TokenGraph:
     """
 
     root_token: int
+    limit: int  # of the nodes on a path
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: list[float] = field(default_factory=list)  # q of the node given its path
@@ -88,9 +90,13 @@ def token_graph(
     theta_prob: float = 0.2,
     theta_sibling: float = 0.3,
     tau: int = 2,
+    rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> GraphTree:
-    """GSD's token graph, drafted and unmerged. At most `node_budget` nodes, and as many rows."""
+    """GSD's token graph, drafted and unmerged. At most `node_budget` nodes, and as many rows.
+
+    Copies, which take no drafting, go as deep as `limit` unless `rule` stopped the graph before.
+    """
     if limit < 1:
         return GraphTree(root[:0], (), ())
     graph = draft_graph(
@@ -102,10 +108,11 @@ def token_graph(
         theta_prob=theta_prob,
         theta_sibling=theta_sibling,
         tau=tau,
+        rule=rule,
         to_probs=to_probs,
     )
     drafted = len(graph.tokens)
-    unmerge(graph, limit, node_budget)
+    unmerge(graph, node_budget)
     return GraphTree(
         torch.tensor(graph.tokens, dtype=torch.long, device=root.device),
         tuple(graph.parents),
@@ -125,9 +132,11 @@ def draft_graph(
     theta_prob: float,
     theta_sibling: float,
     tau: int,
+    rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> TokenGraph:
-    """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3); one transfer a level.
+    """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3), or `rule` stops it, which
+    lowers the graph's limit; one transfer a level.
 
     A node gets its `out_degree` most probable children (q > 0). It stays a leaf if q < theta_prob, or if
     q < theta_sibling · the largest q among its siblings, or if it is τ-redundant: its τ-gram ends at an earlier
@@ -137,7 +146,7 @@ def draft_graph(
     `node_budget`, its nodes with the largest p̂ stay.
     """
     to_probs = to_probs or plain_probs
-    graph = TokenGraph(0)
+    graph = TokenGraph(0, limit)
     first_with: dict[tuple[int, ...], int] = {}
     inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0
     for depth in range(1, limit + 1):
@@ -154,8 +163,13 @@ def draft_graph(
             graph.root_token = int(lines[0].pop())
         fed += len(inner)
         level = _children(graph, inner, lines, node_budget)
+        above = [graph.paths[node] if node >= 0 else 1.0 for node in inner]
+        first_children = [path * line[0] for path, line in zip(above, lines, strict=True)]
+        place = first_children.index(max(first_children))
+        if stops(rule, depth, top.indices[place], logits, source, place):
+            graph.limit = depth
         inner = []
-        if depth == limit or len(graph.tokens) >= node_budget:
+        if depth == graph.limit or len(graph.tokens) >= node_budget:
             break
         for node, largest in level:
             gram = graph.suffix(node, tau) if tau else None
@@ -191,11 +205,11 @@ def _children(
     return [(graph.add(token, parent, prob), largest) for _, parent, token, prob, largest in found]
 
 
-def unmerge(graph: TokenGraph, limit: int, node_budget: int) -> None:
+def unmerge(graph: TokenGraph, node_budget: int) -> None:
     """Turn the graph into a tree: below every merged node, copy the successors of its first occurrence (GSD §5.4).
 
     Copies carry the q of what they copy and are added by descending p̂ while there are fewer than `node_budget`
-    nodes; no path gets longer than `limit`. Copies have no row: the source was never fed them.
+    nodes; no path gets longer than the graph's limit. Copies have no row: the source was never fed them.
     """
     originals = [graph.children[graph.merged.get(node, node)] for node in range(len(graph.tokens))]
     waiting: list[tuple[float, int, int, int]] = []  # (−p̂, tie-break, parent, node to copy)
@@ -203,7 +217,7 @@ def unmerge(graph: TokenGraph, limit: int, node_budget: int) -> None:
 
     def push(parent: int, copied: int) -> None:
         nonlocal pushed
-        if graph.depths[parent] < limit:
+        if graph.depths[parent] < graph.limit:
             for child in originals[copied]:
                 heapq.heappush(waiting, (-graph.paths[parent] * graph.probs[child], pushed, parent, child))
                 pushed += 1

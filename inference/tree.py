@@ -1,7 +1,9 @@
 """The draft of one round: a tree of proposed tokens under the last committed token."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -30,6 +32,11 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.parents)
 
+    @cached_property
+    def depth(self) -> int:
+        """The nodes on the longest path; a chain's length."""
+        return max(depths(self.parents))
+
 
 @dataclass(frozen=True)
 class OptimalTree(DraftTree):
@@ -43,6 +50,14 @@ class OptimalTree(DraftTree):
     def expected(self) -> float:
         """E(A) = 1 + Σ p̂ over all nodes."""
         return 1.0 + math.fsum(self.masses)
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """The depths of the root, 0, and of every node, which stands behind its parent: n + 1 of them."""
+    found = [0]
+    for parent in parents:
+        found.append(found[parent + 1] + 1)
+    return found
 
 
 def chain_parents(start: int, count: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from inference.drafting import RoundSource, Structure
 from inference.evaluation import GREEDY, Drafters, make_drafting
 from inference.runtime import Runtime
 from inference.sampling import Sampler
-from inference.settings import AUTO, MethodConfig, SamplingConfig
+from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig
 from inference.structures import ToProbs
 from inference.tree import DraftTree
 
@@ -43,10 +43,12 @@ def probes(method: MethodConfig) -> list[MethodConfig]:
     if tree.kind == "chain":
         return [replace(method, stop=replace(method.stop, max_draft=length)) for length in CHAINS]
     if tree.kind == "k_config":
-        return [replace(method, structure=replace(tree, widths=widths)) for widths in WIDTHS]
-    sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
-    levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
-    return [replace(method, structure=replace(tree, nodes=n, max_depth=levels, delta=0.0)) for n in sizes]
+        shapes = [replace(tree, widths=widths) for widths in WIDTHS]
+    else:
+        sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
+        levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
+        shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
+    return [replace(method, structure=shape, stop=StopConfig()) for shape in shapes]  # all their levels
 
 
 def tune(

@@ -33,7 +33,7 @@ from inference.lossless import judge
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.stop_rules import FixedLength
-from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, random_prompt, reference_generate, save_target
+from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, method_of, random_prompt, reference_generate, save_target
 from train.early_exit import train_early_exit
 from train.fit_settings import FitConfig, WandbConfig
 from train.settings import EesdConfig
@@ -80,7 +80,7 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
     small = LayerStack(load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS),
                                    dtype=torch.float32, device=CUDA))  # fmt: skip
-    method = MethodConfig(structure=STRUCTURES[structure], stop=StopConfig(rule="fixed", max_draft=3))
+    method = method_of(STRUCTURES[structure], 3)
     runtime = graphed.Graphed()
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
         for turn, (length, count) in enumerate(((20, 48), (20, 48), (9, 30))):
@@ -134,7 +134,7 @@ def test_uploads_do_not_overtake_each_other() -> None:
 def test_sampling_draws_on_the_device(tmp_path: Path, structure: str) -> None:
     path = save_target(tmp_path, kv_heads=2)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
-    method = {"m": MethodConfig(structure=STRUCTURES[structure], stop=StopConfig(rule="fixed", max_draft=3))}
+    method = {"m": method_of(STRUCTURES[structure], 3)}
     options = {"max_new_tokens": 32, "eos": (), "seed": 3, "sampling": SamplingConfig(temperature=1.0, top_k=20)}
     texts = []
     for runtime in (None, graphed.Graphed(), None):

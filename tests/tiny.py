@@ -20,7 +20,7 @@ from draft_models import tiny_model
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target import LayerStack, load_config, load_layers
 from draft_models.tensor_files import open_target
-from inference.settings import StructureConfig
+from inference.settings import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4
 VOCABULARY = tiny_model.VOCABULARY
@@ -39,6 +39,11 @@ STRUCTURES = {
     "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
     "static": StructureConfig(kind="static", shape="eagle"),
 }
+
+
+def method_of(structure: StructureConfig, tokens: int = 4) -> MethodConfig:
+    """Drafts of `structure`: a chain of `tokens` tokens, a tree of its own depth."""
+    return MethodConfig(structure=structure, stop=StopConfig(max_draft=tokens if structure.kind == "chain" else None))
 
 
 def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, kv_heads: int = 4, seed: int = 0,

@@ -149,7 +149,7 @@ class Recorder:
         self._round.append(
             {
                 "target_hidden": step.source.target_hidden,
-                "draft_hidden": step.source.hidden[-1:],
+                "draft_hidden": step.hidden,
                 "position": torch.tensor([step.drafted]),
                 "confidence": probability,
             }

@@ -104,6 +104,16 @@ def test_several_methods_at_once() -> None:
             "methods.eesd_beta.stop.max_draft=auto",
             r"methods\.eesd_beta\.stop\.max_draft='auto': expected an integer ≥ 1, or auto with rule=fixed",
         ),
+        (
+            "evaluate_checkpoint",
+            "methods.eesd_beta.stop.threshold=0.3",
+            r"methods\.eesd_beta\.stop\.threshold=0\.3: expected 0\.4, its default: rule=beta does not read it",
+        ),
+        (
+            "evaluate_checkpoint",
+            "methods.eesd_beta.source=ngrams",
+            r"methods\.eesd_beta\.stop\.rule='beta': expected 'fixed', its default: source=ngrams does not read it",
+        ),
     ],
 )
 def test_impossible_values_name_the_key_and_what_is_allowed(command: str, override: str, message: str) -> None:
@@ -176,6 +186,16 @@ def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
         tree = replace(method.structure, nodes=sizes.nodes, max_depth=sizes.max_depth, widths=sizes.widths)
         stop = replace(method.stop, max_draft=methods[measured].stop.max_draft)
         assert replace(method, structure=tree, stop=stop) == methods[measured]
+
+
+def test_trees_that_thompson_sampling_stops() -> None:
+    """EESD's Table 7: eesd_tree with each rule, which alone decides how deep."""
+    names = ["eesd_tree", "eesd_tree_beta", "eesd_tree_cali", "eesd_beta", "eesd_cali"]
+    methods = compose_and_build("evaluate_checkpoint", ["checkpoint=c", f"method=[{','.join(names)}]"]).methods
+    for rule in ("beta", "cali"):
+        method = methods[f"eesd_tree_{rule}"]
+        assert method.structure == replace(methods["eesd_tree"].structure, delta=0.0)
+        assert method.stop == replace(methods[f"eesd_{rule}"].stop, max_draft=None)
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,13 @@ from inference.compare import evaluate_checkpoint
 from inference.decode import speculative
 from inference.drafting import make_structure
 from inference.packing import PackedLinear, can_pack, pack_linears
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from inference.settings import EvaluateConfig, MethodConfig
 from inference.sources import PlainSession, SmallLMSource
 from tests.tiny import (
     STRUCTURES,
     VOCABULARY,
     byte_tokenizer,
+    method_of,
     open_stack,
     random_prompt,
     reference_generate,
@@ -80,8 +81,8 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> PlainLM:
 
 def decode(stack: LayerStack, source: SmallLMSource, structure: str, prompt: list[int], count: int) -> tuple:
     """The new tokens, and how many were drafted and accepted."""
-    method = MethodConfig(structure=STRUCTURES[structure], stop=StopConfig(rule="fixed", max_draft=4))
-    rounds = list(speculative(stack, source, make_structure(method, 0), prompt, max_new_tokens=count))
+    drafting = make_structure(method_of(STRUCTURES[structure]), 0)
+    rounds = list(speculative(stack, source, drafting, prompt, max_new_tokens=count))
     return [t for r in rounds for t in r.tokens], sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
 
 

@@ -100,11 +100,12 @@ def test_a_rule_is_made_of_its_settings() -> None:
     assert isinstance(beta, BetaThompson)
     assert (beta.max_draft, beta.alpha, beta.beta, beta.update) == (5, 7.0, 3.0, "printed")
     sigmas = {"model_sigma": 0.5, "sample_sigma": 0.25}
-    calibrated = made("calibrated", **sigmas, prior=0.4, mean="printed", evidence="model")
+    calibrated = made("calibrated", **sigmas, prior=0.4, mean="printed")
     assert isinstance(calibrated, CalibratedThompson)
     assert (calibrated.head, calibrated.max_draft, calibrated.estimate) == (head, 5, 0.4)
     assert (calibrated.model_variance, calibrated.sample_variance) == (0.5**2, 0.25**2)
-    assert (calibrated.mean, calibrated.evidence) == ("printed", "model")
+    assert (calibrated.mean, calibrated.evidence) == ("printed", "both")
+    assert made("calibrated", evidence="model").evidence == "model"
 
 
 def test_a_chain_tells_its_rule_what_was_accepted() -> None:

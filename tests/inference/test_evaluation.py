@@ -56,7 +56,7 @@ def test_prefill_is_timed_apart() -> None:
         nonlocal now
         for seconds in (5.0, 1.0, 2.0):
             now += seconds
-            yield Round((7,), 0, 0, seconds)
+            yield Round((7,), 0, 0, 0, seconds)
 
     made = collect(rounds(), lambda: now)
     assert (made.prefill_seconds, made.decode_seconds, made.tokens) == (5.0, 3.0, (7, 7, 7))

@@ -25,7 +25,7 @@ from inference.settings import MethodConfig, StopConfig, StructureConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.tree import chain_parents
 from tests.recorded import Recording, record_graphs
-from tests.tiny import LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
+from tests.tiny import LAYERS, STRUCTURES, make_drafter, method_of, open_stack, random_prompt, save_target
 
 CPU = torch.device("cpu")
 
@@ -223,7 +223,7 @@ def test_graphs_replay_to_the_same_tokens(
     stack, small, drafter = open_stack(path)[1], open_stack(path)[1], make_drafter(path, LAYERS - 1, noise=0.3)
     for module in (stack, small, drafter):
         fuse_layers(module)
-    method = MethodConfig(structure=STRUCTURES[structure], stop=StopConfig(rule="fixed", max_draft=3))
+    method = method_of(STRUCTURES[structure], 3)
     runtime = Graphed()
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
         for turn, (length, count) in enumerate(((20, 30), (20, 30), (9, 16))):

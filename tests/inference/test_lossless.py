@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,21 @@ from inference.decode import Round, autoregressive, speculative
 from inference.drafting import Structure, make_structure, make_tree
 from inference.evaluation import Drafters, make_arms
 from inference.sampling import Sampler
-from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.settings import MethodConfig, SamplingConfig, StructureConfig
 from inference.sources import DraftModel, EarlyExitSource, SmallLMSource
 from inference.structures import K_CONFIG_MODES
 from inference.tree import DraftTree
 from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
-from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
+from tests.tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    make_drafter,
+    method_of,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
 
 STRUCTURES = {
     "chain": StructureConfig(),
@@ -34,11 +44,10 @@ STRUCTURES = {
     "binary": StructureConfig(kind="static", shape="binary", nodes=14),
     "eagle": StructureConfig(kind="static", shape="eagle"),
 }
-STOP = StopConfig(rule="fixed", max_draft=4)
 
 
 def structure_of(name: str, generator: torch.Generator | None = None) -> Structure:
-    return make_structure(MethodConfig(structure=STRUCTURES[name], stop=STOP), 0, generator)
+    return make_structure(method_of(STRUCTURES[name]), 0, generator)
 
 
 def tokens_of(rounds: list[Round]) -> list[int]:
@@ -280,9 +289,8 @@ def test_the_rule_that_verifies_belongs_to_the_draft(tiny_vocabulary: tuple, mon
     """Drawn candidates by rejection, with the draws that were repeated; chosen ones, and naive, by matching."""
     stack, drafter, prompt, _ = tiny_vocabulary
     trees = {draw: StructureConfig(kind="k_config", widths=(6, 2), draw=draw) for draw in K_CONFIG_MODES}
-    methods = {
-        name: MethodConfig("small_lm", tree, STOP) for name, tree in (trees | {"chain": STRUCTURES["chain"]}).items()
-    }
+    shapes = trees | {"chain": STRUCTURES["chain"]}
+    methods = {name: replace(method_of(shape), source="small_lm") for name, shape in shapes.items()}
     methods["opt_tree"] = MethodConfig("small_lm", STRUCTURES["opt_tree"])
     methods["naive"] = MethodConfig("small_lm", trees["with_replacement"], verify="naive")
     options = {"max_new_tokens": 8, "eos": (), "seed": 0, "sampling": SamplingConfig(temperature=1.0)}
@@ -336,7 +344,7 @@ def test_law_of_plain_sampling_and_the_power_of_the_test(tiny_vocabulary: tuple)
     def accepts_everything(generator: torch.Generator) -> list[int]:
         chooser = Chooser(Sampler(SETTINGS), generator)
         chooser.chance.accept = lambda _probability: True  # type: ignore[method-assign]
-        drafting = make_structure(MethodConfig(stop=STOP), 0, generator)
+        drafting = structure_of("chain", generator)
         return tokens_of(
             list(speculative(stack, SmallLMSource(drafter), drafting, prompt, max_new_tokens=4, chooser=chooser))
         )

@@ -299,6 +299,6 @@ def test_bad_settings_are_refused() -> None:
                 {"max_probability": 0.01}, {"decay": 1.5}, {"strength": 0.0}):  # fmt: skip
         with pytest.raises(UserError, match=next(iter(bad))):
             NgramConfig(**bad)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="search='puct': expected best_first for evidence=mixed"):
+    with pytest.raises(UserError, match="search='puct': expected 'best_first', its default: evidence=mixed"):
         NgramConfig(evidence="mixed", search="puct")
     assert MethodConfig(source="ngrams").ngrams.evidence == "table"

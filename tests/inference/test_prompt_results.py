@@ -17,7 +17,7 @@ from inference.settings import MethodConfig, StopConfig, StructureConfig
 
 
 def measured(position: int, processes: int = 1) -> Measured:
-    rounds = (Round((5, 6), 4, 1, 0.1 + position, 1 / 3, 1e-17, 0.2), Round((7,), 0, 0, 3.0))
+    rounds = (Round((5, 6), 4, 1, 3, 0.1 + position, 1 / 3, 1e-17, 0.2), Round((7,), 0, 0, 0, 3.0))
     generation = Generation((4, 5, 6, 7), 0.1, 2 / 3, rounds, {"expected_tau": 1.7})
     arms = {"autoregressive": replace(generation, rounds=(), totals={}), "m": generation}
     result = PromptResult("p/turn1", "c", (1, 2, 3), arms, "autoregressive", {"m": generation}, frozenset({"m"}))

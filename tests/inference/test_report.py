@@ -37,9 +37,9 @@ from inference.settings import MethodConfig, SamplingConfig
 
 
 def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generation:
-    """Rounds of (drafted, accepted) tokens, each with its bonus, after one prefill token."""
+    """Rounds of chains of (drafted, accepted) tokens, each with its bonus, after one prefill token."""
     rounds = tuple(
-        Round(tuple(range(accepted + 1)), drafted, accepted, seconds / 10, seconds / 40, seconds / 80, seconds / 20)
+        Round(tuple(range(accepted + 1)), drafted, accepted, drafted, *(seconds / part for part in (10, 40, 80, 20)))
         for drafted, accepted in outcomes
     )
     tokens = (7, *(token for r in rounds for token in r.tokens))
@@ -77,7 +77,7 @@ def results() -> list[PromptResult]:
     made = []
     for index, (seconds, category) in enumerate([(2.0, "code"), (3.0, "code"), (4.0, "chat")] * 2):
         draft = generation([(4, 4), (4, 1), (4, 0)], 1.0)
-        plain = Generation(draft.tokens, 0.4, seconds, tuple(Round((t,), 0, 0, 0.1) for t in draft.tokens[1:]))
+        plain = Generation(draft.tokens, 0.4, seconds, tuple(Round((t,), 0, 0, 0, 0.1) for t in draft.tokens[1:]))
         stock = Generation(draft.tokens, 0.3, 2 * seconds)
         generations = {AUTOREGRESSIVE: plain, TRANSFORMERS: stock, "m": draft}
         made.append(PromptResult(f"p{index}", category, (1, 2), generations, TRANSFORMERS))

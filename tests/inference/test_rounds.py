@@ -22,7 +22,16 @@ from inference.session import TargetSession
 from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import Drafter, EarlyExitSource, SmallLMSource
 from inference.tree import DraftTree, chain_parents
-from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
+from tests.tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    make_drafter,
+    method_of,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
 
 SOURCES = ("early_exit", "early_exit, first layer", "small_lm")
 STRUCTURES = {
@@ -173,7 +182,7 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
 ) -> None:
     generator = torch.Generator().manual_seed(0) if drawn else None
     chooser = Chooser(Sampler(SamplingConfig(temperature=0.7)), generator) if drawn else None
-    method = MethodConfig(structure=STRUCTURES[structure], stop=RULES["fixed"])
+    method = method_of(STRUCTURES[structure])
     shape, moved, turns = make_structure(method, 0, generator), [], itertools.count()
     observe, draft = shape.observe, shape.draft
 
@@ -201,21 +210,21 @@ def test_after_every_round_of_prompt_lookup(target: Target, runtime: Runtime) ->
 
 # --- equality with generate -------------------------------------------------------------------------------------------
 
-# Every source, structure and rule, each with several of the others; chains are what rules belong to.
+# Every source, structure and rule, each with several of the others.
 SAMPLE = [
     ("llama", "early_exit", "chain", "confidence"),
-    ("llama", "small_lm", "opt_tree", "fixed"),
+    ("llama", "small_lm", "opt_tree", "beta"),
     ("llama", "early_exit, first layer", "chain", "beta"),
     ("mistral", "small_lm", "chain", "beta, printed"),
-    ("mistral", "early_exit", "token_graph", "fixed"),
+    ("mistral", "early_exit", "token_graph", "confidence"),
     ("mistral", "early_exit, first layer", "static", "fixed"),
     ("qwen2", "small_lm", "chain", "confidence"),
-    ("qwen2", "early_exit", "k_config", "fixed"),
+    ("qwen2", "early_exit", "k_config", "beta, printed"),
     ("qwen2", "early_exit", "chain", "fixed, one"),
     ("qwen3", "small_lm", "chain", "beta"),
-    ("qwen3", "small_lm", "static", "fixed"),
-    ("qwen3", "early_exit, first layer", "opt_tree", "fixed"),
-    ("opt", "early_exit", "token_graph", "fixed"),
+    ("qwen3", "small_lm", "static", "confidence"),
+    ("qwen3", "early_exit, first layer", "opt_tree", "fixed, one"),
+    ("opt", "early_exit", "token_graph", "beta"),
     ("opt", "small_lm", "k_config", "fixed"),
 ]
 
@@ -296,7 +305,7 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
     """The same stack, source and structure are used again, for a shorter text and for a longer one."""
     drafter, chooser = target.source(source), Chooser()
     # Drafts of one token are often right as a whole, which leaves a token waiting for the drafter.
-    shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES["fixed, one"]), 0)
+    shape = make_structure(method_of(STRUCTURES[structure], 1), 0)
     place, at = FAULTS[fault]
     owner, name = place(target, drafter, shape, chooser)
     emitted: list[int] = []
@@ -326,7 +335,7 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
         drafter = shape = PromptLookup(3, 4)
     else:
         drafter = target.source(source)
-        shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES["fixed"]), 0)
+        shape = make_structure(method_of(STRUCTURES[structure]), 0)
     for taken in (1, 3):
         options: Any = {"max_new_tokens": 20, "runtime": runtime}
         abandoned = speculative(target.stack, drafter, shape, random_prompt(30), **options)

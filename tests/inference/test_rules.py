@@ -193,7 +193,8 @@ def test_the_head_is_asked_about_the_token_just_drafted() -> None:
     rule, asked = calibrated(), []
     rule.head = lambda *given: asked.append(given) or torch.zeros(1)  # type: ignore[assignment]
     target, drafts = torch.tensor([[5.0, 6.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), SimpleNamespace(hidden=drafts, target_hidden=target)))
+    source = SimpleNamespace(hidden=drafts, target_hidden=target)
+    rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), source, row=1))
     assert [[tensor.tolist() for tensor in given] for given in asked] == [[[[5.0, 6.0]], [[3.0, 4.0]], [7]]]
 
 

@@ -29,6 +29,7 @@ from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, referenc
 CHAIN = MethodConfig(stop=StopConfig(max_draft=AUTO))
 TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=AUTO, max_depth=AUTO))
 WIDTHS = MethodConfig(structure=StructureConfig(kind="k_config", widths=AUTO))
+BETA = StopConfig(rule="beta")
 METHODS = {
     "chain": CHAIN,
     "opt_tree": TREE,
@@ -267,8 +268,14 @@ def test_a_structure_that_needs_costs_asks_for_them(models: tuple) -> None:
         (StructureConfig, {"kind": "k_config", "widths": (4, 0)}, r"widths=\(4, 0\): expected integers"),
         (StructureConfig, {"kind": "k_config", "widths": ("a",)}, r"widths=\('a',\): expected integers"),
         (MethodConfig, {"source": "prompt_lookup", "stop": StopConfig(max_draft=AUTO)}, "stop.max_draft='auto'"),
-        (MethodConfig, {"source": "ngrams", "structure": TREE.structure}, "structure.nodes='auto'"),
+        (
+            MethodConfig,
+            {"source": "ngrams", "structure": TREE.structure},
+            "structure.kind='opt_tree': .* source=ngrams",
+        ),
         (MethodConfig, {"structure": TREE.structure, "stop": CHAIN.stop}, "stop.max_draft='auto': expected a number"),
+        (MethodConfig, {"structure": TREE.structure, "stop": BETA}, "stop.rule='beta': expected fixed where sizes are"),
+        (MethodConfig, {"structure": WIDTHS.structure, "stop": BETA}, "stop.rule='beta': expected fixed where sizes"),
     ],
 )
 def test_impossible_sizes_are_refused(part: type, settings: dict[str, Any], message: str) -> None:

@@ -1,0 +1,398 @@
+"""Stop rules on trees: where they end a tree, what they see of it, and that tokens and law stay the target's own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from draft_models.calibration import CalibrationHead
+from draft_models.target import LayerStack
+from inference import graphed
+from inference.decode import speculative
+from inference.drafting import Tree, make_structure
+from inference.evaluation import AUTOREGRESSIVE, Arm, Drafters, make_arms
+from inference.opt_tree import opt_tree
+from inference.runtime import Eager
+from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.sources import EarlyExitSource, SmallLMSource
+from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
+from inference.structures import EAGLE_25, chain, k_config, static
+from inference.token_graph import token_graph
+from inference.tree import DraftTree
+from inference.verify import Chance, Rejection
+from tests.exact_laws import Draft, Drafter, Model, emitted, plain, random_model, ships
+from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
+from tests.tiny import LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
+
+LIMIT = 6
+BUILDERS: dict[str, Callable[..., DraftTree]] = {
+    "k_config, with_replacement": k_config,
+    "k_config, without_replacement": k_config,
+    "k_config, top_k": k_config,
+    "opt_tree": opt_tree,
+    "token_graph": token_graph,
+    "static": static,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{
+        f"k_config, {mode}": {"widths": (3, 2, 1, 2), "mode": mode}
+        for mode in ("with_replacement", "without_replacement", "top_k")
+    },
+    "opt_tree": {"nodes": 9, "delta": 0.0},
+    "token_graph": {"node_budget": 60, "tau": 1, "theta_prob": 0.0, "theta_sibling": 0.1},
+    "static": {"shape": EAGLE_25},
+}
+TREES = {
+    **{name: STRUCTURES[name] for name in ("k_config", "opt_tree", "static")},
+    "token_graph": StructureConfig(kind="token_graph", nodes=40, out_degree=2, theta_prob=0.0, theta_sibling=0.2),
+}
+RANKED = ("opt_tree", "token_graph")  # these know p̂
+every_builder = pytest.mark.parametrize("name", BUILDERS)
+
+
+def build(name: str, source: KnownSource, seed: int = 0, **options: Any) -> DraftTree:
+    if name.startswith("k_config"):
+        options["generator"] = torch.Generator().manual_seed(seed)
+    return BUILDERS[name](source, root(), **OPTIONS[name], **options)
+
+
+def content(tree: DraftTree) -> list:
+    """All that verification and caches see of a draft."""
+    probs = None if tree.path_probs is None else tree.path_probs.tolist()
+    q = {node: row.tolist() for node, row in tree.q.items()}
+    return [tree.tokens.tolist(), tree.parents, tree.rows, probs, q, tree.draws]
+
+
+class At:
+    """Stops at a depth; keeps what it was shown."""
+
+    def __init__(self, depth: int):
+        self.max_draft = 99
+        self.depth = depth
+        self.seen: list[tuple[int, int, Tensor, int]] = []  # depth, token, logits, row
+        self.told: list[tuple[int, int]] = []
+
+    def stop(self, step: Step) -> bool:
+        self.seen.append((step.drafted, int(step.token), step.logits, int(step.hidden)))
+        return step.drafted >= self.depth
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.told.append((drafted, accepted))
+
+
+# --- where they stop, and what they see ------------------------------------------------------------------------------
+
+
+@every_builder
+@given(q=sources, depth=st.integers(1, LIMIT), seed=st.integers(0, 99))
+def test_a_draft_stopped_at_a_depth_is_the_one_of_that_limit(name: str, q: Q, depth: int, seed: int) -> None:
+    """Node for node: everything down to the level after which the rule spoke is submitted, nothing below is fed."""
+    source, other, rule = KnownSource(q), KnownSource(q), At(depth)
+    tree = build(name, source, seed, limit=LIMIT, rule=rule)
+    assert [drafted for drafted, *_ in rule.seen] == list(range(1, len(source.calls) + 1))  # after every level, once
+    stopped = len(rule.seen) == depth  # else there was nothing to go on with
+    expected = build(name, other, seed, limit=depth if stopped else LIMIT)
+    assert content(tree) == content(expected)
+    assert source.calls == other.calls
+    check(tree, source, depth if stopped else LIMIT)
+
+
+@every_builder
+@given(q=untied, seed=st.integers(0, 99))
+def test_a_rule_sees_the_node_that_stands_for_the_level(name: str, q: Q, seed: int) -> None:
+    """Its logits, and its hidden state by the number of the row; it has the level's largest p̂ where that is known."""
+    source, rule = KnownSource(q), At(99)
+    tree = build(name, source, seed, limit=LIMIT, rule=rule)
+    first = {len(path): path for path in reversed(paths_of(tree))}  # of every level
+    for depth, token, logits, row in rule.seen:
+        above = source.paths[row]
+        assert len(above) == depth - 1
+        assert logits.exp()[0].tolist() == pytest.approx(list(q(above)), abs=1e-6)
+        assert q(above)[token] > 0
+        if name in RANKED:
+            level = [(*path, other) for path in source.paths if len(path) == depth - 1 for other in range(len(q(())))]
+            largest = max(weight(q, path) for path in level)
+            assert weight(q, (*above, token)) == pytest.approx(largest, rel=1e-5)
+        else:
+            assert (*above, token) == first[depth]
+            assert above == first.get(depth - 1, ())
+            assert name.endswith("replacement") or q(above)[token] == max(q(above))
+
+
+class Scripted:
+    """A head that notes the hidden states it is asked about, and is sure."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, target_hidden: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
+        self.asked.append((int(position), int(hidden)))
+        return torch.full((1,), 50.0)
+
+
+@every_builder
+def test_the_calibrated_rule_reads_the_row_its_node_was_predicted_from(name: str) -> None:
+    for seed in range(10):
+        q, head = random_q(seed), Scripted()
+        generator = torch.Generator().manual_seed(seed)
+        rule = CalibratedThompson(head, 99, 1e-9, 1.0, 0.5, "sample", generator)  # type: ignore[arg-type]
+        source, other, seen = KnownSource(q), KnownSource(q), At(99)
+        build(name, source, seed, limit=LIMIT, rule=rule)
+        build(name, other, seed, limit=LIMIT, rule=seen)
+        assert head.asked == [(depth, row) for depth, _, _, row in seen.seen]
+        assert len(head.asked) > 1
+
+
+@pytest.mark.parametrize("structure", TREES)
+def test_drafts_get_deeper_with_the_prior(structure: str) -> None:
+    means = []
+    for alpha in (0.2, 2.0, 50.0):
+        method = MethodConfig(structure=TREES[structure], stop=StopConfig(rule="beta", alpha=alpha, beta=2.0))
+        drafting, depths = make_structure(method, 0), []
+        for seed in range(60):
+            source: Any = KnownSource(random_q(seed))
+            source.to_probs = None
+            depths.append(drafting.draft(source, root(), 99).depth)
+        means.append(sum(depths) / len(depths))
+    assert means == sorted(means)
+    assert means[0] < 1.6 < 3 < means[2]
+
+
+@pytest.mark.parametrize("structure", TREES)
+@pytest.mark.parametrize("limit", [1, 2])
+def test_max_draft_bounds_the_levels(structure: str, limit: int) -> None:
+    own = make_structure(MethodConfig(structure=TREES[structure]), 0)
+    bound = make_structure(MethodConfig(structure=TREES[structure], stop=StopConfig(max_draft=limit)), 0)
+    longer = make_structure(MethodConfig(structure=TREES[structure], stop=StopConfig(max_draft=99)), 0)
+    for seed in range(10):
+        trees = []
+        for drafting in (own, bound, longer):
+            source: Any = KnownSource(random_q(seed))
+            source.to_probs = None
+            trees.append(drafting.draft(source, root(), 99))
+        assert (trees[1].depth, content(trees[0])) == (limit, content(trees[2]))
+        assert trees[0].depth > 2
+
+
+# --- no transfer is added --------------------------------------------------------------------------------------------
+
+TO_HOST = {Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.cpu,
+           Tensor.numpy, Tensor.nonzero}  # fmt: skip
+
+
+class Transfers(TorchFunctionMode):
+    """Counts what makes the host wait for the device."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in TO_HOST
+        return func(*args, **(kwargs or {}))
+
+
+@every_builder
+def test_rules_that_look_at_nothing_transfer_nothing(name: str) -> None:
+    def transfers(rule: StopRule | None) -> tuple[int, int]:
+        source = KnownSource(random_q(3))
+        with Transfers() as counted:
+            build(name, source, limit=4, rule=rule)
+        return counted.count, len(source.calls)
+
+    bare, levels = transfers(None)
+    assert levels == 4
+    if name == "opt_tree":
+        assert bare == 4 + 4  # one a level, and one of the source
+    never = BetaThompson(99, 1e9, 1e-9, "natural", torch.Generator())
+    assert transfers(FixedLength(4)) == transfers(never) == (bare, levels)
+    assert transfers(Confidence(4, 1e-9))[0] > bare  # power: this one looks
+
+
+# --- the law, exactly ------------------------------------------------------------------------------------------------
+
+
+class Deciding:
+    """Stops when `decide` says so, given a chance of its own and what it is shown."""
+
+    max_draft = 99
+
+    def __init__(self, decide: Callable[[Chance, Step], bool], chance: Chance):
+        self._decide, self._chance = decide, chance
+        self.depth: int | None = None
+
+    def stop(self, step: Step) -> bool:
+        stopped = self._decide(self._chance, step)
+        self.depth = step.drafted if stopped else None
+        return stopped
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
+
+DECISIONS: dict[str, Callable[[Chance, Step], bool]] = {
+    "its token": lambda _, step: int(step.token) == 0,
+    "its probability": lambda _, step: float(step.logits.exp()[0, step.token]) < 0.5,
+    "chance": lambda chance, _: chance.accept(Fraction(2, 3)),
+}
+
+
+def drafted_by(
+    q: Model, widths: tuple[int, ...] | None, decide: Callable[[Chance, Step], bool], *, withdraw: bool = False
+) -> Drafter:
+    """The shipped chain, or tree of `widths`, its draws made branch by branch. withdraw: the fault of a rule that takes
+    back the level it was asked about."""
+
+    def draft(chance: Chance) -> Draft:
+        source, rule = KnownSource(lambda path: [float(weight) for weight in q(path)]), Deciding(decide, chance)
+
+        def draw(probs: Tensor, count: int, *_: Any, **__: Any) -> Tensor:
+            rows = []
+            for path in source.paths[-len(probs) :]:
+                left, drawn = q(path), []
+                for _ in range(count):
+                    drawn.append(chance.choose(left) if left.sum() else -1)
+                    left = left.copy()
+                    left[drawn[-1]] = 0
+                rows.append(drawn)
+            return torch.tensor(rows)
+
+        generator = torch.Generator()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("inference.structures._draw", draw)
+            if widths is None:
+                tree = chain(source, root(), rule, limit=2, generator=generator)
+            else:
+                tree = k_config(source, root(), limit=9, widths=widths, generator=generator, rule=rule)
+        texts = paths_of(tree)
+        kept = [node for node, text in enumerate(texts) if not (withdraw and len(text) == rule.depth)]
+        tokens = tree.tokens.tolist()
+        rows = {parent: q(texts[parent] if parent >= 0 else ()) for parent in (tree.parents[node] for node in kept)}
+        return [tokens[node] for node in kept], [tree.parents[node] for node in kept], rows
+
+    return draft
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+@pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])
+def test_the_law_is_the_targets_whatever_a_rule_looks_at(widths: tuple[int, ...] | None, decision: str) -> None:
+    for seed in range(2):
+        p, q = random_model(seed, 2 + seed), random_model(seed + 10, 2 + seed)
+        drafter = drafted_by(q, widths, DECISIONS[decision])
+        assert emitted(p, drafter, ships(Rejection(replace=False)), 3) == plain(p, 3)
+
+
+@pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])
+def test_a_rule_that_withdraws_what_it_saw_is_noticed(widths: tuple[int, ...] | None) -> None:
+    p, q = random_model(1, 3), random_model(11, 3)
+    faulty = drafted_by(q, widths, DECISIONS["its token"], withdraw=True)
+    assert emitted(p, faulty, ships(Rejection(replace=False)), 3) != plain(p, 3)
+    blind = drafted_by(q, widths, DECISIONS["chance"], withdraw=True)  # not because of its token: shorter, still exact
+    assert emitted(p, blind, ships(Rejection(replace=False)), 3) == plain(p, 3)
+
+
+# --- with models -----------------------------------------------------------------------------------------------------
+
+RULES = {
+    "none": StopConfig(),
+    "fixed": StopConfig(max_draft=2),
+    "confidence": StopConfig(rule="confidence", threshold=0.5),
+    "beta": StopConfig(rule="beta", alpha=2.0, beta=1.0),
+    "calibrated": StopConfig(rule="calibrated"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafters]:
+    """A target sure of its next tokens, an early exit that is often right, and a calibration head of any weights."""
+    path = save_target(tmp_path_factory.mktemp("stops"), kv_heads=2, peak=6.0)
+    head = CalibrationHead(64, 64).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in head.parameters():
+        parameter += torch.randn(parameter.shape, generator=generator) / 8
+    head.bias += 1.0
+    return open_stack(path)[1], Drafters(make_drafter(path, LAYERS - 1, noise=0.3), calibration=head)
+
+
+@pytest.fixture(scope="module")
+def arms(models: tuple[LayerStack, Drafters]) -> dict[str, Arm]:
+    stack, drafters = models
+    methods = {
+        f"{structure}, {rule}": MethodConfig(structure=TREES[structure], stop=stop)
+        for structure in TREES
+        for rule, stop in RULES.items()
+    }
+    return make_arms(stack, drafters, methods, None, max_new_tokens=40, eos=(), seed=0)
+
+
+@pytest.mark.parametrize("structure", TREES)
+def test_greedy_tokens_are_those_of_plain_decoding(arms: dict[str, Arm], structure: str) -> None:
+    expected = arms[AUTOREGRESSIVE](random_prompt(20)).tokens
+    depths = {}
+    for rule in RULES:
+        generation = arms[f"{structure}, {rule}"](random_prompt(20))
+        assert generation.tokens == expected, rule
+        depths[rule] = [r.depth for r in generation.rounds]
+        assert max(r.accepted for r in generation.rounds) >= 2, rule
+        if rule != "none":
+            assert sum(depths[rule]) / len(depths[rule]) < sum(depths["none"]) / len(depths["none"]) - 0.2, rule
+    assert max(depths["fixed"]) == 2
+    assert max(depths["none"]) > 3
+
+
+@pytest.mark.parametrize("structure", TREES)
+def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack, Drafters], structure: str) -> None:
+    stack, drafters = models
+    assert drafters.early_exit is not None
+    drafting = make_structure(MethodConfig(structure=TREES[structure]), 0)
+    assert isinstance(drafting, Tree)
+    rule, expected = At(3), []
+    rule.stop = lambda step: step.drafted >= rule.depth  # type: ignore[method-assign]
+    drafting.rule = rule
+    observe = drafting.observe
+
+    def noted(tree: DraftTree, accepted: list[int]) -> None:
+        expected.append((max(map(len, paths_of(tree)), default=0), len(accepted)))
+        observe(tree, accepted)
+
+    drafting.observe = noted  # type: ignore[method-assign]
+    source = EarlyExitSource(drafters.early_exit)
+    rounds = list(speculative(stack, source, drafting, random_prompt(20), max_new_tokens=30))
+    assert rule.told == expected == [(r.depth, r.accepted) for r in rounds[1:]]
+    assert {depth for depth, _ in expected} >= {3}
+
+
+@pytest.fixture(params=["eager", "graphed"])
+def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
+    return Eager() if request.param == "eager" else graphed.Graphed()
+
+
+@pytest.mark.parametrize("structure", TREES)
+@pytest.mark.parametrize("kind", ["early_exit", "small_lm"])
+def test_real_hidden_states_are_those_behind_the_logits(
+    models: tuple[LayerStack, Drafters], runtime: Any, structure: str, kind: str
+) -> None:
+    """What a rule sees of a source's hidden states gives, through the source's head, the logits it sees."""
+    stack, drafters = models
+    assert drafters.early_exit is not None
+    source = EarlyExitSource(drafters.early_exit) if kind == "early_exit" else SmallLMSource(stack)
+    logits_of = drafters.early_exit.logits if kind == "early_exit" else stack.logits
+    rows: list[int] = []
+
+    def compare(step: Step) -> bool:
+        torch.testing.assert_close(logits_of(step.hidden), step.logits, rtol=1e-4, atol=1e-4)
+        rows.append(step.row)
+        return False
+
+    flat = {"temperature": 5.0} if structure in RANKED else {}  # the likeliest node is not always the first one's child
+    drafting: Any = make_structure(MethodConfig(structure=replace(TREES[structure], **flat)), 0)
+    drafting.rule.stop = compare
+    list(speculative(stack, source, drafting, random_prompt(9), max_new_tokens=16, runtime=runtime))
+    assert len(rows) > 4
+    assert any(rows) == (structure in RANKED)

@@ -1,0 +1,176 @@
+"""Every option of a method acts, or is refused: none is accepted, printed in the report and ignored."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_models.calibration import CalibrationHead
+from draft_models.errors import UserError
+from inference.auto import Tuning
+from inference.costs import Costs
+from inference.drafting import make_structure
+from inference.evaluation import Drafters, make_drafting
+from inference.settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.structures import plain_probs
+from tests.inference.ngram_cases import TABLE, FakeSession
+from tests.known_source import KnownSource, random_q, root
+
+# Of every option a value that is not its default.
+OTHERS: dict[str, dict[str, Any]] = {
+    "structure": {
+        "max_depth": 4, "nodes": 9, "widths": (2, 2), "draw": "with_replacement", "delta": 0.1, "out_degree": 3,
+        "theta_prob": 0.1, "theta_sibling": 0.1, "tau": 1, "shape": "binary", "temperature": 0.5, "kind": "k_config",
+    },
+    "stop": {
+        "rule": "beta", "max_draft": 3, "threshold": 0.3, "alpha": 5.0, "beta": 3.0, "update": "printed",
+        "evidence": "model", "model_sigma": 0.2, "sample_sigma": 2.0, "prior": 0.5, "mean": "printed",
+    },
+    "ngrams": {
+        "evidence": "mixed", "nodes": 9, "depth": 3, "order": 2, "adapt": False, "increment": 0.3,
+        "max_probability": 0.9, "search": "puct", "iterations": 20, "sentences": 5, "widest": 3, "c1": 2.0, "c2": 2.0,
+        "longest": 4, "decay": 0.5, "strength": 5.0,
+    },
+}  # fmt: skip
+SHAPES = {
+    "chain": StructureConfig(),
+    "k_config": StructureConfig(kind="k_config"),
+    "opt_tree": StructureConfig(kind="opt_tree", delta=0.0),
+    "opt_tree, auto": StructureConfig(kind="opt_tree", nodes="auto", max_depth="auto"),
+    "token_graph": StructureConfig(kind="token_graph"),
+    "static": StructureConfig(kind="static"),
+    "binary": StructureConfig(kind="static", shape="binary"),
+}
+STOPS = {rule: StopConfig(rule=rule) for rule in ("fixed", "confidence", "beta", "calibrated")}
+METHODS = {
+    **{f"{shape}, {rule}": MethodConfig(structure=SHAPES[shape], stop=STOPS[rule])
+       for shape in SHAPES for rule in STOPS if "auto" not in shape or rule == "fixed"},
+    "chain, auto": MethodConfig(stop=StopConfig(max_draft="auto")),
+    "k_config, auto": MethodConfig(structure=StructureConfig(kind="k_config", widths="auto")),
+    "prompt_lookup": MethodConfig(source="prompt_lookup"),
+    "best_first": MethodConfig(source="ngrams"),
+    "puct": MethodConfig(source="ngrams", ngrams=NgramConfig(search="puct")),
+    "not adapted": MethodConfig(source="ngrams", ngrams=NgramConfig(adapt=False)),
+    "mixed": MethodConfig(source="ngrams", ngrams=NgramConfig(evidence="mixed")),
+}  # fmt: skip
+CURVE = tuple(0.1 + 0.01 * width for width in range(66))
+TUNING = Tuning(Costs(CURVE, CURVE, 0.0, 0.5))
+
+
+@contextmanager
+def noting() -> Iterator[set[str]]:
+    """The options, as part.name, that are read meanwhile."""
+    read: set[str] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for part, kind in (("structure", StructureConfig), ("stop", StopConfig), ("ngrams", NgramConfig)):
+
+            def get(config: Any, name: str, part: str = part) -> Any:
+                read.add(f"{part}.{name}")
+                return object.__getattribute__(config, name)
+
+            patch.setattr(kind, "__getattribute__", get)
+        yield read
+
+
+def options_read(method: MethodConfig) -> set[str]:
+    """What making and using the drafts of `method` looks at, greedily and sampling."""
+    drafters = Drafters(ngrams=TABLE, calibration=CalibrationHead(1, 1).requires_grad_(False))
+    with noting() as read:
+        for generator in (None, torch.Generator().manual_seed(0)):
+            if method.source in ("prompt_lookup", "ngrams"):
+                drafter: Any = make_drafting(method, drafters, 0, generator)[0]
+                drafter.begin(FakeSession([1, 2, 1, 2, 1]))
+                drafter.draft(None, torch.tensor([2]), 9)
+            else:
+                source: Any = _Source(random_q(0), plain_probs if generator else None)
+                make_structure(method, 0, generator, drafters.calibration, TUNING).draft(source, root(), 9)
+    return read
+
+
+class _Source(KnownSource):
+    def __init__(self, q: Any, to_probs: Any):
+        super().__init__(q)
+        self.to_probs = to_probs
+
+    @property
+    def hidden(self) -> Tensor:
+        return super().hidden.float()
+
+
+def test_there_is_another_value_of_every_option() -> None:
+    for part, kind in (("structure", StructureConfig), ("stop", StopConfig), ("ngrams", NgramConfig)):
+        assert set(OTHERS[part]) == {own.name for own in fields(kind)}
+        assert all(OTHERS[part][own.name] != own.default for own in fields(kind))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_accepted_is_read(name: str) -> None:
+    """Each option set to another value: the method is refused, or drafting looks at it."""
+    method, refused, accepted = METHODS[name], [], []
+    for part, others in OTHERS.items():
+        for option, other in others.items():
+            own = getattr(method, part)
+            if getattr(own, option) != getattr(type(own)(), option):
+                continue  # what makes this method what it is
+            try:
+                changed = replace(method, **{part: replace(own, **{option: other})})
+            except UserError:
+                refused.append(f"{part}.{option}")
+            else:
+                accepted.append(f"{part}.{option}")
+                assert f"{part}.{option}" in options_read(changed)
+    assert refused
+    assert accepted or name == "chain, auto"  # a fixed shape of a fixed rule
+
+
+def of(source: str = "early_exit", verify: str = "exact", max_ngram: int = 3, **parts: Any) -> MethodConfig:
+    kinds = {"structure": StructureConfig, "stop": StopConfig, "ngrams": NgramConfig}
+    return MethodConfig(
+        source, verify=verify, max_ngram=max_ngram, **{part: kinds[part](**given) for part, given in parts.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"source": "prompt_lookup", "stop": {"rule": "beta"}}, "stop.rule='beta': expected 'fixed', its default"),
+        ({"source": "ngrams", "stop": {"max_draft": 4}}, "stop.max_draft=4: expected None, its default: source=ngrams"),
+        ({"source": "prompt_lookup", "structure": {"kind": "static"}}, "structure.kind='static': expected 'chain'"),
+        ({"source": "small_lm", "ngrams": {"depth": 2}}, "ngrams.depth=2: expected 4, its default: source=small_lm"),
+        ({"max_ngram": 2}, "max_ngram=2: expected 3, its default: source=early_exit does not read it"),
+        ({"stop": {"rule": "beta", "threshold": 0.1}}, "threshold=0.1: expected 0.4, its default: rule=beta"),
+        ({"stop": {"rule": "calibrated", "evidence": "model", "prior": 0.1}}, "prior=0.1: .* evidence=model"),
+        ({"stop": {"rule": "calibrated", "evidence": "sample", "model_sigma": 1.0}}, "model_sigma=1.0: .*=sample"),
+        ({"structure": {"nodes": 9}}, "nodes=9: expected 25, its default: kind=chain does not read it"),
+        ({"structure": {"kind": "static", "nodes": 9}}, "nodes=9: expected 25, its default: shape=eagle"),
+        ({"source": "ngrams", "ngrams": {"adapt": False, "increment": 0.1}}, "increment=0.1: .* adapt=False"),
+        ({"source": "ngrams", "ngrams": {"c1": 2.0}}, "c1=2.0: expected 32.0, its default: search=best_first"),
+        ({"source": "small_lm", "structure": {"kind": "static"}, "verify": "naive"}, "verify='naive': expected exact"),
+        ({"structure": {"kind": "k_config", "draw": "top_k"}, "verify": "naive"}, "verify='naive': expected exact"),
+        ({"source": "prompt_lookup", "verify": "naive"}, "verify='naive': expected exact where no candidate"),
+        ({"structure": {"kind": "opt_tree", "max_depth": "auto"}, "stop": {"rule": "beta"}}, "stop.rule='beta'"),
+        ({"source": "small_lm", "structure": {"kind": "opt_tree"}, "stop": {"rule": "calibrated"}}, "calibration head"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_its_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        of(**given)
+
+
+def test_max_draft_of_null() -> None:
+    """8 tokens of a chain or of prompt lookup, as many levels of a tree as it has by itself."""
+    drafters = Drafters()
+    lengths = {}
+    for given in (None, 3, 12):
+        stop = StopConfig(max_draft=given)
+        lookup: Any = make_drafting(MethodConfig("prompt_lookup", stop=stop), drafters, 0)[1]
+        rules = [
+            make_structure(MethodConfig(structure=StructureConfig(**shape), stop=stop), 0).rule  # type: ignore[attr-defined]
+            for shape in ({}, {"kind": "opt_tree", "delta": 0.0}, {"kind": "static"}, {"kind": "k_config"})
+        ]
+        lengths[given] = [lookup.max_rows, *(rule.max_draft for rule in rules)]
+    assert lengths == {None: [8, 8, 10, 5, 3], 3: [3] * 5, 12: [12] * 5}
