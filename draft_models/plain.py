@@ -29,7 +29,7 @@ def construct(kind: Any, value: Any, path: str = "") -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {k: construct(arguments[1], v, f"{path}{k}.") for k, v in value.items()}
-    if origin in (tuple, frozenset) and isinstance(value, list):
+    if origin in (tuple, frozenset) and isinstance(value, list | tuple):
         return origin(construct(arguments[0], item, path) for item in value)
     return value
 

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from draft_models.attention import ATTENTION, packed_mask
+from draft_models.attention import ATTENTION, Band, packed_mask
 from draft_models.errors import UserError
 from draft_models.tensor_files import TensorFiles
 
@@ -261,7 +261,7 @@ class LayerStack(nn.Module):
         start: int,
         stop: int,
         rotary: tuple[Tensor, Tensor],
-        masks: Mapping[int | None, Tensor | None],
+        masks: Mapping[int | None, Tensor | Band | None],
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `layer_windows`)."""
@@ -274,8 +274,10 @@ class LayerStack(nn.Module):
             )
         return hidden
 
-    def packed_masks(self, positions: Tensor, documents: Tensor) -> dict[int | None, Tensor | None]:
+    def packed_masks(self, positions: Tensor, documents: Tensor) -> dict[int | None, Tensor | Band | None]:
         """Masks of packed rows for `run`, by window size; positions, documents [B, T] as in `data_prep.rows`."""
+        if positions.shape[1] > Band.BLOCK:
+            return {w: Band.packed(documents, w) for w in set(self.windows)}
         base = packed_mask(documents)
         distance = positions[:, None, :, None] - positions[:, None, None, :]
         return {w: base if w is None else base & (distance < w) for w in set(self.windows)}

@@ -12,12 +12,14 @@ class KVCache:
 
     Speaks the part of transformers' `Cache` protocol that attention modules use (`update`). `length` counts
     the positions that are in; a pass writes its positions behind them, then `advance` makes them count. Inside
-    `at` a pass writes to the slots it is given instead, and sees a fixed number of them.
+    `at` a pass writes to the slots it is given instead, and sees a fixed number of them. clean: for such passes,
+    which see slots behind the text and mask them; there all is zero between rounds.
     """
 
-    def __init__(self, layers: range, capacity: int):
+    def __init__(self, layers: range, capacity: int, *, clean: bool = False):
         self.layers = layers
         self.capacity = capacity
+        self.clean = clean
         self.length = 0
         self._buffer: Tensor | None = None
         self._views: list[tuple[Tensor, Tensor]] = []  # of each layer, [1, heads, capacity, head_dim]
@@ -62,7 +64,16 @@ class KVCache:
         if settled < len(rows) and self._buffer is not None:
             chosen = torch.tensor(rows[settled:], device=self._buffer.device) + base
             self._buffer[..., base + settled : base + len(rows), :] = self._buffer.index_select(3, chosen)
-        self.length = base + len(rows)
+        stop = base + len(rows)
+        if self.clean and self._buffer is not None and stop < self.length:
+            self._buffer[..., stop : self.length, :].zero_()
+        self.length = stop
+
+    def clear(self) -> None:
+        """Hold nothing, and no trace of what was held."""
+        self.length = 0
+        if self._buffer is not None:
+            self._buffer.zero_()
 
     def content(self, positions: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Views of the first `positions` of every layer, (keys, values); None: of those that are in."""

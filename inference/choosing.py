@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.sampling import Sampler, branches
+from inference.sampling import Sampler, branches, likeliest
 from inference.session import TargetSession
 from inference.tree import DraftTree
 from inference.verify import Matching, NodeRule, RandomChance, Rejection, verify_greedy, verify_sampled
@@ -16,13 +16,16 @@ class Chooser:
 
     sampler: logits → probabilities (None: plain greedy); generator: needed where the sampler samples. naive:
     verify sampled candidates as if they were chosen, by sampling from p (MCNS) instead of rejection. Text is
-    kept only for processors that read it.
+    kept only for processors that read it. plain: it is the likeliest token that is chosen, by the logits alone.
+
+    Where the target's logits are not finite numbers, what is chosen is no token of the vocabulary.
     """
 
     def __init__(
         self, sampler: Sampler | None = None, generator: torch.Generator | None = None, *, naive: bool = False
     ):
         self.sampler = sampler
+        self.plain = sampler is None
         self.greedy = sampler is None or sampler.greedy
         self.reads_context = sampler is not None and sampler.reads_context
         self.naive = naive
@@ -41,7 +44,7 @@ class Chooser:
         """The token [1] after the text, from its logits [1, V]."""
         contexts = [self.text] if self.reads_context else None
         if self.greedy:
-            token = self._scores(logits, contexts).argmax(-1)
+            token = likeliest(self._scores(logits, contexts))
         else:
             token = self._token(self.chance.choose(self.probabilities(logits, contexts)[0]))
         self._extend_text(token)
@@ -55,7 +58,7 @@ class Chooser:
         """
         contexts = branches(self.text, tree.tokens, tree.parents) if self.reads_context else None
         if self.greedy:
-            choices = self._scores(logits, contexts).argmax(-1)
+            choices = likeliest(self._scores(logits, contexts))
             together = torch.cat([tree.tokens, choices]).tolist()
             tokens = together[: len(tree)]
             nodes, bonus = verify_greedy(tokens, tree.parents, together[len(tree) :])
@@ -68,7 +71,7 @@ class Chooser:
             draws = None if self.naive else tree.draws
             nodes, bonus = verify_sampled(tokens, tree.parents, tree.q, p, rule, self.chance, draws=draws)
             following = self._token(bonus)
-        if self.reads_context:
+        if self.reads_context and 0 <= bonus < logits.shape[-1]:
             self._extend_text(tree.tokens[nodes], following)
         return tokens, nodes, following, bonus
 
@@ -76,6 +79,10 @@ class Chooser:
         """The law [n, V] of the token after each row, for target and drafter alike."""
         assert self.sampler is not None
         return self.sampler.probabilities(logits, contexts)
+
+    def draft_probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
+        """`probabilities` for a drafter's logits; where those are NaN q is uniform: something to draw from."""
+        return self.probabilities(logits, contexts).nan_to_num_(1 / logits.shape[-1])
 
     def _scores(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
         return logits if self.sampler is None else self.sampler.scores(logits, contexts)

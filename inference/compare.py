@@ -24,6 +24,7 @@ from draft_models.files import require_writable
 from draft_models.out_dirs import only_run
 from draft_models.plain import construct
 from draft_models.processes import from_main, join_processes
+from draft_models.target import LayerStack
 from inference.auto import Tuning
 from inference.decode import Clock
 from inference.evaluation import (
@@ -38,6 +39,7 @@ from inference.evaluation import (
     measure_deviations,
     synchronized_clock,
 )
+from inference.kernels import KernelChoice
 from inference.lossless import HALF
 from inference.lossless_report import is_lossless
 from inference.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
@@ -53,7 +55,7 @@ from inference.subject import (
     load_models,
     run_settings,
 )
-from inference.tuning import tune
+from inference.tuning import NEW_TOKENS, tune
 
 Messages = list[dict[str, str]]
 Render = Callable[[PreTrainedTokenizerBase, Messages, bool], list[int]]
@@ -63,10 +65,14 @@ JUDGED = 12  # prompts, evenly spread, that are judged where texts alone do not 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is measured once, by one process before the first prompt (see `tune`), and holds for all of them."""
+    """What is measured once, by one process before the first prompt, and holds for all of them, in resumed runs too.
+
+    methods, tunings: see `tune`; kernels: of attention, which round differently (see `inference.kernels`).
+    """
 
     methods: dict[str, MethodConfig]
     tunings: dict[str, Tuning]
+    kernels: tuple[KernelChoice, ...] = ()
 
 
 def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], render: Render) -> None:
@@ -96,7 +102,8 @@ def _evaluate(
     """The names of the methods that were not lossless."""
     subject = find_subject(config)
     require_own_device(subject.device, state)
-    rendered = [render(subject.tokenizer, [{"role": "user", "content": p.turns[0]}], p.chat) for p in prompts]
+    turns = [[render(subject.tokenizer, [{"role": "user", "content": t}], p.chat) for t in p.turns] for p in prompts]
+    rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, subject)
     context = context_length(subject, drafters)
     new = config.max_new_tokens
@@ -113,22 +120,24 @@ def _evaluate(
     earlier, todo, number = from_main(state, open_results)
     share = todo[state.process_index :: state.num_processes]
     models = load_models(config, subject, drafters) if share else None
+    positions = longest_text(turns, new, context)
     if earlier is None:  # then the main process has a share, and nobody is at work beside it any more
         state.wait_for_everyone()
 
         def begin() -> Any:
             assert models is not None
-            plain = asdict(prepare_methods(config, models, rendered[0]))
+            plain = asdict(prepare_methods(config, models, rendered[0], positions))
             begin_run(out_dir, settings, plain)
             return plain
 
         earlier = from_main(state, begin)
     prepared = construct(Prepared, earlier)
     if models is not None:
+        models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
         for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
-            turns = measure_prompt(config, prompts[position], position, render, subject, models, bench)
-            append_result(out_dir, number + state.process_index, Measured(position, state.num_processes, turns))
+            measured = measure_prompt(config, prompts[position], position, render, subject, models, bench)
+            append_result(out_dir, number + state.process_index, Measured(position, state.num_processes, measured))
     state.wait_for_everyone()
     return from_main(state, lambda: report(config, subject, prepared, len(prompts), out_dir))
 
@@ -144,12 +153,25 @@ def require_own_device(device: torch.device, state: PartialState) -> None:
         raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
 
 
-def prepare_methods(config: EvaluateConfig, models: Models, prompt: Sequence[int]) -> Prepared:
-    """The methods of `config`, what they leave open measured on `prompt`."""
+def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
+    """How many tokens a text of the run has at most, so that what holds texts is made once.
+
+    turns: of every prompt the ids of its turns, each rendered alone, with all that a template puts around it. A
+    conversation may still turn out longer, as an answer may have more tokens when it is read again.
+    """
+    longest = max(sum(len(ids) + max_new_tokens for ids in prompt) for prompt in turns)
+    return min(context, longest + max(0, NEW_TOKENS - max_new_tokens))  # what `tune` measures may continue by more
+
+
+def prepare_methods(config: EvaluateConfig, models: Models, prompt: Sequence[int], positions: int) -> Prepared:
+    """The methods of `config`, what they leave open measured on `prompt`; texts have up to `positions` tokens."""
     stack = models.stack
+    stacks = [model for model in (stack, models.drafters.small_lm) if isinstance(model, LayerStack)]
+    kernels = models.runtime.choose_kernels(stacks, positions)
+    models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
     options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
-    return Prepared(*tune(config.methods, stack, models.drafters, prompt, clock=clock, **options))
+    return Prepared(*tune(config.methods, stack, models.drafters, prompt, clock=clock, **options), kernels)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def autoregressive(
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
-    """Plain decoding, one token a pass; yields a `Round` per pass. Raises `UserError` for an impossible length.
+    """Plain decoding, one token a pass; yields a `Round` per pass. Raises `UserError` as `speculative` does.
 
     chooser: how tokens are chosen from logits; None: greedily. runtime: how passes run; None: eagerly.
     """
@@ -90,17 +90,20 @@ def autoregressive(
         session.commit(range(len(prompt)))
         chooser.begin(session, prompt)
         root = chooser.next_token(logits)
-        token = int(root)
+        token = _require_token(int(root), session, session.base - 1)
         yield Round((token,), 0, 0, 0, clock() - started)
         for _ in range(max_new_tokens - 1):
             if token in eos:
                 return
             started = clock()
-            session.feed(root, (ROOT,))
-            logits = session.finish()
-            session.commit((0,))
-            root = chooser.next_token(logits)
-            token = int(root)
+            if chooser.plain:
+                root = session.step(root)
+            else:
+                session.feed(root, (ROOT,))
+                logits = session.finish()
+                session.commit((0,))
+                root = chooser.next_token(logits)
+            token = _require_token(int(root), session, session.base - 1)
             yield Round((token,), 0, 0, 0, clock() - started)
 
 
@@ -121,7 +124,7 @@ def speculative(
 
     Each round `structure` drafts a tree under the last committed token, the target runs once over it, `chooser`
     (None: greedy) finds the path to keep and the next token. runtime: how passes run; None: eagerly. Raises
-    `UserError` for an impossible length.
+    `UserError` for an impossible length, and where the target's logits are not finite numbers.
     """
     chooser = chooser or Chooser()
     with closing(
@@ -134,7 +137,7 @@ def speculative(
         session.commit(range(len(prompt)))
         chooser.begin(session, prompt)
         root = chooser.next_token(logits)
-        token = int(root)
+        token = _require_token(int(root), session, session.base - 1)
         yield Round((token,), 0, 0, 0, clock() - started)
         budget = max_new_tokens - 1
         while budget > 0 and token not in eos:
@@ -143,7 +146,13 @@ def speculative(
             tree = structure.draft(timed, root, budget - 1)
             drafted = clock()
             logits, node_rows = _run_target(session, root, tree)
-            proposed, nodes, root, bonus = chooser.verify(tree, logits)
+            proposed, nodes, following, bonus = chooser.verify(tree, logits)
+            if not nodes and len(tree) and not _is_token(bonus, session):
+                # To the target a drafted token may be no number, and then all rows beside it are none: 0 · NaN is NaN.
+                alone = session.finish([0])
+                _, nodes, following, bonus = chooser.verify(DraftTree(root[:0], (), ()), alone)
+            root = following
+            _require_token(bonus, session, session.base + len(nodes))
             verified = clock()
             committed = [token, *(proposed[node] for node in nodes)]
             source.commit([0, *((node_rows if source.split else tree.rows)[node] for node in nodes)], committed)
@@ -196,7 +205,22 @@ class _TimedSource:
 
     def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         contexts = [self._contexts[row] for row in rows] if self._chooser.reads_context else None
-        return self._chooser.probabilities(logits, contexts)
+        return self._chooser.draft_probabilities(logits, contexts)
+
+
+def _is_token(token: int, session: TargetSession) -> bool:
+    return 0 <= token < session.stack.config.vocab_size
+
+
+def _require_token(token: int, session: TargetSession, position: int) -> int:
+    """`token`, chosen by the target's logits at `position`. Raises `UserError` where they are not finite numbers."""
+    if not _is_token(token, session):
+        dtype = str(session.stack.dtype).removeprefix("torch.")
+        raise UserError(
+            f"the target's logits at position {position} are NaN or infinite in dtype={dtype}; try dtype=bfloat16, "
+            "which has the range of float32, or dtype=float32, and if that is no help look for damaged weights"
+        )
+    return token
 
 
 def _new_session(

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_models.attention import Band
 from inference.tree import chain_parents
 
-Masks = dict[int | None, Tensor | None]  # by window size of the layers; None: attention needs no mask
+# By window size of the layers; None: attention needs no mask.
+Masks = dict[int | None, Tensor | Band | None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Layout:
     def masks(self, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
         """Additive masks [1, 1, stop − start, base + stop] by window size.
 
-        None where attention needs no mask: one query, or causal attention over an empty cache.
+        None where attention needs no mask: one query, or causal attention over an empty cache; a `Band` for a long
+        text that begins there.
         """
         past, keys = self.base + self.start, self.base + self.stop
         trivial = self.is_chain and (keys - past == 1 or past == 0)
@@ -56,8 +59,10 @@ class Layout:
             built[window] = built[binding]
         return built
 
-    def _mask(self, window: int | None, places: Tensor, dtype: torch.dtype) -> Tensor:
+    def _mask(self, window: int | None, places: Tensor, dtype: torch.dtype) -> Tensor | Band:
         past, keys = self.base + self.start, self.base + self.stop
+        if self.is_chain and past == 0 and window is not None and keys > Band.BLOCK:
+            return Band.sliding(places[:keys], window)
         lowest = torch.finfo(dtype).min
         mask = torch.zeros(keys - past, keys, dtype=dtype, device=places.device)
         columns = places[:keys]

@@ -228,6 +228,7 @@ class Forced(Chooser):
 
     def __init__(self, like: Chooser, reference: Reference):
         self.__dict__.update(like.__dict__)
+        self.plain = False  # or plain decoding would not ask
         self._reference = reference
         self._place = 0  # in the text
         self._errors: list[Tensor] = []

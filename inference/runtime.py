@@ -1,11 +1,13 @@
 """How passes run: one by one as they come, or in fixed shapes that a CUDA graph replays."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from draft_models.target import LayerStack
 from inference.graphed import Graphed
+from inference.kernels import KernelChoice
 from inference.session import TargetSession
 
 
@@ -15,6 +17,14 @@ class Runtime(Protocol):
 
     name: str
     captures: int
+
+    def choose_kernels(self, stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
+        """The attention kernels to `prepare` for, where there is a choice: measured on texts of up to `positions`."""
+        ...
+
+    def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
+        """Before the first session: texts will have up to `positions` tokens, and `kernels` are to be used."""
+        ...
 
     def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
         """As `TargetSession(stack, split, capacity, context)`."""
@@ -26,6 +36,12 @@ class Eager:
 
     name = "eager"
     captures = 0
+
+    def choose_kernels(self, stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
+        return ()
+
+    def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
+        """Sessions are made as large as each text needs, and know one kernel."""
 
     def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
         return TargetSession(stack, split, capacity, context)

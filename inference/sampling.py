@@ -102,6 +102,13 @@ class Sampler:
         return processed
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The token [n] with the largest of each row of logits [n, V]; −1 where that is NaN or infinite."""
+    values, tokens = logits.max(-1)
+    difference = values - values  # NaN where they are not finite
+    return tokens.masked_fill_(difference != difference, -1)
+
+
 def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tensor]:
     """The text before each row of a verified tree: `text` [length], and for each node `text` and the path to it.
 

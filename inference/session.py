@@ -10,6 +10,8 @@ from draft_models.early_exit import EarlyExit
 from draft_models.target import LayerStack
 from inference.cache import KVCache
 from inference.layout import Layout, Masks, Rows
+from inference.sampling import likeliest
+from inference.tree import ROOT
 
 
 class View(Protocol):
@@ -26,7 +28,7 @@ class View(Protocol):
         ...
 
     def masks(self) -> Masks:
-        """Additive masks [1, 1, n, keys] by window size of the layers."""
+        """Additive masks [1, 1, n, keys], or bands, by window size of the layers."""
         ...
 
     def last(self, hidden: Tensor, count: int) -> Tensor:
@@ -123,8 +125,9 @@ class TargetSession:
         """Run the second half over `rows` (ascending, with all their ancestors; None: every row).
 
         Returns next-token logits of each of them [n, V], or of the last one [1, V]; they hold until the next call.
-        Rows left out stay out of the second half, and cannot be committed.
+        Rows left out stay out of the second half, and cannot be committed. May be called again, for other rows.
         """
+        self.rest.keep(self.base, ())
         self._finished = range(self.rows) if rows is None else rows
         count = len(self._finished)
         everything = count == self.rows
@@ -165,6 +168,16 @@ class TargetSession:
     def exit_cache(self, drafter: EarlyExit) -> KVCache:
         """An empty cache for the exit layer of `drafter`."""
         return KVCache(range(self.split, self.split + 1), self.capacity)
+
+    def step(self, token: Tensor) -> Tensor:
+        """A round of plain greedy decoding: commit `token` [1] and return the `likeliest` one after it [1].
+
+        It holds until the next call. `target_hidden` is for those who draft, and undefined afterwards.
+        """
+        self.feed(token, (ROOT,))
+        logits = self.finish()
+        self.commit((0,))
+        return likeliest(logits)
 
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: the tokens of `rows`, an ascending path from row 0, are part of the text; drop the others."""

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draft_models.attention import Band
 from draft_models.early_exit import EarlyExit
 from draft_models.errors import UserError
 from draft_models.plain_lm import PlainLM, RowCache
@@ -174,7 +175,9 @@ class PlainSession:
         self.base = len(prompt)
         self._round = Rows()
         places = torch.arange(len(prompt), device=lm.device)
-        lm.rows(prompt, places, places <= places[:, None], self.cache, last_only=True)
+        for start in range(0, len(prompt), Band.BLOCK):  # a mask of all of a long text would be its square
+            part, seen = slice(start, start + Band.BLOCK), places[: start + Band.BLOCK]
+            lm.rows(prompt[part], places[part], seen <= places[part, None], self.cache, last_only=True)
 
     @property
     def rows(self) -> int:
