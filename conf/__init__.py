@@ -13,7 +13,8 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,15 +51,8 @@ def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]]
 
     def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
         def job(composed: DictConfig) -> None:
-            # Reported here: Hydra would print its own banner around an exception that leaves the job.
-            try:
+            with reported():  # here: Hydra would print its own banner around an exception that leaves the job
                 run(build(schema, composed))
-            except UserError as error:
-                _fail(str(error))
-            except OSError as error:
-                if error.errno not in _STORAGE_ERRORS:
-                    raise
-                _fail(f"{error.filename or 'output'}: {error.strerror}; free space or choose another out_dir")
 
         @functools.wraps(run)
         def main() -> None:
@@ -76,6 +70,19 @@ def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]]
         return main
 
     return decorate
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Where a `UserError` or a storage error ends the process, with one line on stderr and status 2."""
+    try:
+        yield
+    except UserError as error:
+        _fail(" ".join(str(error).splitlines()))
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            raise
+        _fail(f"{error.filename or 'output'}: {error.strerror}; free space or choose another out_dir")
 
 
 def register(name: str, schema: type) -> None:

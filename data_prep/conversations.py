@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from data_prep.records import ChatRecord, Message, Record
-from draft_models.errors import UserError, require_choice
+from draft_models.errors import UserError, reason, require_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,8 +181,6 @@ def _end_of_turn(text: str, start: int, special: tuple[str, ...]) -> int:
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, opening: bool = False) -> str:
-    from jinja2 import TemplateError
-
     if not tokenizer.chat_template:
         raise UserError(
             f"{_name(tokenizer)} has no chat template, which conversations need; use template=vicuna, "
@@ -190,9 +188,10 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
         )
     try:
         rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening)
-    except TemplateError as error:
+    except Exception as error:  # a template is code: it refuses by an error of its own, or stumbles over a text
         raise UserError(
-            f"{where}: the chat template of {_name(tokenizer)} refuses this conversation ({error}); " + OTHER_TEMPLATE
+            f"{where}: the chat template of {_name(tokenizer)} refuses this conversation ({reason(error)}); "
+            + OTHER_TEMPLATE
         ) from error
     return str(rendered)
 

@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 from data_prep.records import Layout, Record, SkipRecordError, content_key, find_layout, text_record, to_record
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError
+from draft_models.files import parse_json
 
 Split = Literal["train", "heldout"]
 RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # what generate-responses leaves in a directory
@@ -208,13 +209,13 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     content = _read(path)
     try:
-        value = json.loads(content)
-    except ValueError as error:
+        value = parse_json(content)
+    except UserError as error:
         if len(content.strip().splitlines()) > 1 and _is_record(content.strip().splitlines()[0]):
             yield from _jsonl_rows(path)
             return
-        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{path}{line}: not valid JSON ({error})") from None
+        line = f":{error.__cause__.lineno}" if isinstance(error.__cause__, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{line}: {error}") from None
     yield from enumerate(value if isinstance(value, list) else [value], 1)
 
 
@@ -229,7 +230,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 for raw in batch.to_pylist():
                     number += 1
                     yield number, raw
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text that is not UTF-8
         raise _unreadable(path, error) from error
 
 
@@ -289,15 +290,15 @@ def _read(path: Path) -> bytes:
 
 def _parse(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line)
-    except ValueError as error:  # also bytes that are not UTF-8
-        raise UserError(f"{where}: not valid JSON ({error}); fix or remove this line") from None
+        return parse_json(line)
+    except UserError as error:
+        raise UserError(f"{where}: {error}; fix or remove this line") from None
 
 
 def _is_record(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
+        return isinstance(parse_json(line), dict)
+    except UserError:
         return False
 
 

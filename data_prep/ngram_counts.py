@@ -5,11 +5,12 @@ range of keys after another and written as the table's arrays. Keys are evenly s
 ranges of equal width are of about equal size. The table's bytes do not depend on the size of blocks and ranges.
 """
 
+import hashlib
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,20 +26,19 @@ from data_prep.token_shards import Encoder, Shards, open_encoder, passages, read
 from draft_models.errors import UserError
 from draft_models.files import require_writable
 from draft_models.ngrams import Grams, group, merge_grams, mix
-from draft_models.trigram import (
+from draft_models.table_files import (
     TABLE_FILE,
-    TrigramTable,
+    Described,
     array_file,
     count_buckets,
-    merge,
     publish,
     require_no_table,
     require_vocabulary,
     start_type,
     token_bits,
     token_type,
-    vocabulary_digest,
 )
+from draft_models.trigram import TrigramTable, merge, vocabulary_digest
 
 _GB = 10**9
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory an n-gram of a block takes, see `_aggregate`
@@ -169,10 +169,11 @@ def _open_other(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTa
 def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, others: list[TrigramTable]) -> None:
     """Raise `UserError` unless the finished table is what these settings would build, as far as can be told."""
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"out_dir={config.out_dir}")
-    own, *merged = table.facts.get("merged", [table.facts])
-    found = {**own["corpus"], **{key: own[key] for key in ("min_count", "max_successors")}}
+    own, *merged = table.facts.get("merged") or [table.facts]
+    found = dict(own["corpus"]) if isinstance(own.get("corpus"), dict) else {}
+    found |= {key: own.get(key) for key in ("min_count", "max_successors")}
     found |= {"orders": sorted(table.levels), "merge": merged}
-    wanted = {**config.corpus(), "digest": own["corpus"]["digest"], "min_count": config.min_count}
+    wanted = {**config.corpus(), "min_count": config.min_count}
     wanted |= {"max_successors": config.max_successors, "orders": sorted(config.orders)}
     wanted |= {"merge": [other.facts for other in others]}
     differences = [f"{key}={found.get(key)!r}, not {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]]
@@ -195,8 +196,8 @@ class _Runs(NamedTuple):
 
 def count_order(
     shards: Shards, order: int, vocabulary: int, work: Path, memory: int, min_count: int, max_successors: int | None
-) -> dict[str, tuple[str, int]]:
-    """Write the array files of one order to work/table; their (type, length) by name.
+) -> dict[str, Described]:
+    """Write the array files of one order to work/table; what table.json says of them, by name.
 
     memory: bytes for blocks and ranges; one shard, and a 1024th of the n-grams, is taken at once in any case.
     Temporary files come and go in work/runs.
@@ -205,21 +206,20 @@ def count_order(
     table, lengths = work / "table", work / "runs" / "lengths"
     paths = {name: table / array_file(order, name) for name in ("keys", "totals", "tokens", "counts")}
     types = {"keys": _U8, "lengths": _U4, "totals": _U4, "tokens": token_type(vocabulary), "counts": _U4}
-    with _Files({**paths, "lengths": lengths}, types) as files:
+    with _Files({**paths, "lengths": lengths}, types, described=paths) as files:
         for grams in _merged(runs, memory, f"merging order {order}"):
             grouped = group(*grams, min_count, max_successors or vocabulary)
             for name, array in zip(("keys", "lengths", "totals", "tokens", "counts"), grouped, strict=True):
                 files.append(name, array)
-        contexts, successors = files.sizes["keys"], files.sizes["tokens"]
-    starts = _write_starts(lengths, table / array_file(order, "starts"), start_type(successors))
+        found, contexts, successors = files.described(), files.sizes["keys"], files.sizes["tokens"]
+    found |= _write_starts(lengths, table / array_file(order, "starts"), start_type(successors))
     buckets = count_buckets(_chunks(paths["keys"], _U8), contexts, order, vocabulary)
-    with _Files({"buckets": table / array_file(order, "buckets")}, {"buckets": buckets.dtype}) as files:
+    with _Files.of_one("buckets", table / array_file(order, "buckets"), buckets.dtype) as files:
         files.append("buckets", buckets)
+        found |= files.described()
     for file in (work / "runs").iterdir():
         file.unlink()
-    sizes = {"keys": contexts, "totals": contexts, "tokens": successors, "counts": successors}
-    described = {name: (types[name].str, size) for name, size in sizes.items()}
-    return {**described, "starts": (starts.str, contexts + 1), "buckets": (buckets.dtype.str, len(buckets))}
+    return found
 
 
 def _write_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> _Runs:
@@ -359,17 +359,34 @@ def _read_run(folder: Path, begin: int, end: int) -> Grams:
 
 
 class _Files:
-    """Array files that grow; `sizes`: values in each so far."""
+    """Array files that grow; `sizes`: values in each so far. described: those that become part of a table."""
 
-    def __init__(self, paths: dict[str, Path], types: dict[str, np.dtype]) -> None:
+    def __init__(
+        self, paths: dict[str, Path], types: dict[str, np.dtype], described: Collection[str] = frozenset()
+    ) -> None:
         self._stack = ExitStack()
         self._handles = {name: self._stack.enter_context(path.open("wb")) for name, path in paths.items()}
         self._types = types
+        self._digests = {name: hashlib.sha256() for name in described}
         self.sizes = dict.fromkeys(paths, 0)
 
+    @classmethod
+    def of_one(cls, name: str, path: Path, dtype: np.dtype) -> "_Files":
+        return cls({name: path}, {name: dtype}, {name})
+
     def append(self, name: str, values: np.ndarray) -> None:
-        self._handles[name].write(np.ascontiguousarray(values, self._types[name]).data)
+        content = np.ascontiguousarray(values, self._types[name]).data
+        self._handles[name].write(content)
         self.sizes[name] += len(values)
+        if name in self._digests:
+            self._digests[name].update(content)
+
+    def described(self) -> dict[str, Described]:
+        """What table.json says of them."""
+        return {
+            name: (self._types[name].str, self.sizes[name], digest.hexdigest())
+            for name, digest in self._digests.items()
+        }
 
     def __enter__(self) -> "_Files":
         return self
@@ -385,13 +402,13 @@ def _chunks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
             yield values
 
 
-def _write_starts(lengths: Path, path: Path, dtype: np.dtype) -> np.dtype:
-    """Turn lengths into `Level.starts`."""
-    with _Files({"starts": path}, {"starts": dtype}) as files:
+def _write_starts(lengths: Path, path: Path, dtype: np.dtype) -> dict[str, Described]:
+    """Turn lengths into `Level.starts`; what table.json says of it."""
+    with _Files.of_one("starts", path, dtype) as files:
         files.append("starts", np.zeros(1, dtype))
         last = 0
         for chunk in _chunks(lengths, _U4):
             starts = last + np.cumsum(chunk, dtype=np.int64)
             files.append("starts", starts)
             last = int(starts[-1])
-    return dtype
+        return files.described()

@@ -1,5 +1,6 @@
 """Prompts to measure decoding on: held-out library files, benchmark files, or texts given inline."""
 
+import reprlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from data_prep.corpus import read_file, read_records
 from data_prep.records import alpaca_instruction
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError, require
+from draft_models.files import is_text
 
 _STRIDE = 4  # further prompts of a library file begin this many prompt lengths apart
 
@@ -113,8 +115,8 @@ def _to_prompt(raw: Any, where: str, number: int) -> Prompt:
         return Prompt(str(number), "text", (_text(raw, where),), False)
     if not isinstance(raw, dict):
         raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
-    identity = str(raw.get("question_id", raw.get("task_id", raw.get("id", number))))
-    category = str(raw.get("category") or "")
+    identity = _encodable(str(raw.get("question_id", raw.get("task_id", raw.get("id", number)))), where)
+    category = _encodable(str(raw.get("category") or ""), where)
     if "turns" in raw:
         if not isinstance(raw["turns"], list) or not raw["turns"]:
             raise UserError(f"{where}: turns={raw['turns']!r}: expected a list of texts")
@@ -123,7 +125,7 @@ def _to_prompt(raw: Any, where: str, number: int) -> Prompt:
         return Prompt(identity, category or "question", (_text(raw["question"], where),), True)
     if "instruction" in raw:
         _text(raw["instruction"], where)
-        return Prompt(identity, category or "instruction", (alpaca_instruction(raw),), True)
+        return Prompt(identity, category or "instruction", (_text(alpaca_instruction(raw), where),), True)
     if "prompt" in raw:
         kind = "code" if "task_id" in raw else "text"
         return Prompt(identity, category or kind, (_text(raw["prompt"], where),), False)
@@ -137,8 +139,15 @@ def _to_prompt(raw: Any, where: str, number: int) -> Prompt:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: prompt is {value!r}: expected a text that is not empty")
-    return value
+        raise UserError(f"{where}: prompt is {reprlib.repr(value)}: expected a text that is not empty")
+    return _encodable(value, where)
+
+
+def _encodable(text: str, where: str) -> str:
+    """`text`, which goes to a tokenizer or a report as it is. Raises `UserError` where UTF-8 cannot hold it."""
+    if not is_text(text):
+        raise UserError(f"{where}: {reprlib.repr(text)} has a lone surrogate, which no text has; remove it")
+    return text
 
 
 def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, final
 
 from draft_models.errors import UserError
+from draft_models.files import is_text
 
 _ROLES = {
     "system": "system",
@@ -90,7 +91,7 @@ def to_record(raw: Any, layout: Layout, identity: str) -> Record:
 
     A raw record with "finish": "length", as generate-responses writes them, is `truncated`.
 
-    Raises `UserError` if the column is missing or of another kind, `SkipRecordError` if it
+    Texts become `encodable`. Raises `UserError` if the column is missing or of another kind, `SkipRecordError` if it
     or one of its turns is blank, or if its turns do not alternate between user and assistant.
     """
     _require_mapping(raw, identity)
@@ -113,10 +114,15 @@ def to_record(raw: Any, layout: Layout, identity: str) -> Record:
 
 
 def text_record(text: str, identity: str) -> TextRecord:
-    """A plain-text record; raises `SkipRecordError` if it is blank."""
+    """A plain-text record, `encodable`; raises `SkipRecordError` if it is blank."""
     if not text.strip():
         raise SkipRecordError("empty")
-    return {"id": identity, "text": text}
+    return {"id": identity, "text": encodable(text)}
+
+
+def encodable(text: str) -> str:
+    """Lone surrogates, which JSON may hold and neither UTF-8 nor a tokenizer can, become question marks."""
+    return text if is_text(text) else text.encode(errors="replace").decode()
 
 
 def alpaca_instruction(raw: dict[str, Any]) -> str:
@@ -150,13 +156,17 @@ def _messages(turns: Sequence[tuple[Any, Any]]) -> list[Message]:
             raise SkipRecordError("malformed")
         if not (content and content.strip()):
             raise SkipRecordError("empty")
-    return [{"role": role, "content": content} for role, content in head + rest]
+    return [{"role": role, "content": encodable(content)} for role, content in head + rest]
 
 
 def _role_turns(items: list[Any], role: str, content: str) -> list[tuple[Any, Any]]:
     if any(not isinstance(item, dict) for item in items):
         raise SkipRecordError("malformed")
-    return [(_ROLES.get(item.get(role)), item.get(content)) for item in items]
+    roles = [item.get(role) for item in items]
+    return [
+        (_ROLES.get(said) if isinstance(said, str) else None, item.get(content))
+        for said, item in zip(roles, items, strict=True)
+    ]
 
 
 def _layout_of_value(value: Any, column: str) -> str | None:

@@ -32,10 +32,11 @@ from data_prep.corpus import RESPONSES, RUN_FILE, read_file
 from data_prep.generation import TopK
 from data_prep.records import Message, find_layout, to_record
 from draft_models.errors import UserError
-from draft_models.files import write_atomically, write_json
+from draft_models.files import read_json, write_atomically, write_json
 from draft_models.out_dirs import check_identity
 
 SUMMARY_FILE = "summary.json"
+_Law = tuple[TopK, torch.Tensor | None, torch.Tensor | None]  # with sequence and places, see `Response`
 _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
@@ -83,8 +84,7 @@ def read_shard(shard: Path) -> Iterator[Response]:
     """The responses of one JSONL file, with the laws beside it. Raises `UserError` if it cannot be read."""
     companion = shard.with_suffix(".safetensors")
     laws = _read_laws(companion) if companion.exists() else {}
-    for number, record in read_file(shard):
-        identity = _identity(record, f"{shard}:{number}")
+    for record, identity in _records(shard):
         yield Response({**record, "id": identity}, *laws.get(identity, (None,)))
 
 
@@ -107,7 +107,7 @@ def law_document(
     layout = find_layout(record, "auto", None, record["id"])
     (document,) = encode([to_record(record, layout, record["id"])], tokenizer, template)
     if "text" in record:
-        places = record["prompt_tokens"] + np.arange(len(tokens))
+        places = _count(record, "prompt_tokens", record["id"]) + np.arange(len(tokens))
         places = places[places < len(document.ids)]
     else:
         places = np.flatnonzero(document.supervised)[: len(tokens)]
@@ -125,10 +125,10 @@ def answered(folder: Path) -> set[str]:
     for shard in shards(folder):
         skipped = shard.with_name(shard.name.replace("responses-", "skipped-", 1))
         for path in (shard, skipped) if skipped.exists() else (shard,):
-            for number, record in read_file(path):
-                found.add(_identity(record, f"{path}:{number}"))
+            for record, identity in _records(path):
+                found.add(identity)
                 if "messages" in record and "unanswered_turns" not in record:  # from elsewhere: its id may be its own
-                    found.add(prompt_id(record["messages"]))
+                    found.add(_asked_id(record, str(path)))
     return found
 
 
@@ -157,18 +157,20 @@ def check_run(folder: Path, identity: Mapping[str, Any], resume: bool) -> None:
         )
     path = folder / RUN_FILE
     if resume and path.exists():
-        check_identity(json.loads(path.read_text()), identity, folder)
+        check_identity(read_json(path, "record of a run", "give another out_dir"), identity, folder)
 
 
 def summarise(folder: Path) -> dict[str, Any]:
     """Counts over all shards: responses, tokens, truncated, skipped, and skipped by reason."""
     counts: Counter[str] = Counter(responses=0, tokens=0, truncated=0, skipped=0)
     for shard in shards(folder):
-        for _, record in read_file(shard):
+        for record, identity in _records(shard):
             counts["responses"] += 1
-            counts["tokens"] += record.get("tokens", 0)
+            counts["tokens"] += _count(record, "tokens", f"{shard}: {identity}") if "tokens" in record else 0
             counts["truncated"] += record.get("finish") == "length"
-    reasons = Counter(record["reason"] for path in folder.glob("skipped-*.jsonl") for _, record in read_file(path))
+    reasons = Counter(
+        str(record.get("reason")) for path in folder.glob("skipped-*.jsonl") for record, _ in _records(path)
+    )
     counts["skipped"] = reasons.total()
     return {**counts, "skipped_by_reason": dict(reasons)}
 
@@ -181,10 +183,29 @@ def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8", "replace")
 
 
-def _identity(record: Any, where: str) -> str:
-    if not isinstance(record, dict) or not ("id" in record or isinstance(record.get("messages"), list)):
-        raise UserError(f"{where}: expected a record with id and text, or with messages (role, content)")
-    return str(record["id"]) if "id" in record else prompt_id(record["messages"])
+def _records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of a JSONL file, and the ids of their prompts. Raises `UserError` naming file and line."""
+    for number, record in read_file(path):
+        where = f"{path}:{number}"
+        if not isinstance(record, dict) or not ("id" in record or "messages" in record):
+            raise UserError(f"{where}: expected a record with id and text, or with messages (role, content)")
+        yield record, str(record["id"]) if "id" in record else _asked_id(record, where)
+
+
+def _asked_id(record: Mapping[str, Any], where: str) -> str:
+    messages = record["messages"]
+    if not isinstance(messages, list) or any(
+        not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
+    ):
+        raise UserError(f"{where}: messages: expected a list of mappings with role and content")
+    return prompt_id(messages)
+
+
+def _count(record: Mapping[str, Any], key: str, where: str) -> int:
+    value = record.get(key)
+    if type(value) is not int or value < 0:
+        raise UserError(f"{where}: {key}={value!r}: expected an integer ≥ 0")
+    return value
 
 
 def _law_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
@@ -201,7 +222,7 @@ def _law_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_laws(path: Path) -> dict[str, tuple[TopK, torch.Tensor | None, torch.Tensor | None]]:
+def _read_laws(path: Path) -> dict[str, _Law]:
     """id → (law, sequence, places) of a shard's safetensors."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -209,11 +230,23 @@ def _read_laws(path: Path) -> dict[str, tuple[TopK, torch.Tensor | None, torch.T
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error}); make this shard again") from None
     tensors = {name: tensor.float() if tensor.is_floating_point() else tensor.long() for name, tensor in stored.items()}
-    return {
-        i: (
-            TopK(*(tensors[f"{i}.{part}"] for part in ("tokens", "top_ids", "top_logprobs", "tail"))),
-            tensors.get(f"{i}.sequence"),
-            tensors.get(f"{i}.places"),
-        )
-        for i in (name.removesuffix(".tokens") for name in tensors if name.endswith(".tokens"))
-    }
+    names = [name.removesuffix(".tokens") for name in tensors if name.endswith(".tokens")]
+    return {name: _law(tensors, name, path) for name in names}
+
+
+def _law(tensors: Mapping[str, torch.Tensor], name: str, path: Path) -> _Law:
+    """Raises `UserError` unless the tensors of a response have the shapes of `TopK` and `Response`."""
+    try:
+        law = TopK(*(tensors[f"{name}.{part}"] for part in ("tokens", "top_ids", "top_logprobs", "tail")))
+        fits = law.tokens.shape == law.tail.shape == law.ids.shape[:1] and law.ids.ndim == 2
+        fits = fits and law.ids.shape == law.logprobs.shape
+        sequence = places = None
+        if f"{name}.sequence" in tensors:
+            sequence, places = tensors[f"{name}.sequence"], tensors[f"{name}.places"]
+            inside = (places >= 0) & (places < len(sequence))
+            fits = fits and places.shape == law.tokens.shape and sequence.ndim == 1 and bool(inside.all())
+    except KeyError:
+        fits = False
+    if not fits:
+        raise UserError(f"{path}: damaged law of response {name}; make this shard again")
+    return law, sequence, places

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data_prep.conversations import adds_bos, render_prompt
 from data_prep.corpus import read_records
@@ -32,6 +32,7 @@ from data_prep.response_files import (
 from data_prep.settings import DataConfig, GenerateConfig
 from draft_models.errors import UserError
 from draft_models.files import require_writable, write_json
+from draft_models.model_files import load_causal_lm
 from draft_models.out_dirs import only_run
 from draft_models.processes import join_processes
 from draft_models.target import load_tokenizer, pick_dtype, read_config, tokenizer_digest
@@ -325,13 +326,7 @@ def respond(
 
 def load_target(config: GenerateConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The target as transformers runs it. Raises `UserError`."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.target, revision=config.revision, dtype=dtype, device_map=config.device_map
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"target={config.target}: cannot be loaded as a causal LM ({reason})") from None
+    model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
     if config.device_map is None:
         model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
     return model.eval()

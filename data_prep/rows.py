@@ -6,15 +6,14 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -23,25 +22,23 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.conversations import Document, encode
 from data_prep.corpus import Split, content_digest, read_records
 from data_prep.mixing import interleave, rows_taken
+from data_prep.row_cache import (
+    ARRAYS,
+    COUNTS,
+    META_FILE,
+    ArrayFile,
+    Meta,
+    is_complete,
+    locked,
+    read_meta,
+    storage_errors,
+)
 from data_prep.settings import DataConfig
 from draft_models.errors import UserError, require
 from draft_models.losses import IGNORE
 from draft_models.target import tokenizer_digest
 
 FORMAT = 2  # part of every cache key: raise it when the same input would give other rows
-COUNTS = (
-    "records",
-    "rows",
-    "tokens",
-    "supervised",
-    "clipped",
-    "empty",
-    "unsupervised",
-    "malformed",
-    "unreadable",
-    "dropped_rows",
-)
-_ARRAYS = ("tokens", "documents", "supervised")  # one .npy each, [rows, seq_len]
 _RECORDS_A_BATCH = 256
 _ROWS_A_WRITE = 1024
 
@@ -59,7 +56,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         """kept: int64 [rows, 2], a folder's number and the row in it."""
         self._source = (folders, kept, key, counts)
         self.key, self.counts = key, counts
-        self._arrays = [[np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS] for folder in folders]
+        self._arrays = [[np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS] for folder in folders]
         self._kept = kept
 
     def __len__(self) -> int:
@@ -106,13 +103,13 @@ def load_rows(
     require(max_rows is None or max_rows >= 1, "max_rows", max_rows, "at least 1, or null")
     mix = list(config.parts()) or [(config.source, 1.0, config)]
     folders = [_prepare(part, tokenizer, seq_len, split) for _, _, part in mix]
-    metas = [json.loads((folder / "meta.json").read_text()) for folder in folders]
+    metas = [read_meta(folder) for folder in folders]
     weights = [weight for _, weight, _ in mix]
-    available = [meta["counts"]["rows"] for meta in metas]
-    taken = rows_taken(available, [meta["counts"]["supervised"] for meta in metas], weights)
-    counts = [_counts_of(meta["counts"], rows) for meta, rows in zip(metas, taken, strict=True)]
+    available = [meta.counts["rows"] for meta in metas]
+    taken = rows_taken(available, [meta.counts["supervised"] for meta in metas], weights)
+    counts = [_counts_of(meta.counts, rows) for meta, rows in zip(metas, taken, strict=True)]
     total = {name: sum(part[name] for part in counts) for name in COUNTS}
-    key = metas[0]["key"] if not config.mix else _digest([[meta["key"] for meta in metas], weights])
+    key = metas[0].key if not config.mix else _digest([[meta.key for meta in metas], weights])
     if config.mix and _is_main():
         shares = (f"{part['rows']} rows ({part['supervised'] / total['supervised']:.1%})" for part in counts)
         named = ", ".join(f"{name} {share}" for (name, _, _), share in zip(mix, shares, strict=True))
@@ -126,14 +123,14 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
     """The cache's folder with the rows of one source, built if it is not there; prints its counts."""
     key = _cache_key(config, tokenizer, seq_len, split)
     folder = config.cache / "rows" / key[:32]
-    if not _is_complete(folder):
-        with _storage_errors(config.cache):
+    if not is_complete(folder, key):
+        with storage_errors(config.cache):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.with_suffix(".lock")):
-                if not _is_complete(folder):
+            with locked(folder.with_suffix(".lock")):
+                if not is_complete(folder, key):
                     _build(folder, key, config, tokenizer, seq_len, split)
     if _is_main():
-        found = json.loads((folder / "meta.json").read_text())["counts"]
+        found = read_meta(folder).counts
         counts = " ".join(f"{name}={found[name]}" for name in COUNTS)
         print(f"data source={config.source} split={split} {counts}", flush=True)
     return folder
@@ -269,8 +266,8 @@ def _build(
     try:
         with ExitStack() as stack:
             files = [
-                stack.enter_context(_ArrayFile(partial / f"{name}.npy", dtype, seq_len))
-                for name, dtype in zip(_ARRAYS, dtypes, strict=True)
+                stack.enter_context(ArrayFile(partial / f"{name}.npy", dtype, seq_len))
+                for name, dtype in zip(ARRAYS, dtypes, strict=True)
             ]
             packed = pack(_documents(config, tokenizer, seq_len, split, counts), seq_len)
             laid_out = (_lay_out(segments, seq_len) for segments in packed)
@@ -279,9 +276,9 @@ def _build(
                 for file, arrays in zip(files, zip(*chunk, strict=True), strict=True):
                     file.append(np.stack(arrays))
         _require_content(config, split, counts)
-        sizes = {f"{name}.npy": (partial / f"{name}.npy").stat().st_size for name in _ARRAYS}
-        meta = {"key": key, "seq_len": seq_len, "counts": dict(counts), "sizes": sizes}
-        (partial / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        sizes = {f"{name}.npy": (partial / f"{name}.npy").stat().st_size for name in ARRAYS}
+        meta = Meta(key, seq_len, dict(counts), sizes)
+        (partial / META_FILE).write_text(json.dumps(asdict(meta), indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
         partial.replace(folder)
     except BaseException:
@@ -313,34 +310,6 @@ def _require_content(config: DataConfig, split: Split, counts: Counter[str]) -> 
         )
 
 
-class _ArrayFile:
-    """A .npy file that grows by whole rows; the shape in its header is filled in at the end."""
-
-    def __init__(self, path: Path, dtype: np.dtype, width: int) -> None:
-        self._file = path.open("wb")
-        self._dtype, self._width, self._rows = dtype, width, 0
-
-    def __enter__(self) -> "_ArrayFile":
-        self._write_header()
-        return self
-
-    def append(self, rows: np.ndarray) -> None:
-        self._file.write(rows.astype(self._dtype).tobytes())
-        self._rows += len(rows)
-
-    def _write_header(self) -> None:
-        # numpy leaves room in the header for the first axis to grow, so its length does not change
-        shape = (self._rows, self._width)
-        descr = np.lib.format.dtype_to_descr(self._dtype)
-        header = {"descr": descr, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-    def __exit__(self, *_: object) -> None:
-        self._file.seek(0)
-        self._write_header()
-        self._file.close()
-
-
 # --------------------------------------------------------------------------------------------------- cache
 
 
@@ -363,37 +332,3 @@ def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether the entry is there and each file has the size it was written with."""
-    try:
-        sizes = json.loads((folder / "meta.json").read_text())["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print("data: another process is building these rows; waiting for it", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _storage_errors(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:  # reading reports its own as UserError, so this is about writing
-        raise UserError(
-            f"cache_dir={cache}: cannot be written ({error.strerror or error}); free space there or choose "
-            "another with data.cache_dir=DIRECTORY"
-        ) from error

@@ -66,17 +66,13 @@ def open_encoder(source: str, revision: str | None) -> Encoder:
     if Path(source).is_file():
         return _sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    from transformers import AutoTokenizer
-
-    from draft_models.target import tokenizer_digest
+    from draft_models.target import load_tokenizer, tokenizer_digest
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    except Exception as error:  # whatever the Hub client or a tokenizer's own files raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        tokenizer = load_tokenizer(source, revision, role="tokenizer")
+    except UserError as error:
         raise UserError(
-            f"tokenizer={source}: no usable tokenizer ({reason}); expected a SentencePiece .model file, or the "
-            "directory or Hub name of a Hugging Face tokenizer"
+            f"{error}; expected a SentencePiece .model file, or the directory or Hub name of a Hugging Face tokenizer"
         ) from None
 
     def encode(texts: list[str]) -> Any:
@@ -231,22 +227,13 @@ def _batches(documents: Iterable[Passage]) -> Iterator[list[Passage]]:
     batch: list[Passage] = []
     characters = 0
     for passage in documents:
-        batch.append(Passage(_encodable(passage.text), passage.ends))
+        batch.append(passage)
         characters += len(passage.text)
         if characters >= SHARD_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _encodable(text: str) -> str:
-    """Lone surrogates, which JSON may hold and UTF-8 may not, become question marks."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode(errors="replace").decode()
 
 
 def _digest(identity: str, batch: list[Passage]) -> str:

@@ -16,7 +16,7 @@ from numba import njit
 
 from draft_models.errors import UserError, require
 from draft_models.files import write_atomically
-from draft_models.ngrams import context_key, find
+from draft_models.ngrams import context_key, find, successors_of
 from draft_models.trigram import Level, TrigramTable
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -178,9 +178,10 @@ def table_probability(level, key, token):  # type: ignore[no-untyped-def]
     """P(token | context `key`) by the table; 0 where it has none."""
     index = find(level.buckets, level.shift, level.keys, key)
     if index >= 0:
-        for i in range(np.int64(level.starts[index]), np.int64(level.starts[index + 1])):
+        begin, end = successors_of(level.starts, level.tokens, index)
+        for i in range(begin, end):
             if level.tokens[i] == token:
-                return level.counts[i] / level.totals[index]
+                return level.counts[i] / max(level.totals[index], 1)
     return 0.0
 
 

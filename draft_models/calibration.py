@@ -1,7 +1,6 @@
 """EESD's calibration head: how likely is the token just drafted to be right? And its file beside the drafter's."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from draft_models.errors import UserError
-from draft_models.files import write_atomically, write_json
+from draft_models.files import read_json, write_atomically, write_json
 
 POSITIONS = 10  # draft positions with weights of their own; later ones share the last
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
@@ -51,24 +50,23 @@ def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, fac
     write_json(path / META_FILE, meta)
 
 
-def load_calibration(path: Path | str, drafter_sha256: str, device: torch.device | str = "cpu") -> CalibrationHead:
+def load_calibration(
+    path: Path | str, drafter_sha256: str, device: torch.device | str = "cpu", *, hidden_size: int | None = None
+) -> CalibrationHead:
     """The head stored in the drafter's directory `path`, in float32.
 
-    Raises `UserError` when there is none, when it was trained on other weights than `drafter_sha256`, or when its
-    files are damaged.
+    hidden_size: the width of target and drafter. Raises `UserError` when there is none, when it was trained on other
+    weights than `drafter_sha256` or is of another width, or when its files are damaged.
     """
     remedy = f"run train/calibrate.py checkpoint={path}"
     try:
-        meta = json.loads((Path(path) / META_FILE).read_text())
         blob = (Path(path) / WEIGHTS_FILE).read_bytes()
-        expected, drafter = meta["weights_sha256"], meta["drafter_sha256"]
     except OSError as error:
         raise UserError(f"checkpoint={path}: no calibration head there ({error.strerror}); {remedy}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{Path(path) / META_FILE}: damaged ({error}); {remedy}") from None
-    if drafter != drafter_sha256:
+    meta = read_json(Path(path) / META_FILE, "description of a calibration head", remedy)
+    if not isinstance(meta, dict) or meta.get("drafter_sha256") != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
-    if hashlib.sha256(blob).hexdigest() != expected:
+    if hashlib.sha256(blob).hexdigest() != meta.get("weights_sha256"):
         raise UserError(f"{Path(path) / WEIGHTS_FILE}: truncated or altered; {remedy}")
     try:
         weights = load(blob)
@@ -76,4 +74,7 @@ def load_calibration(path: Path | str, drafter_sha256: str, device: torch.device
         head.load_state_dict(weights)
     except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
         raise UserError(f"{Path(path) / WEIGHTS_FILE}: not a calibration head ({error}); {remedy}") from None
+    widths = {head.target.shape[1], head.draft.shape[0]}
+    if hidden_size is not None and widths != {hidden_size}:
+        raise UserError(f"checkpoint={path}: a calibration head for another width than {hidden_size}; {remedy}")
     return head.to(device).requires_grad_(False)

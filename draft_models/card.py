@@ -30,7 +30,8 @@ def write_card(path: Path, kind: str, target: str, facts: Mapping[str, Any]) -> 
 def add_report(path: Path, report: str) -> None:
     """Put a measured report (Markdown) into the card of the drafter in `path`, in the place of an earlier one."""
     card = path / CARD_FILE
-    before = card.read_text().partition(REPORT_HEADING)[0].rstrip() if card.exists() else f"# {path.name}"
+    old = card.read_text(errors="replace") if card.exists() else f"# {path.name}"
+    before = old.partition(REPORT_HEADING)[0].rstrip()
     body = report.replace("\n# ", "\n### ").removeprefix("# ")
     write_atomically(card, f"{before}\n\n{REPORT_HEADING}\n\n{body}".encode())
 

@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draft_models.early_exit import EarlyExit, NoLayer
 from draft_models.errors import UserError
-from draft_models.files import require_writable, write_atomically, write_json
+from draft_models.files import read_json, require_writable, write_atomically, write_json
+from draft_models.plain import construct
 from draft_models.target import anatomy, load_config, tokenizer_digest
 from draft_models.tensor_files import TensorFiles
 
@@ -121,17 +122,17 @@ def save_pretrained(
 def read_meta(path: Path | str) -> DrafterMeta:
     """drafter.json of a checkpoint directory; raises `UserError` if missing, unreadable or of another format."""
     file = Path(path) / META_FILE
+    if not file.is_file():
+        raise UserError(f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (train/eesd.py)")
+    what, remedy = "drafter description", "restore it, or train the drafter again"
+    values = read_json(file, what, remedy)
+    if isinstance(values, dict) and values.get("format", FORMAT) != FORMAT:
+        raise UserError(f"{file}: format {values['format']}, this version reads {FORMAT}; train the drafter again")
     try:
-        values = json.loads(file.read_text())
-        if values["format"] != FORMAT:
-            raise UserError(f"{file}: format {values['format']}, this version reads {FORMAT}; train the drafter again")
-        return DrafterMeta(**{**values, "fingerprint": Fingerprint(**values["fingerprint"])})
-    except OSError as error:
-        raise UserError(
-            f"checkpoint={path}: no {META_FILE} there ({error.strerror}); expected a drafter directory (train/eesd.py)"
-        ) from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file}: not a drafter description ({error}); the checkpoint is damaged") from None
+        meta: DrafterMeta = construct(DrafterMeta, values)
+        return meta
+    except UserError as error:
+        raise UserError(f"{file}: damaged {what} ({error}); {remedy}") from None
 
 
 def target_of(path: Path | str, target: str | None, revision: str | None) -> tuple[str, str | None, PreTrainedConfig]:

@@ -1,5 +1,8 @@
 """The one error type that reaches a user without a traceback."""
 
+import os
+import sys
+
 
 class UserError(Exception):
     """Bad input. The message says what was given, what was expected and what to do.
@@ -18,3 +21,15 @@ def require(condition: bool, key: str, given: object, expected: str) -> None:
 def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
     """Raise `UserError` unless `given` is one of `choices`."""
     require(given in choices, key, given, "one of " + ", ".join(choices))
+
+
+def reason(error: BaseException) -> str:
+    """What an error of somebody else's code says, on one line; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def warn(message: str) -> None:
+    """One line on stderr, from the main process of a launcher: something could not be checked."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"warning: {message}", file=sys.stderr, flush=True)

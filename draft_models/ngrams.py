@@ -69,10 +69,67 @@ def context_key(ids, end, size, bits):  # type: ignore[no-untyped-def]
 def find(buckets, shift, keys, key):  # type: ignore[no-untyped-def]
     """Index of `key` in `keys`, or −1."""
     bucket = np.int64(key >> np.uint64(shift))
-    for i in range(np.int64(buckets[bucket]), np.int64(buckets[bucket + 1])):
+    for i in range(np.int64(buckets[bucket]), min(np.int64(buckets[bucket + 1]), len(keys))):
         if keys[i] == key:
             return i
     return -1
+
+
+@njit(cache=True, nogil=True, inline="always")
+def successors_of(starts, tokens, index):  # type: ignore[no-untyped-def]
+    """First and end of the successors of context `index`, within `tokens` even where its file changed meanwhile."""
+    end = min(np.int64(starts[index + 1]), len(tokens))
+    return min(np.int64(starts[index]), end), end
+
+
+# ------------------------------------------------------------------------------------------------------ soundness
+
+
+FAULTS = (  # what `fault_of` finds; the first is none
+    "",
+    "buckets do not lead to their keys",
+    "keys do not ascend within their width",
+    "starts do not ascend from 0 to the number of successors",
+    "tokens are not all in the vocabulary",
+    "counts of a context do not descend to 1 or more",
+    "totals are less than the counts they stand for",
+)
+
+
+@njit(cache=True, nogil=True)
+def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):  # type: ignore[no-untyped-def]
+    """The first thing, by its place in `FAULTS`, for which the arrays of a level are not what `group` makes.
+
+    Compiled look-up checks no index: this is what it relies on. Arrays have the lengths that belong together.
+    """
+    contexts, successors = len(keys), len(tokens)
+    if buckets[0] != 0 or buckets[len(buckets) - 1] != contexts:
+        return 1
+    for bucket in range(len(buckets) - 1):
+        if buckets[bucket] > buckets[bucket + 1] or buckets[bucket + 1] > contexts:
+            return 1
+        for i in range(np.int64(buckets[bucket]), np.int64(buckets[bucket + 1])):
+            if np.int64(keys[i] >> np.uint64(shift)) != bucket:
+                return 1
+            if (i > 0 and keys[i] <= keys[i - 1]) or (keys[i] >> np.uint64(width)) != 0:
+                return 2
+    if starts[0] != 0 or starts[contexts] != successors:
+        return 3
+    for context in range(contexts):
+        begin, end = np.int64(starts[context]), np.int64(starts[context + 1])
+        if not 0 <= begin < end <= successors:
+            return 3
+        total, before = np.uint64(0), _LARGEST
+        for i in range(begin, end):
+            if tokens[i] >= vocabulary:
+                return 4
+            if not 1 <= counts[i] <= before:
+                return 5
+            before = np.uint64(counts[i])
+            total += before
+        if np.uint64(totals[context]) < min(total, _LARGEST):
+            return 6
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------------- counting

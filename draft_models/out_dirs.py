@@ -29,8 +29,10 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
         lock.release()
 
 
-def check_identity(before: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    """Raise `UserError` naming every entry in which `now` differs from `before`, read from `where`."""
+def check_identity(before: Any, now: Mapping[str, Any], where: Path) -> None:
+    """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`."""
+    if not isinstance(before, Mapping):
+        raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
     differences = _differences(before, json.loads(json.dumps(now)))
     if differences:
         raise UserError(

@@ -2,40 +2,118 @@
 
 import dataclasses
 import functools
+import reprlib
+import sys
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from draft_models.errors import UserError
+from draft_models.files import read_json
 
 _hints = functools.cache(typing.get_type_hints)
+_SCALARS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "a text",
+    types.NoneType: "null",
+    Path: "a path",
+}
 
 
 def construct(kind: Any, value: Any, path: str = "") -> Any:
     """`value`, what `dataclasses.asdict` leaves of a `kind` in JSON, as a `kind` again: dataclasses, tuples, sets.
 
-    Every `__post_init__` is run; the `UserError` it raises gets the key path in front. Nothing else is checked.
+    Raises `UserError` naming the key path of what is missing, unknown or of another type, and of what a
+    `__post_init__` refuses. A number of type float may be written as an integer; NaN and infinities are none.
     """
-    if isinstance(kind, types.UnionType):
-        kind = next((one for one in typing.get_args(kind) if _holds(one, value)), None)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = _hints(kind)
-        inner = {k: construct(hints[k], v, f"{path}{k}.") for k, v in value.items()}
-        try:
-            return typing.cast(Any, kind)(**inner)
-        except UserError as error:
-            raise UserError(f"{path}{error}") from None
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (dict, Mapping) and isinstance(value, dict):
-        return {k: construct(arguments[1], v, f"{path}{k}.") for k, v in value.items()}
-    if origin in (tuple, frozenset) and isinstance(value, list | tuple):
-        return origin(construct(arguments[0], item, path) for item in value)
-    return value
+    if kind in (Any, object):
+        return value
+    if origin in (types.UnionType, typing.Union):
+        kind = next((one for one in arguments if _holds(one, value)), None)
+        return _refuse(arguments, value, path) if kind is None else construct(kind, value, path)
+    if not _holds(kind, value):
+        return _refuse((kind,), value, path)
+    if _is_dataclass(kind):
+        return _construct_dataclass(kind, value, path)
+    if origin in (dict, Mapping):
+        return {key: construct(arguments[1], inner, _at(path, key)) for key, inner in value.items()}
+    if origin in (list, tuple, frozenset):
+        if arguments[0] in _SCALARS and not _is_fixed(kind) and all(_holds(arguments[0], item) for item in value):
+            return origin(map(float, value) if arguments[0] is float else value)  # quick: tokens are many
+        kinds = arguments if _is_fixed(kind) else arguments[:1] * len(value)
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return origin(construct(one, item, f"{path}[{i}]") for i, (one, item) in pairs)
+    return kind(value) if kind in (float, Path) else value
+
+
+def read_as(kind: Any, path: Path | str, what: str, remedy: str) -> Any:
+    """The JSON file `path` as a `kind` (see `construct`). Raises `UserError` as `read_json` does."""
+    value = read_json(path, what, remedy)
+    try:
+        return construct(kind, value)
+    except UserError as error:
+        raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
+
+
+def _construct_dataclass(kind: Any, value: Mapping[str, Any], path: str) -> Any:
+    hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
+    unknown = next((key for key in value if key not in fields), None)
+    if unknown is not None:
+        raise UserError(f"{_at(path, unknown)}: unknown; expected some of {', '.join(fields)}")
+    for name, field in fields.items():
+        if name not in value and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{_at(path, name)}: missing")
+    inner = {key: construct(hints[key], item, _at(path, key)) for key, item in value.items()}
+    try:
+        return kind(**inner)
+    except UserError as error:
+        raise UserError(_at(path, str(error))) from None
 
 
 def _holds(kind: Any, value: Any) -> bool:
-    """Whether `kind` is a kind of container that `value` is the plain form of."""
-    if isinstance(value, dict):
-        return dataclasses.is_dataclass(kind) or typing.get_origin(kind) in (dict, Mapping)
-    return isinstance(value, list) and typing.get_origin(kind) in (tuple, frozenset)
+    """Whether `value` is of a `kind`, as far as it shows without looking into containers."""
+    origin = typing.get_origin(kind)
+    if kind in (Any, object):
+        return True
+    if origin is typing.Literal:
+        return value in typing.get_args(kind)
+    if _is_dataclass(kind) or origin in (dict, Mapping):
+        return isinstance(value, dict)
+    if origin in (list, tuple, frozenset):
+        return isinstance(value, list | tuple) and (not _is_fixed(kind) or len(value) == len(typing.get_args(kind)))
+    if kind is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return type(value) is (str if kind is Path else kind)
+
+
+def _is_dataclass(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _is_fixed(kind: Any) -> bool:
+    """Whether a kind is a tuple with a type for each of its items."""
+    return typing.get_origin(kind) is tuple and ... not in typing.get_args(kind)
+
+
+def _refuse(kinds: tuple[Any, ...], value: Any, path: str) -> typing.NoReturn:
+    found = f"{path}={reprlib.repr(value)}" if path else f"found {reprlib.repr(value)}"
+    raise UserError(f"{found}: expected {' or '.join(dict.fromkeys(map(_name, kinds)))}")
+
+
+def _name(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    if _is_fixed(kind):
+        return f"a list of {len(typing.get_args(kind))}"
+    if typing.get_origin(kind) in (list, tuple, frozenset):
+        return f"a list, each {_name(typing.get_args(kind)[0])}"
+    return _SCALARS.get(kind, "a mapping")
+
+
+def _at(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

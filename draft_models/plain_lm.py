@@ -9,10 +9,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from draft_models.errors import UserError
+from draft_models.model_files import load_causal_lm
 
 # Allowed root mean square of a difference between float32 logits, as a share of their standard deviation: rounding
 # stays below a tenth of it, and even in an untrained model a wrong position or the sight of a sibling goes beyond.
@@ -133,11 +134,7 @@ def load_plain_lm(
 
 
 def _load(source: str, revision: str | None, dtype: torch.dtype) -> PlainLM:
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"small_lm={source}: no usable causal LM ({str(error).splitlines()[0]})") from None
-    return PlainLM(model)
+    return PlainLM(load_causal_lm(source, revision, role="small_lm", dtype=dtype))
 
 
 @torch.inference_mode()

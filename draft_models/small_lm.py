@@ -26,7 +26,7 @@ def load_small_lm(
     sizes and the first differing token where they do not, before reading weights, and where it cannot run trees.
     """
     config = read_config(source, revision, role="small_lm")
-    require_same_vocabulary(load_tokenizer(source, revision), tokenizer)
+    require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
     if why_not_by_layers(config) is not None:
         return load_plain_lm(source, config, revision, dtype, device)
     layer_windows(config)

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from draft_models.attention import ATTENTION, Band, packed_mask
-from draft_models.errors import UserError
+from draft_models.errors import UserError, reason
+from draft_models.model_files import CONFIG_FILE, require_description
 from draft_models.tensor_files import TensorFiles
 
 # These rescale every position by the longest one seen, so a cached key depends on later text.
@@ -69,11 +70,12 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
     local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
     if local and not path.exists():
         raise UserError(f"{role}={source}: no such directory; give a Hugging Face model directory or a Hub name")
+    require_description(source, revision, role)
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever the classes of the architectures make of values they do not expect
         where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
-        raise UserError(f"{role}={source}: {where}no usable config.json ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in UNSUPPORTED_ROPE:
         raise UserError(f"{role}={source}: rope_type={rope!r} rescales positions as text grows; not supported")
@@ -120,6 +122,8 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """The sliding window of each layer in tokens, None where a layer sees everything before it."""
     window = getattr(config, "sliding_window", None)
+    if window is not None and window < 1:
+        raise UserError(f"{config.model_type}: sliding_window={window}: expected at least 1 token, or null")
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return [window] * config.num_hidden_layers
@@ -139,9 +143,15 @@ def select_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrained
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The causal LM of `config` with parameters on the meta device and real buffers (rope tables)."""
-    with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    """The causal LM of `config` with parameters on the meta device and real buffers (rope tables).
+
+    Raises `UserError` for a config that no model can be made of.
+    """
+    try:
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"{config.name_or_path}: its {CONFIG_FILE} describes no model ({reason(error)})") from error
 
 
 def load_layers(
@@ -155,7 +165,7 @@ def load_layers(
     """The target with only `layers`: layer i of the result holds the weights of target layer `layers[i]`.
 
     Reads embedding, those layers, final norm and (if untied) head, and nothing else; `files.bytes_read`
-    proves it. Frozen, in eval mode, with this toolkit's attention.
+    proves it. Frozen, in eval mode, with this toolkit's attention. Raises `UserError` where they do not fit the config.
     """
     model = empty_model(select_layers(config, layers))
     prefix = f"{anatomy(config).base}.layers."
@@ -164,19 +174,23 @@ def load_layers(
         source_of.pop("lm_head.weight", None)
     stored = files.read(source_of.values())
     weights = {name: stored[source].to(device, dtype) for name, source in source_of.items()}
-    model.load_state_dict(weights, strict=False, assign=True)
+    try:
+        model.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:  # its second line names the first tensor
+        named = " ".join(str(error).split("\n\t")[1:2]) or reason(error)
+        raise UserError(f"{files.source}: its weights do not fit its {CONFIG_FILE} ({named})") from None
     if "lm_head.weight" not in weights:
         model.lm_head.weight = model.get_input_embeddings().weight
     model.requires_grad_(False).eval()
     return model.to(device)  # type: ignore[arg-type]  # the rope buffers; its stub is a decorator's
 
 
-def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The target's tokenizer. Raises `UserError` where there is none."""
+def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
+    """The target's tokenizer; role: the option that names it. Raises `UserError` where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision)
-    except (OSError, ValueError) as error:
-        raise UserError(f"target={source}: no usable tokenizer ({str(error).splitlines()[0]})") from None
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except Exception as error:  # whatever the Hub client or a tokenizer's own files raise
+        raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

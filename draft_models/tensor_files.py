@@ -1,17 +1,19 @@
 """The safetensors of a checkpoint, read tensor by tensor."""
 
 import hashlib
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
-from draft_models.errors import UserError
+from draft_models.errors import UserError, reason
+from draft_models.files import read_json
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 BASE_PREFIX = "model."
@@ -64,22 +66,27 @@ class TensorFiles:
     def _stored(self, name: str) -> str:
         return name.removeprefix(BASE_PREFIX) if self.headless else name
 
-    def _open(self, file: str) -> safe_open:
+    @contextmanager
+    def _open(self, file: str) -> Iterator[Any]:
         path = cached_file(self.source, file, revision=self.revision, _raise_exceptions_for_missing_entries=False)
         if path is None:
             raise UserError(f"{self.source}: {file} is named in {INDEX_FILE} but missing; fetch the checkpoint again")
         try:
-            return safe_open(path, framework="pt")
-        except Exception as error:  # safetensors raises its own class for a bad header, OSError for the rest
-            raise UserError(f"{path}: not a readable safetensors file ({error}); fetch it again") from None
+            with safe_open(path, framework="pt") as handle:
+                yield handle
+        except Exception as error:  # its own class for a bad header and a missing tensor, OSError for the rest
+            raise UserError(f"{path}: not a readable safetensors file ({reason(error)}); fetch it again") from None
 
 
 def open_target(source: str, revision: str | None = None) -> TensorFiles:
-    """The tensor index of a local directory or Hub repository; reads no weights. Raises `UserError`."""
-    index = _find(source, INDEX_FILE, revision)
+    """The tensor index of a local directory or Hub repository; reads no weights. Raises `UserError`.
+
+    Also for an index that is damaged, or that names a file outside the directory.
+    """
+    index = find_file(source, INDEX_FILE, revision)
     if index is not None:
-        return _named(source, revision, json.loads(Path(index).read_text())["weight_map"])
-    single = _find(source, SINGLE_FILE, revision)
+        return _named(source, revision, _read_weight_map(Path(index)))
+    single = find_file(source, SINGLE_FILE, revision)
     if single is None:
         raise UserError(
             f"{source}: no {SINGLE_FILE} or {INDEX_FILE} there; expected a safetensors checkpoint "
@@ -89,6 +96,23 @@ def open_target(source: str, revision: str | None = None) -> TensorFiles:
         return _named(source, revision, dict.fromkeys(handle.keys(), SINGLE_FILE))
 
 
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor name → file name, of a sharded checkpoint's index. A symlink in the directory may lead anywhere."""
+    what, remedy = "index of safetensors", "fetch the checkpoint again"
+    content = read_json(path, what, remedy)
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"{path}: damaged {what} (no weight_map of tensor and file names); {remedy}")
+    for name, file in found.items():
+        inside = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
+        if not inside or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise UserError(
+                f"{path}: damaged {what} (weight_map.{name}={file!r}: expected a .safetensors file in its directory); "
+                f"{remedy}"
+            )
+    return found
+
+
 def _named(source: str, revision: str | None, file_of: dict[str, str]) -> TensorFiles:
     if any(name.startswith(BASE_PREFIX) for name in file_of):
         return TensorFiles(source, revision, file_of)
@@ -96,7 +120,8 @@ def _named(source: str, revision: str | None, file_of: dict[str, str]) -> Tensor
     return TensorFiles(source, revision, named, headless=True)
 
 
-def _find(source: str, file: str, revision: str | None) -> str | None:
+def find_file(source: str, file: str, revision: str | None) -> str | None:
+    """Where a file of a local directory or Hub repository lies here, fetched if need be; None where there is none."""
     return cached_file(
         source,
         file,

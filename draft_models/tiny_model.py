@@ -99,7 +99,9 @@ def save_tiny_model(path: Path, architecture: str, seed: int = 0) -> None:
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(kind(**{**settings, **extra}), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            kind(**{**settings, **extra}), dtype=torch.float32, trust_remote_code=False
+        )
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
 

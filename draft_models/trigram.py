@@ -8,8 +8,8 @@ A context is an integer: `token_bits` bits a token (those the vocabulary needs),
 the top bits say where to look, and no two contexts share a key. Ids from `vocabulary` up are in no context; whoever
 packs one must look first.
 
-On disk: `table.json` and one raw little-endian file per array, `order<n>_<array>.bin`. A directory that has
-`table.json` is complete: it got its name by a rename after the last byte was written.
+On disk: `table.json` and one raw little-endian file per array, `order<n>_<array>.bin` (`draft_models.table_files`). A
+directory that has `table.json` is complete: it got its name by a rename after the last byte was written.
 """
 
 import hashlib
@@ -26,12 +26,20 @@ import numpy as np
 from draft_models.errors import UserError, require
 from draft_models.files import require_writable
 from draft_models.ngrams import Grams, Grouped, context_grams, context_key, count_grams, find, group, merge_grams
-
-FORMAT = 1
-TABLE_FILE = "table.json"  # a directory that has it holds a whole table
-ORDERS = (2, 3, 4)
-MAX_VOCABULARY = 2**21  # so that the context of a 4-gram fits 63 bits
-_ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")
+from draft_models.table_files import (
+    ARRAYS,
+    ORDERS,
+    array_file,
+    count_buckets,
+    describe,
+    open_arrays,
+    publish,
+    require_no_table,
+    require_vocabulary,
+    start_type,
+    token_bits,
+    token_type,
+)
 
 
 @dataclass(frozen=True)
@@ -127,27 +135,11 @@ class TrigramTable:
 
     @classmethod
     def open(cls, path: Path | str) -> "TrigramTable":
-        """Map a saved table into memory. Raises `UserError` for anything but a whole table of this format."""
-        path = Path(path)
-        try:
-            meta = json.loads((path / TABLE_FILE).read_text())
-            if meta["format"] != FORMAT:
-                raise UserError(
-                    f"{path}: n-gram table of format {meta['format']}, this version reads {FORMAT}; build it again"
-                )
-            vocabulary = int(meta["vocabulary"])
-            levels = {
-                int(order): Level(int(order), token_bits(vocabulary), *_map_arrays(path, int(order), arrays))
-                for order, arrays in meta["levels"].items()
-            }
-            return cls(vocabulary, meta["tokenizer"], levels, meta["facts"])
-        except OSError as error:
-            raise UserError(
-                f"{path}: not an n-gram table ({error.filename or path}: {error.strerror}); "
-                "build one with data_prep/build_trigrams.py"
-            ) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: damaged n-gram table ({TABLE_FILE}: {error!r}); build it again") from None
+        """Map a saved table into memory. Raises `UserError` for anything but a whole, sound table."""
+        header, arrays = open_arrays(Path(path))
+        bits = token_bits(header.vocabulary)
+        levels = {order: Level(order, bits, *parts) for order, parts in arrays.items()}
+        return cls(header.vocabulary, header.tokenizer, levels, header.facts)
 
     def save(self, path: Path | str) -> None:
         """Write the table to a new directory, all of it or nothing. Raises `UserError`."""
@@ -157,11 +149,13 @@ class TrigramTable:
         staging = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             staging.mkdir()
+            described = {}
             for order, level in self.levels.items():
-                for name in _ARRAYS:
+                for name in ARRAYS:
                     with open(staging / array_file(order, name), "wb") as handle:
                         handle.write(np.ascontiguousarray(getattr(level, name)).data)
-            publish(staging, path, self.vocabulary, self.tokenizer, _describe(self.levels), self.facts)
+                described[order] = {name: describe(getattr(level, name)) for name in ARRAYS}
+            publish(staging, path, self.vocabulary, self.tokenizer, described, self.facts)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another") from None
         finally:
@@ -189,7 +183,7 @@ class TrigramTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(getattr(level, name).nbytes for level in self.levels.values() for name in _ARRAYS)
+        return sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
 
 
 def vocabulary_digest(pieces: Mapping[str, int]) -> str:
@@ -221,16 +215,6 @@ def merge(tables: Sequence[TrigramTable]) -> TrigramTable:
     return TrigramTable(first.vocabulary, first.tokenizer, levels, facts)
 
 
-def token_bits(vocabulary: int) -> int:
-    """Bits a token takes in a packed context."""
-    return max(1, (vocabulary - 1).bit_length())
-
-
-def require_vocabulary(vocabulary: int) -> None:
-    """Raise `UserError` unless token ids below `vocabulary` fit the packing."""
-    require(1 <= vocabulary <= MAX_VOCABULARY, "vocabulary", vocabulary, f"1 to {MAX_VOCABULARY} tokens")
-
-
 # --------------------------------------------------------------------------------------------------------- merging
 
 
@@ -260,90 +244,3 @@ def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray]) -> Le
     buckets = count_buckets([keys], len(keys), order, vocabulary)
     bits = token_bits(vocabulary)
     return Level(order, bits, buckets, keys, starts, totals, tokens.astype(token_type(vocabulary)), counts)
-
-
-def count_buckets(chunks: Iterable[np.ndarray], contexts: int, order: int, vocabulary: int) -> np.ndarray:
-    """`Level.buckets` of ascending keys, given in chunks: 1 to 2 of `contexts` keys in a bucket."""
-    key_bits = (order - 1) * token_bits(vocabulary)
-    bucket_bits = min(max(contexts.bit_length() - 1, 0), key_bits)
-    buckets = np.zeros(2**bucket_bits + 1, np.uint32)
-    for keys in chunks:
-        numbers, counts = np.unique(keys >> np.uint64(key_bits - bucket_bits), return_counts=True)
-        buckets[1:][numbers] += counts.astype(np.uint32)
-    return np.cumsum(buckets, dtype=np.uint32)
-
-
-def start_type(successors: int) -> np.dtype:
-    """The type of `Level.starts`."""
-    return np.dtype(np.uint32 if successors < 2**32 else np.uint64)
-
-
-def token_type(vocabulary: int) -> np.dtype:
-    """The type of `Level.tokens`."""
-    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
-
-
-# ----------------------------------------------------------------------------------------------------------- disk
-
-
-def array_file(order: int, name: str) -> str:
-    """File of the array `name` of `Level`."""
-    return f"order{order}_{name}.bin"
-
-
-def require_no_table(path: Path) -> None:
-    """Raise `UserError` if `path` is taken: by a table, a file or a directory with anything in it."""
-    if path.is_dir() and not any(path.iterdir()):
-        return
-    if path.exists():
-        what = "an n-gram table" if (path / TABLE_FILE).exists() else "other things"
-        raise UserError(f"{path}: holds {what} already; choose another directory or remove it")
-
-
-def publish(
-    staging: Path,
-    path: Path,
-    vocabulary: int,
-    tokenizer: str,
-    arrays: Mapping[int, Mapping[str, tuple[str, int]]],
-    facts: Mapping[str, Any],
-) -> None:
-    """Turn a directory with all array files into the table `path`: sync, describe, rename. Raises `OSError`.
-
-    arrays: {order: {array: (type, length)}}.
-    """
-    meta = {
-        "format": FORMAT,
-        "vocabulary": vocabulary,
-        "tokenizer": tokenizer,
-        "facts": dict(facts),
-        "levels": {str(order): arrays[order] for order in sorted(arrays)},
-    }
-    (staging / TABLE_FILE).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
-    for file in staging.iterdir():
-        with open(file, "rb+") as handle:
-            os.fsync(handle.fileno())
-    os.replace(staging, path)
-
-
-def _describe(levels: Mapping[int, Level]) -> dict[int, dict[str, tuple[str, int]]]:
-    return {
-        order: {name: (getattr(level, name).dtype.str, len(getattr(level, name))) for name in _ARRAYS}
-        for order, level in levels.items()
-    }
-
-
-def _map_arrays(path: Path, order: int, arrays: Mapping[str, tuple[str, int]]) -> list[np.ndarray]:
-    """The arrays of a level in the order of its fields. Raises `UserError` for a file of another size."""
-    found = []
-    for name in _ARRAYS:
-        file, (kind, length) = path / array_file(order, name), arrays[name]
-        dtype = np.dtype(kind)
-        size, expected = file.stat().st_size, dtype.itemsize * length
-        if size != expected:
-            raise UserError(
-                f"{path}: damaged n-gram table ({file.name} has {size} bytes, expected {expected}); build it again"
-            )
-        mapped = np.memmap(file, dtype, "r", shape=(length,)) if length else np.empty(0, dtype)
-        found.append(np.asarray(mapped))  # a plain view: memmap's own class is slow to slice
-    return found

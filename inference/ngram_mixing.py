@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from draft_models.adaptation import index_text, longer_key, slot_of
-from draft_models.ngrams import find, mix
+from draft_models.ngrams import find, mix, successors_of
 from inference.ngram_search import offer, tree_of
 
 CORPUS_ORDERS = (2, 3, 4)  # sources 0 … 2; source 2 + n is the text's context of n tokens
@@ -79,8 +79,9 @@ def level_context(level, recent, length, size, vocabulary):  # type: ignore[no-u
     index = find(level.buckets, level.shift, level.keys, mix(packed, size * level.bits))
     if index < 0:
         return -1, 0
-    total = np.int64(level.totals[index])
-    return index, class_of(total, level.counts[level.starts[index]] / total)
+    total = max(np.int64(level.totals[index]), 1)
+    begin, end = successors_of(level.starts, level.tokens, index)
+    return index, class_of(total, level.counts[begin] / total if begin < end else 0.0)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -123,9 +124,9 @@ def _add_level(level, size, weights, vocabulary, recent, length, left, floor, to
     if index < 0:
         return left, count
     share = weights.now[size - 1, kind]
-    scale = left * share / level.totals[index]
-    begin = np.int64(level.starts[index])
-    for at in range(begin, min(np.int64(level.starts[index + 1]), begin + TAIL)):
+    scale = left * share / max(level.totals[index], 1)
+    begin, end = successors_of(level.starts, level.tokens, index)
+    for at in range(begin, min(end, begin + TAIL)):
         prob = scale * level.counts[at]
         if prob < floor:
             break
@@ -199,10 +200,10 @@ def _level_evidence(level, size, source, m, vocabulary, recent, length, token, w
     if index < 0:
         return m
     prob = 0.0
-    begin = np.int64(level.starts[index])
-    for at in range(begin, min(np.int64(level.starts[index + 1]), begin + TAIL)):
+    begin, end = successors_of(level.starts, level.tokens, index)
+    for at in range(begin, min(end, begin + TAIL)):
         if level.tokens[at] == token:
-            prob = level.counts[at] / level.totals[index]
+            prob = level.counts[at] / max(level.totals[index], 1)
             break
     weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = source, kind, prob
     return m + 1

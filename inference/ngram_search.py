@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from draft_models.adaptation import slot_of
-from draft_models.ngrams import find, mix
+from draft_models.ngrams import find, mix, successors_of
 
 _ONE = np.uint64(1)
 
@@ -79,7 +79,8 @@ def enter(level, known, packed):  # type: ignore[no-untyped-def]
     index = find(level.buckets, level.shift, level.keys, key)
     begin, end, total = 0, 0, 0.0
     if index >= 0:
-        begin, end, total = np.int64(level.starts[index]), np.int64(level.starts[index + 1]), float(level.totals[index])
+        begin, end = successors_of(level.starts, level.tokens, index)
+        total = max(float(level.totals[index]), 1.0)
     slot = slot_of(known, key)
     head = np.int64(known.slots[slot].head)
     return begin, end, total, head, known.slots[slot].sum if head >= 0 else 0.0

@@ -4,7 +4,7 @@
     results-00000.jsonl   one `Measured` a line, appended by one process of one run
 
 A line counts once it ends: what a killed process left half-written is no result, and nobody writes behind it, since
-every process of every run has a file of its own.
+every process of every run has a file of its own. Every line, and run.json, carries a digest of itself.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_models.errors import UserError
-from draft_models.files import write_json
+from draft_models.files import parse_json, read_sealed, sealed, unsealed, write_json
 from draft_models.out_dirs import check_identity
 from draft_models.plain import construct
 from inference.evaluation import PromptResult
@@ -52,14 +52,14 @@ def open_run(folder: Path, settings: Mapping[str, Any], resume: bool) -> Any:
         raise UserError(f"resume=true: {folder} holds results, but no {RUN_FILE} that says how they were made")
     if not (resume and path.exists()):
         return None
-    run = json.loads(path.read_text())
+    run = read_sealed(path, "record of a run", "measure again in another out_dir")
     check_identity(run["settings"], settings, folder)
     return run["prepared"]
 
 
 def begin_run(folder: Path, settings: Mapping[str, Any], prepared: Any) -> None:
     """Say what decides the results to come. `prepared`: JSON-able; measured once, so that all prompts share it."""
-    write_json(folder / RUN_FILE, {"settings": settings, "prepared": prepared})
+    write_json(folder / RUN_FILE, sealed({"settings": settings, "prepared": prepared}))
 
 
 def next_number(folder: Path) -> int:
@@ -73,7 +73,7 @@ def append_result(folder: Path, number: int, measured: Measured) -> None:
     path = folder / f"results-{number:05d}.jsonl"
     try:
         with open(path, "ab") as file:
-            file.write(json.dumps(asdict(measured), default=sorted).encode() + b"\n")  # default: of sets
+            file.write(json.dumps(sealed(asdict(measured))).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -87,11 +87,11 @@ def read_results(folder: Path) -> dict[int, Measured]:
         *lines, _torn = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
-                measured = construct(Measured, json.loads(line))
+                measured = construct(Measured, unsealed(parse_json(line)))
                 found[measured.position] = measured
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except UserError as error:
                 raise UserError(
-                    f"{path}:{number}: not a result of this version ({error!r}); remove the file and "
+                    f"{path}:{number}: not a result of this version ({error}); remove the file and "
                     "resume=true measures its prompts again"
                 ) from None
     return found

@@ -11,7 +11,6 @@ continues that text after a space, the end token follows, and the next question 
 tokenizers cut at special tokens. An answer is tokenised on its own where its space merges with what came before.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 from draft_models.checkpoint import provenance
 from draft_models.errors import UserError, require
-from draft_models.files import require_writable, write_atomically, write_json
+from draft_models.files import is_text, parse_json, require_writable, write_atomically, write_json
 from draft_models.processes import join_processes
 from draft_models.target import load_tokenizer
 from draft_models.trigram import vocabulary_digest
@@ -152,18 +151,18 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
     found = {}
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold what splitlines takes for a line's end
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"transcripts={name}: not UTF-8 text ({error}); expected answers as JSONL") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             turns = record["choices"][0]["turns"]
-            if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+            if not isinstance(turns, list) or not all(isinstance(turn, str) and is_text(turn) for turn in turns):
                 raise TypeError("turns are not texts")
             found[str(record["question_id"])] = tuple(turns)
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (UserError, KeyError, IndexError, TypeError) as error:
             raise UserError(f"{path}:{number}: not an answer record ({error!r}); see inference/replay.py") from None
     if not found:
         raise UserError(f"transcripts={name}: no answer in it")

@@ -7,7 +7,6 @@ path; at limit 0 nothing is drafted and nothing is fed. `rule`, where there is o
 that it stops at depth d is the one that limit=d would have given.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_models.errors import UserError, require_choice
+from draft_models.files import read_json
 from inference.stop_rules import Step, StopRule
 from inference.tree import ROOT, DraftTree, chain_parents
 
@@ -210,14 +210,8 @@ def parse_shape(paths: object, name: str = "shape") -> Shape:
 
 
 def read_shape(path: str | Path) -> Shape:
-    """A shape from a JSON file: a list of rank paths."""
-    try:
-        content = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; expected JSON such as [[0], [1], [0, 0]]") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); expected e.g. [[0], [1], [0, 0]]") from None
-    return parse_shape(content, str(path))
+    """A shape from a JSON file: a list of rank paths. Raises `UserError`."""
+    return parse_shape(read_json(path, "list of rank paths", "expected e.g. [[0], [1], [0, 0]]"), str(path))
 
 
 # EAGLE's published tree: 4 first tokens, 25 nodes, depth 5.

@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.attention import ATTENTION
 from draft_models.calibration import META_FILE, load_calibration
 from draft_models.checkpoint import Fingerprint, fingerprint_target, from_pretrained, read_meta, target_of
+from draft_models.errors import UserError, reason, require
+from draft_models.model_files import load_causal_lm, load_generation_config
 from draft_models.small_lm import load_small_lm
+from draft_models.table_files import table_digest
 from draft_models.target import (
     LayerStack,
     load_config,
@@ -30,12 +27,13 @@ from draft_models.target import (
     position_limit,
 )
 from draft_models.tensor_files import TensorFiles, open_target
-from draft_models.trigram import TABLE_FILE, vocabulary_digest
+from draft_models.trigram import vocabulary_digest
 from inference.evaluation import Drafters, PromptLike, open_table, prepare
 from inference.packing import can_pack
 from inference.report import describe_machine
 from inference.runtime import Runtime, make_runtime
 from inference.settings import EvaluateConfig
+from inference.structures import read_shape
 
 # Options that say where something lies, which its content decides, or that decide no result.
 _NOT_DECIDING = {
@@ -94,21 +92,31 @@ def heldout_fraction(config: EvaluateConfig, default: float) -> float:
     if config.checkpoint is None:
         return default
     data = read_meta(config.checkpoint).training.get("data", {})
-    sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
-    return data["heldout_fraction"] if "python_stdlib" in sources else default
+    try:
+        sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
+        fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
+        require(0 <= fraction < 1, "training.data.heldout_fraction", fraction, "at least 0 and less than 1")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"checkpoint={config.checkpoint}: does not say what data it was trained on ({reason(error)}); restore it"
+        ) from None
+    return fraction
 
 
 def end_tokens(
     source: str, revision: str | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """The ids that end a text: generation_config.json's, else config.json's, else the tokenizer's."""
-    try:
-        listed = GenerationConfig.from_pretrained(source, revision=revision or "main").eos_token_id
-    except OSError:
-        listed = None
+    """The ids that end a text: generation_config.json's, else config.json's, else the tokenizer's.
+
+    Raises `UserError` where they are none.
+    """
+    generation = load_generation_config(source, revision)
+    listed = None if generation is None else generation.eos_token_id
     for candidate in (listed, config.eos_token_id, tokenizer.eos_token_id):
         if candidate is not None:
-            return frozenset(candidate if isinstance(candidate, list) else [candidate])
+            ids = candidate if isinstance(candidate, list) else [candidate]
+            require(all(type(i) is int and i >= 0 for i in ids), f"{source}: eos_token_id", candidate, "token ids")
+            return frozenset(ids)
     return frozenset()
 
 
@@ -124,13 +132,14 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
     target = {key: value for key, value in asdict(subject.fingerprint).items() if key not in ("target", "revision")}
     meta = None if config.checkpoint is None else read_meta(config.checkpoint)
     small_lm = None if config.small_lm is None else open_target(config.small_lm)
+    uses_table = any(method.source == "ngrams" for method in config.methods.values())
     return {
         **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
         "target": target,
         "checkpoint": None if meta is None else meta.weights_sha256[:16],
         "calibration": _digest_file(config.checkpoint, META_FILE),
         "small_lm": None if small_lm is None else small_lm.digest(small_lm.file_of),
-        "table": _digest_file(config.table, TABLE_FILE),
+        "table": table_digest(Path(config.table))[:16] if uses_table and config.table is not None else None,
         "end_tokens": sorted(subject.eos),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "dtype": str(subject.dtype).removeprefix("torch."),
@@ -155,7 +164,11 @@ def load_drafters(config: EvaluateConfig, subject: Subject) -> Drafters:
     if any(method.stop.rule == "calibrated" for method in config.methods.values()):
         assert config.checkpoint is not None
         weights = read_meta(config.checkpoint).weights_sha256
-        calibration = load_calibration(config.checkpoint, weights, subject.device)
+        width = subject.config.hidden_size
+        calibration = load_calibration(config.checkpoint, weights, subject.device, hidden_size=width)
+    for shape in (m.structure.shape for m in config.methods.values() if m.structure.kind == "static"):
+        if shape not in ("eagle", "binary"):
+            read_shape(shape)  # a bad one shows now, not once the target is loaded
     table = open_table(config, vocabulary_digest(subject.tokenizer.get_vocab()), subject.config.vocab_size)
     return Drafters(early_exit, small_lm, calibration, table)
 
@@ -175,6 +188,6 @@ def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) ->
 
 def load_plain(source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The whole target as transformers loads it: the reference of every comparison."""
-    model = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype, attn_implementation=ATTENTION)
+    model = load_causal_lm(source, revision, dtype=dtype, attn_implementation=ATTENTION)
     model.requires_grad_(False).eval()
     return model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's

@@ -11,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from draft_models.errors import UserError
-from draft_models.files import require_writable, write_atomically
+from draft_models.errors import UserError, reason
+from draft_models.files import parse_json, require_writable, write_atomically
+from draft_models.plain import construct
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
 
 BEST_FOLDER = "best"
@@ -57,4 +58,8 @@ class Best:
             return None
         if described.get("run") != self.run:
             return None
-        return int(described["step"]), json.loads(described["metrics"])
+        try:
+            step, metrics = int(described["step"]), construct(dict[str, float], parse_json(described["metrics"]))
+            return step, {**metrics, "tau": metrics["tau"]}
+        except (KeyError, ValueError, UserError) as error:
+            raise UserError(f"{self.file}: damaged ({reason(error)}); remove it and train again") from None

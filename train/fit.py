@@ -6,7 +6,6 @@ and hold only what is trained, a data order that is a pure function of (seed, ep
 logging step.
 """
 
-import json
 import math
 import shutil
 import time
@@ -35,6 +34,7 @@ from train.optimizers import build_optimizer
 from train.progress import Report
 from train.row_order import RowOrder
 from train.trained_weights import load_trained, save_trained
+from train.trainer_state import last_metrics, read_trainer_state
 
 Evaluate = Callable[[nn.Module, int], dict[str, float]]
 
@@ -98,8 +98,10 @@ def fit(
 
     if start is not None and run_dir.step_of(start) == total:
         load_trained(model, start)
-        return FitResult(total, total, _last_metrics(start))
+        return FitResult(total, total, last_metrics(start))
 
+    if start is not None:
+        read_trainer_state(start)
     if config.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
     sharding.mark_layers(model)
@@ -325,13 +327,6 @@ class _Schedule(TrainerCallback):
         due = self.every is not None and state.global_step % self.every == 0
         control.should_evaluate = self.active and (due or last)
         control.should_log = control.should_log or last
-
-
-def _last_metrics(checkpoint: Path) -> dict[str, float]:
-    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-    evaluations = [entry for entry in history if any(key.startswith("eval_") for key in entry)]
-    last = evaluations[-1] if evaluations else {}
-    return {key.removeprefix("eval_"): value for key, value in last.items() if key.startswith("eval_")}
 
 
 @contextmanager

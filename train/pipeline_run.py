@@ -1,27 +1,38 @@
 """Running the pipeline: each step a process of its own, skipped where it is done; then a summary of all of them."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draft_models.errors import UserError
-from draft_models.files import require_writable, write_atomically, write_json
+from draft_models.errors import UserError, reason
+from draft_models.files import read_json, require_writable, write_atomically, write_json
 from draft_models.out_dirs import check_identity, only_run
+from draft_models.plain import read_as
 from train.pipeline_settings import HERE, STEPS, PipelineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = "logs"  # <step>.log: all that the step has said; <step>.json: the record that it is done
 SUMMARY = "pipeline.json"
 FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
-Record = dict[str, Any]
+_AGAIN = "remove it, and resume=true does the step again"
+FACTS = ("parameters", "steps", "bits_per_byte")  # of the toy target
+
+
+@dataclass(frozen=True)
+class Record:
+    """A step that was done: its options, its seconds, when it ended, and when those ended whose products it read."""
+
+    options: list[str]
+    seconds: float
+    finished: float
+    made_from: dict[str, float]
 
 
 def run_pipeline(config: PipelineConfig) -> None:
@@ -48,9 +59,9 @@ def run_pipeline(config: PipelineConfig) -> None:
         try:
             for name in (name for name in STEPS if name in config.steps):
                 if _is_done(out_dir, name, records):
-                    print(f"pipeline step={name} seconds={records[name]['seconds']:.1f} state=done-before", flush=True)
+                    print(f"pipeline step={name} seconds={records[name].seconds:.1f} state=done-before", flush=True)
                     if name == "report":  # which a run of the step would have shown
-                        print((out_dir / name / "report.md").read_text(), flush=True)
+                        print((out_dir / name / "report.md").read_bytes().decode(errors="replace"), flush=True)
                 else:
                     if _is_outdated(name, records):  # its command would refuse to go on with what is there
                         shutil.rmtree(out_dir / name, ignore_errors=True)
@@ -67,25 +78,25 @@ def _records(config: PipelineConfig) -> dict[str, Record]:
     for name in config.steps:
         path = Path(config.out_dir) / LOGS / f"{name}.json"
         if path.exists():
-            found[name] = json.loads(path.read_text())
-            check_identity(_by_key(found[name]["options"]), _by_key(config.options(name)), path)
+            found[name] = read_as(Record, path, "record of a step", "remove it, and resume=true does the step again")
+            check_identity(_by_key(found[name].options), _by_key(config.options(name)), path)
     return found
 
 
 def _is_done(out_dir: Path, name: str, records: Mapping[str, Record]) -> bool:
     """`records`: of the steps done; in it an earlier step's is final."""
     product = (out_dir / STEPS[name].product).exists()
-    return product and name in records and records[name]["made_from"] == _finish_times(name, records)
+    return product and name in records and records[name].made_from == _finish_times(name, records)
 
 
 def _is_outdated(name: str, records: Mapping[str, Record]) -> bool:
     """Whether what a step left was made from a product that has been made again since."""
-    made_from = records[name]["made_from"] if name in records else {}
+    made_from = records[name].made_from if name in records else {}
     return any(made_from.get(before, finished) != finished for before, finished in _finish_times(name, records).items())
 
 
 def _finish_times(name: str, records: Mapping[str, Record]) -> dict[str, float]:
-    return {before: records[before]["finished"] for before in STEPS[name].after if before in records}
+    return {before: records[before].finished for before in STEPS[name].after if before in records}
 
 
 def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) -> Record:
@@ -106,9 +117,8 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) 
         raise UserError(f"step {name} failed ({reason}); see {log}; resume=true continues from this step")
     if name == "report" and config.own_report is not None:
         give_report(out_dir / step.product, out_dir / "eesd", config.own_report)
-    record = {"options": options, "seconds": seconds, "finished": time.time()}
-    record["made_from"] = _finish_times(name, records)
-    write_json(out_dir / LOGS / f"{name}.json", record)
+    record = Record(options, seconds, time.time(), _finish_times(name, records))
+    write_json(out_dir / LOGS / f"{name}.json", asdict(record))
     return record
 
 
@@ -141,7 +151,7 @@ def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, 
     """What the steps done cost and left, and per method of the comparison its `FIGURES`, JSON-able."""
     out_dir = Path(config.out_dir)
     steps = {
-        name: {"seconds": record["seconds"], "bytes": _bytes(out_dir / name), "options": record["options"]}
+        name: {"seconds": record.seconds, "bytes": _bytes(out_dir / name), "options": record.options}
         for name, record in records.items()
     }
     found: dict[str, Any] = {
@@ -152,10 +162,10 @@ def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, 
     }
     target, report = (out_dir / STEPS[name].product for name in ("target", "report"))
     if target.exists():
-        facts = json.loads(target.read_text())
-        found["target"] = {key: facts[key] for key in ("parameters", "steps", "bits_per_byte")}
+        facts = _mapping(read_json(target, "report of a target", _AGAIN), target, FACTS)
+        found["target"] = {key: facts[key] for key in FACTS}
     if report.exists():  # also one that says "not lossless", which fails the step
-        reports = reports_in(report)
+        reports = [_mapping(one, report, ("method", *FIGURES)) for one in reports_in(report)]
         shared = ("machine", "made_with", "dtype", "device", "runtime", "prompts", "max_new_tokens", "temperature")
         found |= {key: reports[0][key] for key in shared if key in reports[0]}
         found["methods"] = {one["method"]: {key: one[key] for key in FIGURES} for one in reports}
@@ -163,10 +173,20 @@ def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, 
 
 
 def reports_in(path: Path) -> list[dict[str, Any]]:
-    """The reports, one a method, in evaluate-checkpoint's report.json."""
-    content = json.loads(path.read_text())
-    reports: list[dict[str, Any]] = content.get("reports", [content])
-    return reports
+    """The reports, one a method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged one."""
+    content = _mapping(read_json(path, "report", _AGAIN), path)
+    reports = content.get("reports", [content])
+    if not isinstance(reports, list) or not reports:
+        raise UserError(f"{path}: damaged report (reports={reports!r}: expected a list); {_AGAIN}")
+    return [_mapping(report, path, ("method",)) for report in reports]
+
+
+def _mapping(value: Any, path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """`value`, read from `path`, which must have `keys`."""
+    missing = [key for key in keys if not isinstance(value, dict) or key not in value]
+    if missing or not isinstance(value, dict):
+        raise UserError(f"{path}: damaged report (expected a mapping with {', '.join(keys)}); {_AGAIN}")
+    return value
 
 
 def give_report(path: Path, drafter: Path, method: str) -> None:
@@ -179,17 +199,21 @@ def give_report(path: Path, drafter: Path, method: str) -> None:
     mine = [report for report in reports_in(path) if report["method"] == method]
     if not mine:
         raise UserError(f"own_report={method}: not among the methods compared in {path}")
-    write_atomically(drafter / "report.md", markdown(mine).encode())
+    try:
+        table = markdown(mine)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: damaged report ({reason(error)}); {_AGAIN}") from None
+    write_atomically(drafter / "report.md", table.encode())
     write_json(drafter / "report.json", mine[0])
 
 
 def _seconds(records: Mapping[str, Record]) -> float:
-    return sum(record["seconds"] for record in records.values())
+    return sum(record.seconds for record in records.values())
 
 
 def _bytes(folder: Path) -> int:
     """Size of the files in `folder` itself, so without checkpoints."""
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    return sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
 
 
 def _by_key(options: list[str]) -> dict[str, str]:

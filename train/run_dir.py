@@ -4,7 +4,6 @@ A checkpoint is a directory `checkpoint-<step>` that got its name by a rename af
 written, so whatever carries such a name is complete. Light: an entry asks here before heavy imports.
 """
 
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_models.errors import UserError
-from draft_models.files import require_writable
+from draft_models.files import read_json, require_writable
 from draft_models.out_dirs import check_identity
 
 RUN_FILE = "run.json"  # in every checkpoint: what the run was started with
@@ -56,7 +55,7 @@ def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool) -> Path |
     found = checkpoints(out_dir)
     if not found:
         return None
-    before = json.loads((found[-1] / RUN_FILE).read_text())
+    before = read_json(found[-1] / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
     check_identity(before, identity, found[-1])
     return found[-1]
 
@@ -75,7 +74,8 @@ def finished(out_dir: Path, report: str, identity: Mapping[str, Any], resume: bo
         raise UserError(
             f"out_dir={out_dir}: holds a finished run ({report}); resume=true keeps it, another out_dir makes a new one"
         )
-    check_identity(json.loads(path.read_text())["settings"], identity, path)
+    made = read_json(path, "report of a run", "remove it, or give another out_dir")
+    check_identity(made.get("settings") if isinstance(made, dict) else None, identity, path)
     return True
 
 

@@ -132,7 +132,7 @@ def drafter_config(
     """
     if drafter.path is not None:
         config = load_config(drafter.path, drafter.revision, role="drafter.path")
-        require_same_vocabulary(load_tokenizer(drafter.path, drafter.revision), tokenizer)
+        require_same_vocabulary(load_tokenizer(drafter.path, drafter.revision, role="drafter.path"), tokenizer)
         return config
     shape: dict[str, Any] = {
         "vocab_size": target.vocab_size,
@@ -173,7 +173,9 @@ def start_lm(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.fit.seed)
         if drafter.path is None:
-            lm = AutoModelForCausalLM.from_config(shape, attn_implementation=ATTENTION, dtype=torch.float32)
+            lm = AutoModelForCausalLM.from_config(
+                shape, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+            )
             lm.generation_config = GenerationConfig(do_sample=False, **special_tokens(tokenizer))
         else:
             files = open_target(drafter.path, drafter.revision)

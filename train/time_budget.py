@@ -2,20 +2,21 @@
 
 import gc
 import itertools
-import json
 import shutil
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
+from draft_models.errors import require
 from draft_models.files import write_json
+from draft_models.plain import read_as
 from draft_models.processes import join_processes
 from train import run_dir
 from train.fit import Rows, fit
@@ -23,6 +24,18 @@ from train.fit_settings import FitConfig, WandbConfig
 
 STEPS_FILE = "steps.json"
 WARM_UP, MEASURED = 5, 10  # optimizer steps: the first ones compile, allocate and fill caches
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What `STEPS_FILE` holds."""
+
+    minutes: float
+    seconds_per_step: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "steps", self.steps, "an integer ≥ 1")
 
 
 class _MeasuredError(Exception):
@@ -49,14 +62,14 @@ def steps_for_minutes(
     file, process = out_dir / STEPS_FILE, join_processes()
     run_dir.require_free(out_dir, resume)
     if resume and file.exists():
-        steps: int = json.loads(file.read_text())["steps"]
-        return steps
+        kept: _Steps = read_as(_Steps, file, "number of steps", "remove it, and the steps are measured anew")
+        return kept.steps
     seconds = _seconds_per_step(build(), rows, config, out_dir / run_dir.STAGING / "measured", clock or _clock)
     steps = max(1, min(config.total_steps(len(rows)), int(60 * minutes / seconds)))
     decided = [steps]
     broadcast_object_list(decided)  # the main process's measurement counts
     if process.is_main_process:
-        write_json(file, {"minutes": minutes, "seconds_per_step": seconds, "steps": decided[0]})
+        write_json(file, asdict(_Steps(minutes, seconds, decided[0])))
         print(f"minutes={minutes:g} seconds_per_step={seconds:.4f} steps={decided[0]}", flush=True)
     process.wait_for_everyone()
     return decided[0]

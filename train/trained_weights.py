@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from draft_models.errors import UserError
+from draft_models.errors import UserError, reason
 from train import sharding
 
 WEIGHTS_FILE = "model.safetensors"
@@ -26,7 +27,12 @@ def save_trained(model: nn.Module, folder: Path, write: bool) -> None:
 
 def load_trained(model: nn.Module, folder: Path) -> None:
     """Give `model` what `save_trained` has put into `folder`; raises `UserError` where names or shapes differ."""
-    saved, trained = load_file(folder / WEIGHTS_FILE), trained_parameters(model)
+    try:
+        saved, trained = load_file(folder / WEIGHTS_FILE), trained_parameters(model)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{folder / WEIGHTS_FILE}: not readable ({reason(error)}); remove {folder}: resume=true goes on before it"
+        ) from None
     wrong = sorted(saved.keys() ^ trained.keys()) or sorted(
         name for name, p in trained.items() if p.shape != saved[name].shape
     )

@@ -25,7 +25,8 @@ from data_prep.settings import DataConfig, TrigramConfig
 from data_prep.token_shards import Passage, Shards, open_encoder, passages, read_shard, tokenise
 from draft_models import files
 from draft_models.errors import UserError
-from draft_models.trigram import MAX_VOCABULARY, TrigramTable, publish
+from draft_models.table_files import MAX_VOCABULARY, publish
+from draft_models.trigram import TrigramTable
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = ["def", "add", "first", "second", "return", "hello", "there", "how", "are", "you", "the", "it", "is", "on"]
@@ -147,7 +148,7 @@ def test_blocks_and_ranges_of_any_size_count_the_same(
     count_calls("group")  # once for each range
     described = {order: count_order(shards, order, vocabulary, tmp_path, memory, 2, 5)}
     assert all(calls[name] == 1 if memory == 10**6 else calls[name] > 10 for name in ("_aggregate", "group"))
-    publish(tmp_path / "table", tmp_path / "done", vocabulary, "", described, {})
+    publish(tmp_path / "table", tmp_path / "done", vocabulary, "", described, {"tokens": 0, "documents": 0})
     reference = TrigramTable.from_documents(documents, [order], vocabulary, "", 2, 5)
     assert len(reference.levels[order].keys) > 0
     require_same_counts(TrigramTable.open(tmp_path / "done"), reference)

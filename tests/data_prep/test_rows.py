@@ -289,7 +289,7 @@ def test_a_cache_that_cannot_be_written_is_named(data, tokenizer, tmp_path, monk
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rows_module._ArrayFile, "append", full)
+    monkeypatch.setattr(rows_module.ArrayFile, "append", full)
     config = data(TEXTS)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); free space there"):
         load_rows(config, tokenizer, 32, "train")

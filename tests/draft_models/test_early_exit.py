@@ -248,10 +248,10 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     (folder / WEIGHTS_FILE).write_bytes(weights)
     load()
     for bad, message in (
-        (meta[:-20], "not a drafter description"),
+        (meta[:-20], "damaged drafter description"),
         (meta.replace('"format": 1', '"format": 99'), "format 99"),
         (meta.replace('"kind": "early_exit"', '"kind": "small_lm"'), "a 'small_lm' drafter"),
-        (meta.replace('"exit_layer"', '"exit_layr"'), "not a drafter description"),
+        (meta.replace('"exit_layer"', '"exit_layr"'), "damaged drafter description"),
         (meta.replace('"own_head": true', '"own_head": false'), "tensors do not fit"),
     ):
         (folder / META_FILE).write_text(bad)

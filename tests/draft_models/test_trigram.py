@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draft_models import trigram
+from draft_models import table_files
 from draft_models.errors import UserError
+from draft_models.files import sealed, unsealed
 from draft_models.ngrams import Grams, merge_grams, mix
-from draft_models.trigram import MAX_VOCABULARY, TrigramTable, merge, vocabulary_digest
+from draft_models.table_files import ARRAYS, MAX_VOCABULARY
+from draft_models.trigram import TrigramTable, merge, vocabulary_digest
 
 ORDERS = (2, 3, 4)
 Context = tuple[int, ...]
@@ -42,7 +44,7 @@ def same(first: TrigramTable, second: TrigramTable) -> bool:
     return list(first.levels) == list(second.levels) and all(
         np.array_equal(getattr(first.levels[order], name), getattr(second.levels[order], name))
         for order in first.levels
-        for name in trigram._ARRAYS
+        for name in ARRAYS
     )
 
 
@@ -154,8 +156,8 @@ def truncate(table: Path) -> None:
 
 def change(key: str, value: object) -> object:
     def edit(table: Path) -> None:
-        meta = json.loads((table / "table.json").read_text())
-        (table / "table.json").write_text(json.dumps({**meta, key: value}))
+        meta = unsealed(json.loads((table / "table.json").read_text()))
+        (table / "table.json").write_text(json.dumps(sealed({**meta, key: value})))
 
     return edit
 
@@ -164,10 +166,16 @@ def change(key: str, value: object) -> object:
     ("damage", "message"),
     [
         (truncate, r"order3_counts\.bin has 4 bytes, expected"),
-        (lambda table: (table / "order2_keys.bin").unlink(), r"order2_keys\.bin: No such file"),
-        (lambda table: (table / "table.json").unlink(), r"not an n-gram table .*table\.json"),
+        (
+            lambda table: (table / "order2_keys.bin").unlink(),
+            r"order2_keys\.bin: no readable part .*\(No such file",
+        ),
+        (
+            lambda table: (table / "table.json").unlink(),
+            r"table\.json: no readable n-gram table .*build it",
+        ),
         (lambda table: (table / "table.json").write_text('{"format": 1'), "damaged n-gram table"),
-        (change("format", 99), "format 99, this version reads 1"),
+        (change("format", 99), "format 99, this version reads 1 and 2"),
         (change("levels", {"3": {}}), "damaged n-gram table"),
         (change("vocabulary", 2**22), "vocabulary=4194304"),
     ],
@@ -183,7 +191,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(trigram.os, "fsync", full)
+    monkeypatch.setattr(table_files.os, "fsync", full)
     with pytest.raises(UserError, match="No space left on device"):
         make([[1, 2, 3]]).save(tmp_path / "table")
     assert not list(tmp_path.iterdir())
