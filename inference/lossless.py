@@ -35,6 +35,7 @@ from inference.tree import ROOT, DraftTree
 HALF = (torch.bfloat16, torch.float16)
 # Limits on the ratios. Measured for correct runtimes: bulk at most 1.06, peak at most 5, gap at most 3.
 BULK, PEAK, GAP = 1.25, 6.0, 8.0
+WORST = 1e9  # stands for any larger ratio, and for what is not a number
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Deviation:
     and text. gaps: of the positions at which the arm would have chosen another token than the reference, how much more
     likely the best token is than either, in logits over the rounding error of logits there; own_gaps: how many such
     positions transformers' own pass has. mismatch: the same gap where the arm's own text first differs, None where
-    the texts are the same, inf where one of them only goes on longer.
+    the texts are the same, `WORST` where one of them only goes on longer.
     """
 
     positions: int
@@ -82,13 +83,13 @@ def judge(deviations: Sequence[Deviation]) -> Judgement:
         math.fsum(terms) / positions
         for terms in zip(*([x * d.positions for x in d.bulk] for d in deviations), strict=True)
     ]
-    widest = max(range(len(rows)), key=lambda row: _or_inf(rows[row]))
-    worst = max(deviations, key=lambda d: _or_inf(d.peak))
+    widest = max(range(len(rows)), key=rows.__getitem__)
+    worst = max(deviations, key=lambda d: d.peak)
     gaps = [gap for d in deviations for gap in d.gaps]
     mismatches = [d.mismatch for d in deviations if d.mismatch is not None]
     ties, own = len(gaps), sum(d.own_gaps for d in deviations)
     worst_at = f"{_row(worst.peak_row, rows)} at position {worst.peak_position}"
-    bulk, largest = math.exp(rows[widest]), max(map(_or_inf, [*gaps, *mismatches]), default=0.0)
+    bulk, largest = math.exp(rows[widest]), max([*gaps, *mismatches], default=0.0)
     limits = (
         (bulk <= BULK, f"the {_row(widest, rows)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
         (
@@ -113,11 +114,6 @@ def judge(deviations: Sequence[Deviation]) -> Judgement:
         largest,
         tuple(text for kept, text in limits if not kept),
     )
-
-
-def _or_inf(value: float) -> float:
-    """`value`, but what is not a number is the worst of all."""
-    return math.inf if math.isnan(value) else value
 
 
 def _row(row: int, rows: Sequence[float]) -> str:
@@ -266,14 +262,14 @@ class Forced(Chooser):
         reference = self._reference
         layers = [*self._session.first.content(), *self._session.rest.content()]
         states = [state for layer in layers for state in layer]
-        ratios = _state_errors(states, reference.states) / reference.states_noise
-        logit_ratios = torch.cat(self._errors)[None] / reference.logits_noise
+        ratios = _bounded(_state_errors(states, reference.states) / reference.states_noise)
+        logit_ratios = _bounded(torch.cat(self._errors)[None] / reference.logits_noise)
         before = len(reference.prompt) - 1  # the position whose logits the text's first token is taken from
         peaks = [_peak(ratios, 0, 0), _peak(logit_ratios, len(ratios), before)]
         found = Deviation(
             len(reference.text),
             (*_mean_logs(ratios), *_mean_logs(logit_ratios)),
-            *max(peaks, key=lambda peak: _or_inf(peak[0])),
+            *max(peaks, key=lambda peak: peak[0]),
         )
         return replace(found, **self._gaps(own_text)) if self.greedy else found
 
@@ -282,7 +278,7 @@ class Forced(Chooser):
         choices = torch.cat(self._choices).tolist()
         own = [int(self._at(place, own_logits).argmax()) for place in range(len(text))]
         first = next((place for place, (a, b) in enumerate(zip(text, own_text, strict=False)) if a != b), None)
-        longer = None if len(own_text) == len(text) else math.inf
+        longer = None if len(own_text) == len(text) else WORST
         return {
             "gaps": tuple(self._gap(place, choice) for place, choice in enumerate(choices) if choice != text[place]),
             "own_gaps": sum(a != b for a, b in zip(own, text, strict=True)),
@@ -293,13 +289,18 @@ class Forced(Chooser):
         """How far the less likely of `token` and the text's is below the best one, in the rounding error of logits."""
         scores = self._at(place, self._reference.logits)
         gap = scores.max() - scores[[token, self._reference.text[place]]].min()
-        return float(gap / self._reference.logits_noise[place])
+        return float(_bounded(gap / self._reference.logits_noise[place]))
 
     def _at(self, place: int, logits: Tensor) -> Tensor:
         """What greedy decoding compares [V] before token `place` of the text, from logits [t, V]."""
         reference = self._reference
         context = torch.tensor([*reference.prompt, *reference.text[:place]], device=logits.device)
         return self._scores(logits[place][None], [context] if self.reads_context else None)[0]
+
+
+def _bounded(ratios: Tensor) -> Tensor:
+    """Ratios that JSON has numbers for."""
+    return ratios.double().nan_to_num(nan=WORST).clamp(max=WORST)
 
 
 def _peak(ratios: Tensor, row: int, position: int) -> tuple[float, int, int]:
@@ -310,4 +311,4 @@ def _peak(ratios: Tensor, row: int, position: int) -> tuple[float, int, int]:
 
 def _mean_logs(ratios: Tensor) -> list[float]:
     """The mean logarithm of ratios [rows, n] by row; an error of nearly nothing counts as a hundredth."""
-    return ratios.double().clamp(min=0.01).log().mean(-1).tolist()
+    return ratios.clamp(min=0.01).log().mean(-1).tolist()
