@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from draft_models.errors import UserError
+from draft_models.errors import UserError, warn
 from draft_models.files import write_atomically, write_json
+from draft_models.model_identity import model_differences
 
 POSITIONS = 10  # draft positions with weights of their own; later ones share the last
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
@@ -51,23 +52,35 @@ def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, fac
     write_json(path / META_FILE, meta)
 
 
-def load_calibration(path: Path | str, drafter_sha256: str, device: torch.device | str = "cpu") -> CalibrationHead:
+def load_calibration(
+    path: Path | str,
+    drafter_sha256: str,
+    device: torch.device | str = "cpu",
+    target: Mapping[str, Any] | None = None,
+) -> CalibrationHead:
     """The head stored in the drafter's directory `path`, in float32.
 
-    Raises `UserError` when there is none, when it was trained on other weights than `drafter_sha256`, or when its
-    files are damaged.
+    target: the `model_identity` of the target it is to calibrate for. Raises `UserError` when there is none, when it
+    was trained on other weights than `drafter_sha256` or on another target, or when its files are damaged. Earlier
+    versions did not record the target: one warning says that it is not checked.
     """
     remedy = f"run train/calibrate.py checkpoint={path}"
     try:
         meta = json.loads((Path(path) / META_FILE).read_text())
         blob = (Path(path) / WEIGHTS_FILE).read_bytes()
         expected, drafter = meta["weights_sha256"], meta["drafter_sha256"]
+        made_on = meta.get("target")
+        made_on = made_on and {part: dict(made_on[part]) for part in ("config", "tensors")}
     except OSError as error:
         raise UserError(f"checkpoint={path}: no calibration head there ({error.strerror}); {remedy}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{Path(path) / META_FILE}: damaged ({error}); {remedy}") from None
     if drafter != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
+    if made_on is not None and target is not None and (wrong := model_differences(made_on, target)):
+        raise UserError(f"checkpoint={path}: its calibration head is of another target: {'; '.join(wrong)}; {remedy}")
+    if made_on is None and target is not None:
+        warn(f"checkpoint={path}: its calibration head was made when targets were not recorded, so its is not checked")
     if hashlib.sha256(blob).hexdigest() != expected:
         raise UserError(f"{Path(path) / WEIGHTS_FILE}: truncated or altered; {remedy}")
     try:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Mapping
@@ -39,3 +40,27 @@ def _holds(kind: Any, value: Any) -> bool:
     if isinstance(value, dict):
         return dataclasses.is_dataclass(kind) or typing.get_origin(kind) in (dict, Mapping)
     return isinstance(value, list) and typing.get_origin(kind) in (tuple, frozenset)
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
+
+
+def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of all that differs between two plain values; what one lacks is `ABSENT`.
+
+    A mapping that only one of them has counts as one difference. Values are compared as JSON holds them.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = sorted(old.keys() | new.keys(), key=str)
+        pairs = ((inner, old.get(inner, ABSENT), new.get(inner, ABSENT)) for inner in keys)
+        return [found for inner, a, b in pairs for found in differences(a, b, f"{key}.{inner}" if key else inner)]
+    return [] if _plain(old) == _plain(new) else [(key, old, new)]
+
+
+def _plain(value: Any) -> str:
+    return repr(value) if value is ABSENT else json.dumps(value, sort_keys=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -19,6 +20,7 @@ from transformers import (
 from draft_models.attention import ATTENTION
 from draft_models.calibration import META_FILE, load_calibration
 from draft_models.checkpoint import Fingerprint, fingerprint_target, from_pretrained, read_meta, target_of
+from draft_models.model_identity import model_identity
 from draft_models.small_lm import load_small_lm
 from draft_models.target import (
     LayerStack,
@@ -31,6 +33,7 @@ from draft_models.target import (
 )
 from draft_models.tensor_files import TensorFiles, open_target
 from draft_models.trigram import TABLE_FILE, vocabulary_digest
+from draft_models.versions import code_version
 from inference.evaluation import Drafters, PromptLike, open_table, prepare
 from inference.packing import can_pack
 from inference.report import describe_machine
@@ -119,7 +122,8 @@ def context_length(subject: Subject, drafters: Drafters) -> int:
 
 
 def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[PromptLike]) -> dict[str, Any]:
-    """All that decides the results of an evaluation: its options, what its inputs hold, and what it is measured on."""
+    """All that decides the results of an evaluation: its options, what its inputs hold, what it is measured on, and
+    the code that measures: results of two versions of it do not mix."""
     asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
     target = {key: value for key, value in asdict(subject.fingerprint).items() if key not in ("target", "revision")}
     meta = None if config.checkpoint is None else read_meta(config.checkpoint)
@@ -129,8 +133,9 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
         "target": target,
         "checkpoint": None if meta is None else meta.weights_sha256[:16],
         "calibration": _digest_file(config.checkpoint, META_FILE),
-        "small_lm": None if small_lm is None else small_lm.digest(small_lm.file_of),
+        "small_lm": None if small_lm is None else model_identity(small_lm),
         "table": _digest_file(config.table, TABLE_FILE),
+        "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(subject.eos),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "dtype": str(subject.dtype).removeprefix("torch."),
@@ -155,7 +160,7 @@ def load_drafters(config: EvaluateConfig, subject: Subject) -> Drafters:
     if any(method.stop.rule == "calibrated" for method in config.methods.values()):
         assert config.checkpoint is not None
         weights = read_meta(config.checkpoint).weights_sha256
-        calibration = load_calibration(config.checkpoint, weights, subject.device)
+        calibration = load_calibration(config.checkpoint, weights, subject.device, asdict(subject.fingerprint))
     table = open_table(config, vocabulary_digest(subject.tokenizer.get_vocab()), subject.config.vocab_size)
     return Drafters(early_exit, small_lm, calibration, table)
 
