@@ -71,7 +71,7 @@ def build_table(config: TrigramConfig) -> None:
         return
     require_no_table(out_dir)
     require_writable(out_dir.parent)
-    unfinished = work.exists()
+    unfinished = (work / "shards").exists()
     with only_run(require_writable(work), f"the table of out_dir={out_dir}"):
         if unfinished and not config.resume:
             raise UserError(

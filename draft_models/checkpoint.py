@@ -23,7 +23,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
 from draft_models.errors import UserError, warn
 from draft_models.files import require_writable, write_atomically, write_json
-from draft_models.model_identity import changed_parts, listed, model_differences, model_identity
+from draft_models.model_identity import changed_parts, model_differences, model_identity
+from draft_models.plain import listed
 from draft_models.target import anatomy, load_config, tokenizer_digest
 from draft_models.tensor_files import TensorFiles, open_target, part_of
 from draft_models.versions import code_version, package_version

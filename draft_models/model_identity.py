@@ -1,11 +1,11 @@
 """What a model is, wherever it lies: the part of its config that decides numbers, and digests of its tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from draft_models.plain import differences
+from draft_models.plain import differences, listed
 from draft_models.tensor_files import TensorFiles
 
 # The fields of config.json that decide no number; any other, also one unknown here, does.
@@ -18,7 +18,6 @@ NOT_DECIDING = {
     "initializer_range", "init_std",  # the weights before training
     "gradient_checkpointing",  # memory while training
 }  # fmt: skip
-_NAMED = 6  # parts that an error names
 
 
 def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
@@ -47,11 +46,6 @@ def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
     """One line that names the parts of `before` whose digest is another or missing `now`; none where none is."""
     parts = [part for part in sorted(before) if before[part] != now.get(part)]
     return [f"the weights differ in {listed(parts)}"] if parts else []
-
-
-def listed(parts: Sequence[str]) -> str:
-    """The first few of `parts`, and how many more there are."""
-    return ", ".join(parts[:_NAMED]) + (f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else "")
 
 
 def config_differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:

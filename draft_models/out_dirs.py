@@ -16,10 +16,10 @@ from filelock import FileLock, Timeout
 
 from draft_models.errors import UserError, warn
 from draft_models.files import write_json
-from draft_models.plain import ABSENT, differences
+from draft_models.plain import ABSENT, differences, listed
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
-_SHOWN = 200  # characters of another run's command
+_SHOWN, _NAMED = 200, 12  # characters of another run's command, and differences, that an error shows
 # Entries of an identity that earlier versions lack; whether they are the same is then not known.
 _RECORDED_LATER = ("trained_on", "target.config", "target.tensors", "model", "drafter_model", "capture.target")
 
@@ -100,7 +100,7 @@ def check_identity(before: Mapping[str, Any], now: Mapping[str, Any], where: Pat
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in found if key not in unknown]
     if wrong:
         raise UserError(
-            f"resume=true: {where} was made with other settings: {', '.join(wrong)}; "
+            f"resume=true: {where} was made with other settings: {listed(wrong, _NAMED)}; "
             "give the same ones, or another out_dir"
         )
     if unknown:

@@ -5,7 +5,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draft_models.errors import UserError
@@ -40,6 +40,11 @@ def _holds(kind: Any, value: Any) -> bool:
     if isinstance(value, dict):
         return dataclasses.is_dataclass(kind) or typing.get_origin(kind) in (dict, Mapping)
     return isinstance(value, list) and typing.get_origin(kind) in (tuple, frozenset)
+
+
+def listed(words: Sequence[str], limit: int = 6) -> str:
+    """The first few of `words`, and how many more there are."""
+    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
 
 
 class _Absent:

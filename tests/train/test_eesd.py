@@ -19,6 +19,7 @@ from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, fingerprint_target,
 from draft_models.early_exit import EarlyExitStudent
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
+from draft_models.out_dirs import LOCK_FILE
 from draft_models.target import load_config, load_layers, load_tokenizer
 from draft_models.tensor_files import open_target
 from inference.decode import speculative
@@ -192,7 +193,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus:
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):
             train_early_exit(replace(config(path, corpus, out_dir), **changes))
-        assert not out_dir.exists() or not list(out_dir.iterdir())
+        assert not out_dir.exists() or {path.name for path in out_dir.iterdir()} <= {LOCK_FILE}
     with pytest.raises(UserError, match="heldout_fraction"):
         replace(config(path, corpus, out_dir), data=replace(corpus, heldout_fraction=0.0))
     (path / "model.safetensors").unlink()

@@ -179,7 +179,7 @@ def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         _fit(tmp_path)
     monkeypatch.undo()
-    assert (tmp_path / run_dir.STAGING / "checkpoint-6" / WEIGHTS_FILE).exists()
+    assert (run_dir.own_staging(tmp_path) / "checkpoint-6" / WEIGHTS_FILE).exists()
     assert run_dir.checkpoints(tmp_path)[-1].name == "checkpoint-4"
     model, result = _fit(tmp_path, resume=True)
     assert result.resumed_from == 4
