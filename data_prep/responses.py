@@ -341,7 +341,7 @@ def context_length(target: PreTrainedConfig) -> int:
 
 def run_identity(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> dict[str, Any]:
     """All that decides what a prompt is answered, and which prompts a record makes."""
-    files = open_target(config.target, config.revision)
+    files, target = open_target(config.target, config.revision), read_config(config.target, config.revision)
     names = sorted(files.file_of)
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
@@ -349,6 +349,7 @@ def run_identity(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, dty
         "dtype": str(dtype).removeprefix("torch."),
         "weights": files.digest(names[:: max(1, len(names) // _WEIGHTS_HASHED)]),
         "model": model_identity(files),
+        "end_tokens": sorted(end_tokens(config.target, config.revision, target, tokenizer)),
         "tokenizer": tokenizer_digest(tokenizer)[:16],
         "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],
     }

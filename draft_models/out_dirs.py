@@ -20,8 +20,16 @@ from draft_models.plain import ABSENT, differences, listed
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
 _SHOWN, _NAMED = 200, 12  # characters of another run's command, and differences, that an error shows
-# Entries of an identity that earlier versions lack; whether they are the same is then not known.
-_RECORDED_LATER = ("trained_on", "target.config", "target.tensors", "model", "drafter_model", "capture.target")
+# Entries of an identity that earlier versions lack: whether they are the same is then not known.
+_RECORDED_LATER = (
+    "trained_on",
+    "target.config",
+    "target.tensors",
+    "model",
+    "end_tokens",
+    "drafter_model",
+    "capture.target",
+)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock
 
 from draft_models.errors import UserError
+from draft_models.out_dirs import only_run
 from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
 from train.pipeline_run import give_report, run_pipeline
 from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
@@ -203,6 +204,20 @@ def test_a_product_that_is_gone_is_made_again_with_what_was_made_from_it(mission
     assert mission.run() == []
     kept = [name for name in mission.names if (mission.out_dir / name / "checkpoint").exists()]
     assert kept == ["responses", "eesd"]  # nobody goes on with what was made from something else
+
+
+def test_what_is_to_be_made_again_is_not_removed_under_a_run(mission):
+    """A step's command may be run by hand, in the pipeline's directory."""
+    mission.run()
+    (mission.out_dir / "eesd/product").unlink()
+    calibrate = mission.out_dir / "calibrate"
+    (calibrate / "checkpoint").touch()
+    with only_run(calibrate, "a training"):
+        with pytest.raises(UserError, match=r"calibrate: another run is writing the product of step calibrate there"):
+            mission.run()
+        assert (calibrate / "checkpoint").exists()
+    assert mission.run() == ["calibrate"]
+    assert not (calibrate / "checkpoint").exists()
 
 
 def test_other_options_are_refused_by_name(mission):
