@@ -16,8 +16,9 @@ def main(config: TrigramConfig) -> None:
         from data_prep.debug import small_table
         from draft_models.tiny_model import debugged
 
-        config = debugged(config, small_table)
-    build_table(config)
+        with debugged(config, small_table) as small:
+            return build_table(small)
+    return build_table(config)
 
 
 if __name__ == "__main__":

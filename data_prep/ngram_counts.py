@@ -10,13 +10,12 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
 from numba import njit
 from tqdm import tqdm
 
@@ -26,6 +25,7 @@ from data_prep.token_shards import Encoder, Shards, open_encoder, passages, read
 from draft_models.errors import UserError
 from draft_models.files import require_writable
 from draft_models.ngrams import Grams, group, merge_grams, mix
+from draft_models.out_dirs import only_run
 from draft_models.table_files import (
     TABLE_FILE,
     Described,
@@ -59,7 +59,7 @@ def build_table(config: TrigramConfig) -> None:
     Raises `UserError` for a bad corpus, tokenizer or place; whatever happens, `out_dir` holds a whole table or none.
     """
     if int(os.environ.get("RANK", "0")):
-        return None
+        return
     began = time.perf_counter()
     out_dir, work = Path(config.out_dir), Path(f"{config.out_dir}.building")
     encoder = open_encoder(config.tokenizer, config.revision)
@@ -67,23 +67,25 @@ def build_table(config: TrigramConfig) -> None:
     others = [_open_other(path, encoder, config) for path in config.merge]
     if config.resume and (out_dir / TABLE_FILE).exists():
         _require_same(TrigramTable.open(out_dir), config, encoder, others)
-        return print(f"{out_dir}: finished already")
+        print(f"{out_dir}: finished already")
+        return
     require_no_table(out_dir)
-    if work.exists() and not config.resume:
-        raise UserError(
-            f"out_dir={out_dir}: {work} holds an unfinished build; resume=true continues it, another out_dir or "
-            "removing it starts afresh"
-        )
     require_writable(out_dir.parent)
-    require_writable(work / "shards")
-    lock = FileLock(work / "lock")
+    unfinished = (work / "shards").exists()
+    with only_run(require_writable(work), f"the table of out_dir={out_dir}"):
+        if unfinished and not config.resume:
+            raise UserError(
+                f"out_dir={out_dir}: {work} holds an unfinished build; resume=true continues it, another out_dir or "
+                "removing it starts afresh"
+            )
+        require_writable(work / "shards")
+        _tidily(work, lambda: _build(config, encoder, others, work, began))
+
+
+def _tidily(work: Path, build: Callable[[], None]) -> None:
+    """Build in `work` and remove it; of a build that fails, all but the shards that a resumed one goes on with."""
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"out_dir={out_dir}: another process is building this table") from None
-    try:
-        with lock:
-            _build(config, encoder, others, work, began)
+        build()
         shutil.rmtree(work)
     except BaseException as error:
         for part in ("table", "runs"):  # never resumed

@@ -34,6 +34,7 @@ from data_prep.records import Message, find_layout, to_record
 from draft_models.errors import UserError
 from draft_models.files import read_json, write_atomically, write_json
 from draft_models.out_dirs import check_identity
+from draft_models.versions import code_history, code_version
 
 SUMMARY_FILE = "summary.json"
 _Law = tuple[TopK, torch.Tensor | None, torch.Tensor | None]  # with sequence and places, see `Response`
@@ -149,15 +150,22 @@ def open_run(folder: Path, identity: Mapping[str, Any]) -> None:
     write_json(folder / RUN_FILE, identity)
 
 
-def check_run(folder: Path, identity: Mapping[str, Any], resume: bool) -> None:
-    """Raise `UserError` if the directory holds responses that are not to be continued, or were made otherwise."""
+def check_run(folder: Path, identity: Mapping[str, Any], resume: bool) -> list[str]:
+    """The versions of the code by which the responses of a directory are made, the present one last.
+
+    Raises `UserError` if it holds responses that are not to be continued, or were made otherwise.
+    """
     if not resume and shards(folder):
         raise UserError(
             f"out_dir={folder}: holds responses already; resume=true continues them, another out_dir keeps both"
         )
     path = folder / RUN_FILE
-    if resume and path.exists():
-        check_identity(read_json(path, "record of a run", "give another out_dir"), identity, folder)
+    if not (resume and path.exists()):
+        return [code_version()]
+    before = read_json(path, "record of a run", "give another out_dir")
+    code = before.pop("code", []) if isinstance(before, dict) else []
+    check_identity(before, identity, folder)
+    return code_history(code, folder)
 
 
 def summarise(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,8 @@ from data_prep.settings import DataConfig, GenerateConfig
 from draft_models.errors import UserError
 from draft_models.files import require_writable, write_json
 from draft_models.model_files import load_causal_lm
-from draft_models.out_dirs import only_run
-from draft_models.processes import join_processes
+from draft_models.model_identity import model_identity
+from draft_models.processes import from_main, join_processes, only_run_of
 from draft_models.target import load_tokenizer, pick_dtype, read_config, tokenizer_digest
 from draft_models.tensor_files import open_target
 from draft_models.tiny_model import debugged
@@ -42,7 +41,7 @@ from inference.sampling import Sampler
 from inference.subject import end_tokens
 
 _CHARS_A_TOKEN = 32  # at most: no more of a long text is tokenised to find its first tokens
-_WEIGHTS_HASHED = 16  # tensors, evenly spread, that tell one target from another
+_WEIGHTS_HASHED = 16  # tensors, evenly spread, by which earlier versions told one target from another
 _NOT_DECIDING = {
     "data", "revision", "target", "batch_size", "shard_size", "device_map", "out_dir", "resume",
     "debug", "debug_architecture",
@@ -58,12 +57,10 @@ def generate_responses(config: GenerateConfig) -> None:
 
     Raises `UserError` for an unusable target, data set or directory, and where another run is writing there.
     """
-    if config.debug:
-        config = debugged(config, small_responses)
-    state = join_processes()
-    folder = require_writable(config.out_dir)
-    with only_run(folder, "responses") if state.is_main_process else nullcontext():
-        _generate(config, folder, state)
+    with debugged(config, small_responses) as config:
+        state, folder = join_processes(), require_writable(config.out_dir)
+        with only_run_of(state, folder, "responses"):
+            _generate(config, folder, state)
 
 
 def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None:
@@ -72,8 +69,8 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     dtype = pick_dtype(config.dtype, target, state.device)
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
-    identity = run_identity(config, tokenizer, dtype)
-    check_run(folder, identity, config.resume)
+    identity = from_main(state, lambda: run_identity(config, tokenizer, dtype))
+    identity["code"] = check_run(folder, identity, config.resume)
     done, first = answered(folder), next_number(folder) + state.process_index
     state.wait_for_everyone()  # every process has seen which shards there are before there is one more
     if state.is_main_process:
@@ -339,13 +336,15 @@ def context_length(target: PreTrainedConfig) -> int:
 
 def run_identity(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> dict[str, Any]:
     """All that decides what a prompt is answered, and which prompts a record makes."""
-    files = open_target(config.target, config.revision)
+    files, target = open_target(config.target, config.revision), read_config(config.target, config.revision)
     names = sorted(files.file_of)
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
         **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
         "dtype": str(dtype).removeprefix("torch."),
         "weights": files.digest(names[:: max(1, len(names) // _WEIGHTS_HASHED)]),
+        "model": model_identity(files),
+        "end_tokens": sorted(end_tokens(config.target, config.revision, target, tokenizer)),
         "tokenizer": tokenizer_digest(tokenizer)[:16],
         "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],
     }

@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from draft_models.errors import UserError
+from draft_models.errors import UserError, warn
 from draft_models.files import read_json, write_atomically, write_json
+from draft_models.model_identity import model_differences
 
 POSITIONS = 10  # draft positions with weights of their own; later ones share the last
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
@@ -51,12 +52,19 @@ def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, fac
 
 
 def load_calibration(
-    path: Path | str, drafter_sha256: str, device: torch.device | str = "cpu", *, hidden_size: int | None = None
+    path: Path | str,
+    drafter_sha256: str,
+    device: torch.device | str = "cpu",
+    target: Mapping[str, Any] | None = None,
+    *,
+    hidden_size: int | None = None,
 ) -> CalibrationHead:
     """The head stored in the drafter's directory `path`, in float32.
 
-    hidden_size: the width of target and drafter. Raises `UserError` when there is none, when it was trained on other
-    weights than `drafter_sha256` or is of another width, or when its files are damaged.
+    target: the `model_identity` of the target it is to calibrate for; hidden_size: the width of target and drafter.
+    Raises `UserError` when there is none, when it was trained on other weights than `drafter_sha256` or on another
+    target, when it is of another width, or when its files are damaged. Earlier versions did not record the target: one
+    warning says that it is not checked.
     """
     remedy = f"run train/calibrate.py checkpoint={path}"
     try:
@@ -66,6 +74,13 @@ def load_calibration(
     meta = read_json(Path(path) / META_FILE, "description of a calibration head", remedy)
     if not isinstance(meta, dict) or meta.get("drafter_sha256") != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
+    made_on = meta.get("target")
+    if made_on is not None and not _is_identity(made_on):
+        raise UserError(f"{Path(path) / META_FILE}: does not say for which target; {remedy}")
+    if made_on is not None and target is not None and (wrong := model_differences(made_on, target)):
+        raise UserError(f"checkpoint={path}: its calibration head is of another target: {'; '.join(wrong)}; {remedy}")
+    if made_on is None and target is not None:
+        warn(f"checkpoint={path}: its calibration head was made when targets were not recorded, so its is not checked")
     if hashlib.sha256(blob).hexdigest() != meta.get("weights_sha256"):
         raise UserError(f"{Path(path) / WEIGHTS_FILE}: truncated or altered; {remedy}")
     try:
@@ -78,3 +93,8 @@ def load_calibration(
     if hidden_size is not None and widths != {hidden_size}:
         raise UserError(f"checkpoint={path}: a calibration head for another width than {hidden_size}; {remedy}")
     return head.to(device).requires_grad_(False)
+
+
+def _is_identity(value: Any) -> bool:
+    """Whether `value`, from JSON, has the form of a `model_identity`."""
+    return isinstance(value, dict) and all(isinstance(value.get(part), dict) for part in ("config", "tensors"))

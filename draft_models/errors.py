@@ -1,4 +1,4 @@
-"""The one error type that reaches a user without a traceback."""
+"""The one error type that reaches a user without a traceback, and warnings beside it."""
 
 import os
 import sys
@@ -10,6 +10,12 @@ class UserError(Exception):
     Entry scripts print it as one line on stderr and exit with status 2; anything else is a bug and keeps
     its traceback.
     """
+
+
+def warn(message: str) -> None:
+    """Say on one line of stderr what a user should know but need not act on; of a launcher's processes once."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def require(condition: bool, key: str, given: object, expected: str) -> None:
@@ -27,9 +33,3 @@ def reason(error: BaseException) -> str:
     """What an error of somebody else's code says, on one line; its type where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def warn(message: str) -> None:
-    """One line on stderr, from the main process of a launcher: something could not be checked."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import json
 import reprlib
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,32 @@ def _name(kind: Any) -> str:
 
 def _at(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
+
+
+def listed(words: Sequence[str], limit: int = 6) -> str:
+    """The first few of `words`, and how many more there are."""
+    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
+
+
+def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of all that differs between two plain values; what one lacks is `ABSENT`.
+
+    A mapping that only one of them has counts as one difference. Values are compared as JSON holds them.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = sorted(old.keys() | new.keys(), key=str)
+        pairs = ((inner, old.get(inner, ABSENT), new.get(inner, ABSENT)) for inner in keys)
+        return [found for inner, a, b in pairs for found in differences(a, b, f"{key}.{inner}" if key else inner)]
+    return [] if _plain(old) == _plain(new) else [(key, old, new)]
+
+
+def _plain(value: Any) -> str:
+    return repr(value) if value is ABSENT else json.dumps(value, sort_keys=True)

@@ -3,8 +3,10 @@
 import atexit
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import distributed
 
 from draft_models.errors import UserError
+from draft_models.out_dirs import only_run
 
 Value = TypeVar("Value")
 
@@ -33,6 +36,8 @@ def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
 
     Where it fails there, all of them fail: the others with a `UserError` that says the same.
     """
+    if state.num_processes == 1:
+        return make()
     sent: list[Any] = [None, None]
     failure: Exception | None = None
     if state.is_main_process:
@@ -46,6 +51,14 @@ def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
     if sent[1] is not None:
         raise UserError(sent[1])
     return sent[0]
+
+
+@contextmanager
+def only_run_of(state: PartialState, folder: Path, what: str) -> Iterator[None]:
+    """`only_run` for all processes of a launcher: the main one holds the directory, and all get what it is refused."""
+    with ExitStack() as held:
+        from_main(state, lambda: held.enter_context(only_run(folder, what)))
+        yield
 
 
 def _leave() -> None:

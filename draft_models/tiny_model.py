@@ -1,7 +1,8 @@
 """debug=true: a command's own code on tiny random models, beside the real run and without a network."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +24,10 @@ from transformers.utils import logging as transformers_logging
 from draft_models.calibration import CalibrationHead, save_calibration
 from draft_models.checkpoint import fingerprint_target, read_meta, save_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.errors import UserError
-from draft_models.processes import join_processes
+from draft_models.files import require_writable
+from draft_models.model_identity import model_identity
+from draft_models.out_dirs import clear, require_rehearsal
+from draft_models.processes import from_main, join_processes, only_run_of
 from draft_models.target import load_config, load_layers, load_tokenizer
 from draft_models.tensor_files import open_target
 from draft_models.trigram import TrigramTable, vocabulary_digest
@@ -43,26 +46,35 @@ MODELS = "tiny_models"
 Config = TypeVar("Config")
 
 
-def debugged(config: Config, small: Callable[[Any, Path], Any]) -> Config:
-    """The `config` of a command with debug=true as it is to be run, once the models for it are there.
+@contextmanager
+def debugged(config: Config, small: Callable[[Any, Path], Any]) -> Iterator[Config]:
+    """The `config` of a command as it is to be run: with debug=true a small one, once the models for it are there.
 
     `small(config, models)` says what is small: a pure function of the config and the folder of `save_tiny_models`.
-    Everything lies in `<out_dir>-debug`, emptied first unless resume=true; the run's own out_dir in it is `run`.
-    All processes of a launcher call this. Raises `UserError` where that place holds something else.
+    Everything lies in `<out_dir>-debug`, emptied first unless resume=true; the run's own out_dir in it is `run`. It is
+    kept from other runs meanwhile. All processes of a launcher call this. Raises `UserError` where that place holds
+    something else, or is another run's.
     """
     given: Any = config
+    if not given.debug:
+        yield config
+        return
     folder = Path(f"{Path(given.out_dir)}-debug")
-    state = join_processes()
-    if state.is_main_process:
-        if not getattr(given, "resume", False):
-            _clear(folder)
+    keep, state = getattr(given, "resume", False), join_processes()
+    from_main(state, lambda: None if keep else require_rehearsal(folder, MODELS))
+
+    def prepare() -> None:
+        if not keep:
+            clear(folder)
         save_tiny_models(folder / MODELS, given.debug_architecture)
         print(
             f"debug target={folder / MODELS / TARGET} architecture={given.debug_architecture} out_dir={folder / 'run'}",
             flush=True,
         )
-    state.wait_for_everyone()
-    return small(replace(given, debug=False, out_dir=str(folder / "run")), folder / MODELS)
+
+    with only_run_of(state, require_writable(folder), "a debug run"):
+        from_main(state, prepare)
+        yield small(replace(given, debug=False, out_dir=str(folder / "run")), folder / MODELS)
 
 
 def save_tiny_models(folder: Path, architecture: str) -> None:
@@ -83,7 +95,8 @@ def save_tiny_models(folder: Path, architecture: str) -> None:
     fingerprint = fingerprint_target(files, config, tokenizer)
     save_pretrained(folder / EARLY_EXIT, drafter, fingerprint, {}, torch.float32)
     head = CalibrationHead(config.hidden_size, config.hidden_size)
-    save_calibration(folder / EARLY_EXIT, head, read_meta(folder / EARLY_EXIT).weights_sha256, {})
+    facts = {"target": model_identity(files)}
+    save_calibration(folder / EARLY_EXIT, head, read_meta(folder / EARLY_EXIT).weights_sha256, facts)
     text = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
     digest = vocabulary_digest(tokenizer.get_vocab())
     TrigramTable.from_documents([text], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
@@ -113,12 +126,3 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-
-
-def _clear(folder: Path) -> None:
-    """Remove what an earlier debug run left; nothing else."""
-    if not folder.exists():
-        return
-    if not (folder / MODELS).is_dir():
-        raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
-    shutil.rmtree(folder)

@@ -7,7 +7,6 @@ was stopped goes on where it was, with as many processes as it then has.
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from draft_models.card import add_report
 from draft_models.errors import UserError, require
 from draft_models.files import require_writable
-from draft_models.out_dirs import only_run
 from draft_models.plain import construct
-from draft_models.processes import from_main, join_processes
+from draft_models.processes import from_main, join_processes, only_run_of
 from draft_models.target import LayerStack
 from inference.auto import Tuning
 from inference.decode import Clock
@@ -87,8 +85,7 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], r
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     out_dir = require_writable(config.out_dir)
-    with ExitStack() as held:
-        from_main(state, lambda: held.enter_context(only_run(out_dir, "results")))
+    with only_run_of(state, out_dir, "results"):
         wrong = _evaluate(config, prompts, render, out_dir, state)
     if wrong:
         if state.is_main_process:

@@ -13,29 +13,27 @@ def main(config: EvaluateConfig) -> None:
     from data_prep.conversations import VICUNA_SYSTEM, render_prompt
     from data_prep.prompts import read_prompts
     from data_prep.settings import DataConfig
+    from draft_models.tiny_model import debugged
     from inference.compare import evaluate_checkpoint
+    from inference.debug import small_evaluation
     from inference.replay import evaluate_replay
     from inference.subject import heldout_fraction
 
-    if config.debug:
-        from draft_models.tiny_model import debugged
-        from inference.debug import small_evaluation
-
-        config = debugged(config, small_evaluation)
-    prompts = read_prompts(
-        config.prompt_text or config.prompts,
-        limit=config.num_prompts,
-        prompt_chars=config.prompt_chars,
-        heldout_fraction=heldout_fraction(config, DataConfig.heldout_fraction),
-    )
-    if config.target == "replay":
-        evaluate_replay(config, prompts, VICUNA_SYSTEM)
-        return
-    evaluate_checkpoint(
-        config,
-        prompts,
-        lambda tokenizer, messages, chat: render_prompt(messages, tokenizer, config.template if chat else "none"),
-    )
+    with debugged(config, small_evaluation) as run:
+        prompts = read_prompts(
+            run.prompt_text or run.prompts,
+            limit=run.num_prompts,
+            prompt_chars=run.prompt_chars,
+            heldout_fraction=heldout_fraction(run, DataConfig.heldout_fraction),
+        )
+        if run.target == "replay":
+            evaluate_replay(run, prompts, VICUNA_SYSTEM)
+            return
+        evaluate_checkpoint(
+            run,
+            prompts,
+            lambda tokenizer, messages, chat: render_prompt(messages, tokenizer, run.template if chat else "none"),
+        )
 
 
 if __name__ == "__main__":

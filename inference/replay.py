@@ -25,6 +25,7 @@ from tqdm import tqdm
 from draft_models.checkpoint import provenance
 from draft_models.errors import UserError, require
 from draft_models.files import is_text, parse_json, require_writable, write_atomically, write_json
+from draft_models.out_dirs import only_run
 from draft_models.processes import join_processes
 from draft_models.target import load_tokenizer
 from draft_models.trigram import vocabulary_digest
@@ -207,11 +208,16 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[PromptLike], syste
 
     Gives τ, in all and by category, and the time to draft a round; there is no target to be faster than.
     """
-    assert config.tokenizer is not None
-    assert config.transcripts is not None
     processes = join_processes().num_processes
     require(processes == 1, "target", "replay", f"one process, not {processes}: it takes seconds")
     out_dir = require_writable(config.out_dir)
+    with only_run(out_dir, "results"):
+        return _replay(config, prompts, system, out_dir)
+
+
+def _replay(config: EvaluateConfig, prompts: Sequence[PromptLike], system: str, out_dir: Path) -> list[dict[str, Any]]:
+    assert config.tokenizer is not None
+    assert config.transcripts is not None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     vocabulary = load_vocabulary(config.tokenizer)

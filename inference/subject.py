@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.attention import ATTENTION
@@ -15,6 +16,7 @@ from draft_models.calibration import META_FILE, load_calibration
 from draft_models.checkpoint import Fingerprint, fingerprint_target, from_pretrained, read_meta, target_of
 from draft_models.errors import UserError, reason, require
 from draft_models.model_files import load_causal_lm, load_generation_config
+from draft_models.model_identity import model_identity
 from draft_models.small_lm import load_small_lm
 from draft_models.table_files import table_digest
 from draft_models.target import (
@@ -28,6 +30,7 @@ from draft_models.target import (
 )
 from draft_models.tensor_files import TensorFiles, open_target
 from draft_models.trigram import vocabulary_digest
+from draft_models.versions import code_version
 from inference.evaluation import Drafters, PromptLike, open_table, prepare
 from inference.packing import can_pack
 from inference.report import describe_machine
@@ -127,7 +130,8 @@ def context_length(subject: Subject, drafters: Drafters) -> int:
 
 
 def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[PromptLike]) -> dict[str, Any]:
-    """All that decides the results of an evaluation: its options, what its inputs hold, and what it is measured on."""
+    """All that decides the results of an evaluation: its options, what its inputs hold, what it is measured on, and
+    the code that measures: results of two versions of it do not mix."""
     asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
     target = {key: value for key, value in asdict(subject.fingerprint).items() if key not in ("target", "revision")}
     meta = None if config.checkpoint is None else read_meta(config.checkpoint)
@@ -138,8 +142,9 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
         "target": target,
         "checkpoint": None if meta is None else meta.weights_sha256[:16],
         "calibration": _digest_file(config.checkpoint, META_FILE),
-        "small_lm": None if small_lm is None else small_lm.digest(small_lm.file_of),
+        "small_lm": None if small_lm is None else model_identity(small_lm),
         "table": table_digest(Path(config.table))[:16] if uses_table and config.table is not None else None,
+        "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(subject.eos),
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "dtype": str(subject.dtype).removeprefix("torch."),
@@ -164,8 +169,8 @@ def load_drafters(config: EvaluateConfig, subject: Subject) -> Drafters:
     if any(method.stop.rule == "calibrated" for method in config.methods.values()):
         assert config.checkpoint is not None
         weights = read_meta(config.checkpoint).weights_sha256
-        width = subject.config.hidden_size
-        calibration = load_calibration(config.checkpoint, weights, subject.device, hidden_size=width)
+        width, target = subject.config.hidden_size, asdict(subject.fingerprint)
+        calibration = load_calibration(config.checkpoint, weights, subject.device, target, hidden_size=width)
     for shape in (m.structure.shape for m in config.methods.values() if m.structure.kind == "static"):
         if shape not in ("eagle", "binary"):
             read_shape(shape)  # a bad one shows now, not once the target is loaded

@@ -5,11 +5,13 @@ import hashlib
 import io
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from draft_models.early_exit import EarlyExit
 from draft_models.errors import UserError
 from draft_models.files import require_writable, write_atomically, write_json
 from draft_models.losses import IGNORE
-from draft_models.processes import join_processes
+from draft_models.processes import from_main, join_processes, only_run_of
 from draft_models.target import LayerStack, load_layers, load_tokenizer, pick_dtype
 from draft_models.tensor_files import open_target
 from draft_models.tiny_model import debugged
@@ -49,18 +51,23 @@ def calibrate(config: CalibrateConfig) -> None:
 
     Raises `UserError` before a target is loaded when checkpoint, target or directory are unusable.
     """
-    if config.debug:
-        config = debugged(config, small_calibrate)
-    state = join_processes()
+    with debugged(config, small_calibrate) as config, ExitStack() as held:
+        state = join_processes()
+        read_meta(config.checkpoint)  # before anything is made there
+        for folder in {Path(path).resolve(): path for path in (config.out_dir, config.checkpoint)}.values():
+            held.enter_context(only_run_of(state, require_writable(folder), "a training"))
+        _calibrate(config, state)
+
+
+def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     out_dir = Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
     meta = read_meta(config.checkpoint)
-    require_writable(config.checkpoint)
     source, revision, target = target_of(config.checkpoint, config.target, config.revision)
     files = open_target(source, revision)
     tokenizer = load_tokenizer(source, revision)
     dtype = pick_dtype(config.dtype, target, state.device)
-    fingerprint = fingerprint_target(files, target, tokenizer)
+    fingerprint = from_main(state, lambda: fingerprint_target(files, target, tokenizer))
     drafter = from_pretrained(config.checkpoint, target, fingerprint, dtype=dtype, device=state.device)
 
     @functools.cache
@@ -70,8 +77,10 @@ def calibrate(config: CalibrateConfig) -> None:
         prepare(whole, Drafters(early_exit=drafter))
         return whole
 
+    target_model = {"config": fingerprint.config, "tensors": fingerprint.tensors}
     settings = {
         "drafter": meta.weights_sha256,
+        "target": _digest(target_model),
         "dtype": str(dtype),
         "new_tokens": config.new_tokens,
         "max_draft": config.max_draft,
@@ -117,6 +126,7 @@ def calibrate(config: CalibrateConfig) -> None:
         write_json(out_dir / "calibration.json", judged)
         write_atomically(out_dir / "reliability.png", plot_reliability(judged))
         facts = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": result.steps}
+        facts |= {"target": target_model}
         save_calibration(Path(config.checkpoint), head, meta.weights_sha256, {**facts, "heldout": judged})
         for name, row in judged["predictors"].items():
             print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)

@@ -1,6 +1,7 @@
 """EESD training: read the few layers it needs, fit the exit layer, save the drafter."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from transformers import PreTrainedConfig
 
 from data_prep.rows import Rows, load_rows
 from draft_models.card import CARD_FILE, write_card
-from draft_models.checkpoint import Fingerprint, fingerprint_target, save_pretrained
+from draft_models.checkpoint import Fingerprint, fingerprint_target, parts_below, save_pretrained
 from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.errors import UserError
+from draft_models.files import require_writable
 from draft_models.losses import IGNORE
-from draft_models.processes import join_processes
+from draft_models.out_dirs import recorded_at_first
+from draft_models.processes import from_main, join_processes, only_run_of
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
 from draft_models.tensor_files import TensorFiles, open_target
 from draft_models.tiny_model import debugged
@@ -39,17 +42,21 @@ def train_early_exit(config: EesdConfig) -> None:
     With `decode_prompts` it holds the weights with the highest τ of all evaluations, else the last ones. Raises
     `UserError` for an unusable target, data set or directory, before any weight is read.
     """
-    if config.debug:
-        config = debugged(config, small_eesd)
-    target = load_config(config.target, config.revision)
-    exit_layer = config.exit_layer or default_exit_layer(target)
-    if config.plan:
-        print(describe_plan(make_plan(config, target, exit_layer), exit_layer, target.num_hidden_layers), flush=True)
-        return
+    with debugged(config, small_eesd) as config:
+        target = load_config(config.target, config.revision)
+        exit_layer = config.exit_layer or default_exit_layer(target)
+        if config.plan:
+            plan = make_plan(config, target, exit_layer)
+            print(describe_plan(plan, exit_layer, target.num_hidden_layers), flush=True)
+            return
+        state, out_dir = join_processes(), require_writable(config.out_dir)
+        with only_run_of(state, out_dir, "a training"):
+            _train(config, target, exit_layer, out_dir, state)
+
+
+def _train(config: EesdConfig, target: PreTrainedConfig, exit_layer: int, out_dir: Path, state: PartialState) -> None:
     if config.decode_prompts:
         sharding.refuse_fsdp(f"decode_prompts={config.decode_prompts}")
-    state = join_processes()
-    out_dir = Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
     layers = exit_layers(target, exit_layer)
     if config.objective == "kl":
@@ -63,7 +70,13 @@ def train_early_exit(config: EesdConfig) -> None:
         raise UserError(f"seq_len={config.seq_len}: the target's context is {target.max_position_embeddings} tokens")
     files = open_target(config.target, config.revision)
     tokenizer = load_tokenizer(config.target, config.revision)
-    fingerprint = fingerprint_target(files, target, tokenizer)
+    reads_all = config.objective == "kl" or config.decode_prompts > 0
+
+    def identify() -> tuple[Fingerprint, dict[str, str]]:
+        fingerprint = fingerprint_target(files, target, tokenizer, fetch=reads_all)
+        return fingerprint, parts_below(files, target, exit_layer)
+
+    fingerprint, trained_on = from_main(state, identify)
     rows = load_rows(config.data, tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
 
@@ -87,8 +100,11 @@ def train_early_exit(config: EesdConfig) -> None:
         "data_key": rows.key,
         **config.choosing(),
     }
-    identity = {**recipe, "target": asdict(fingerprint)}
-    best = Best(out_dir / BEST_FOLDER, {**identity, "fit": config.fit.deciding()}) if config.decode_prompts else None
+    identity = {**recipe, "target": asdict(fingerprint), "trained_on": trained_on}
+    if not reads_all:  # of a target on the Hub there may be more tomorrow than today
+        identity["target"].pop("tensors")
+    run = recorded_at_first({**identity, "fit": config.fit.deciding()})
+    best = Best(out_dir / BEST_FOLDER, run) if config.decode_prompts else None
     result = fit(
         student,
         rows,
@@ -103,7 +119,7 @@ def train_early_exit(config: EesdConfig) -> None:
     elif state.is_main_process:
         step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)
         training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "step": step, "metrics": metrics}
-        save_drafter(out_dir, student, fingerprint, training, target)
+        save_drafter(out_dir, student, fingerprint, training, target, trained_on)
         facts = {key: recipe[key] for key in ("exit_layer", "objective", "train_head", "seq_len")}
         facts |= {"data": config.data.source, "steps": result.steps}
         facts |= {"chosen step": step, "tau": round(metrics["tau"], 3)} if best else {}
@@ -134,9 +150,10 @@ def save_drafter(
     fingerprint: Fingerprint,
     training: dict[str, Any],
     target: PreTrainedConfig,
+    trained_on: Mapping[str, str],
 ) -> None:
-    """Save the student's drafter in the target's own dtype."""
-    save_pretrained(path, student.drafter, fingerprint, training, served_dtype(target))
+    """Save the student's drafter in the target's own dtype; trained_on: see `save_pretrained`."""
+    save_pretrained(path, student.drafter, fingerprint, training, served_dtype(target), trained_on)
 
 
 class Watch:

@@ -25,7 +25,7 @@ def served_dtype(target: PreTrainedConfig) -> torch.dtype:
 
 def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
     """Write the Hugging Face directory; config.json appears last, so a half-written one does not load."""
-    staged = out_dir / run_dir.STAGING
+    staged = run_dir.own_staging(out_dir)
     shutil.rmtree(staged, ignore_errors=True)
     try:
         lm.save_pretrained(staged)
@@ -35,4 +35,4 @@ def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Pat
     except (OSError, SafetensorError) as error:
         raise UserError(f"out_dir={out_dir}: cannot be written ({error}); free space, then resume=true") from None
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        run_dir.drop_staging(staged)

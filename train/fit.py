@@ -27,7 +27,7 @@ from transformers.trainer import SCHEDULER_NAME
 from draft_models.errors import UserError
 from draft_models.files import write_json
 from draft_models.losses import IGNORE
-from draft_models.processes import join_processes
+from draft_models.processes import from_main, join_processes
 from train import run_dir, sharding
 from train.fit_settings import FitConfig
 from train.optimizers import build_optimizer
@@ -77,24 +77,26 @@ def fit(
     positions (labels != IGNORE); the loop divides by their number in the global batch. Only parameters that
     require a gradient are trained, saved and restored.
     identity: JSON-able, what besides `config` decides the result (data, model, their seeds); a resumed run
-    must agree on it.
+    must agree on it. That the code is another version's is warned about, and recorded in every checkpoint.
     evaluate: called with the model in eval mode, without gradients, and the steps it has been trained for, on every
     process, every `eval_every` steps and at the end; its numbers are logged as eval_<name>.
     on_step: told, on every process, the number (from 0) of each optimizer step before it begins.
 
-    Leaves in `out_dir`: checkpoint-<step> directories and log.jsonl. A killed run continued with
-    `resume=True` ends with the bits of an uninterrupted one (same machine, same number of processes). Raises
-    `UserError` when the loss stops being finite, when a batch has no supervised token, and when a checkpoint
-    cannot be written.
+    Leaves in `out_dir`, which the caller keeps other runs out of: checkpoint-<step> directories and log.jsonl. A
+    killed run continued with `resume=True` ends with the bits of an uninterrupted one (same machine, same number of
+    processes). Raises `UserError` when the loss stops being finite, when a batch has no supervised token, and when a
+    checkpoint cannot be written.
     """
     if not len(rows):
         raise UserError("data: no rows to train on; check the data set, its split and the length limits")
-    join_processes()
+    state = join_processes()
     total = config.total_steps(len(rows))
     run = {"steps": total, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
     arguments = _arguments(config, total, out_dir)
     start = run_dir.open_run(out_dir, run, resume)
-    arguments.distributed_state.wait_for_everyone()  # nobody writes before everybody has looked
+    run["code"] = run_dir.code_of(start)
+    staging = from_main(state, lambda: run_dir.own_staging(out_dir))
+    state.wait_for_everyone()  # nobody writes before everybody has looked
 
     if start is not None and run_dir.step_of(start) == total:
         load_trained(model, start)
@@ -106,7 +108,9 @@ def fit(
         _enable_gradient_checkpointing(model)
     sharding.mark_layers(model)
     resumed_from = 0 if start is None else run_dir.step_of(start)
-    trainer = _FitTrainer(model, rows, config, arguments, run, resumed_from, evaluate, on_step)
+    if state.is_main_process:
+        shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # of runs that were killed
+    trainer = _FitTrainer(model, rows, config, arguments, run, staging, resumed_from, evaluate, on_step)
     with _autocast(model, config.precision, arguments.device.type):
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
     sharding.make_whole(model)
@@ -121,12 +125,14 @@ class _FitTrainer(Trainer):
         config: FitConfig,
         arguments: TrainingArguments,
         run: dict[str, Any],
+        staging: Path,
         resumed_from: int,
         evaluate: Evaluate | None,
         on_step: Callable[[int], None] | None,
     ) -> None:
         self.fitted, self.rows, self.config = model, rows, config
         self.out_dir, self.run, self.evaluate_model = Path(arguments.output_dir or "."), run, evaluate
+        self.staging = staging  # the main process's, for all
         self.metrics: dict[str, float] = {}
         self.resumed_from = resumed_from
         schedule = _Schedule(config, evaluate, on_step)
@@ -263,14 +269,14 @@ class _FitTrainer(Trainer):
         return named
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self.out_dir / run_dir.STAGING)  # the only thing Trainer asks it for: saving
+        return str(self.staging)  # the only thing Trainer asks it for: saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         began = time.perf_counter()
         final = self.out_dir / f"checkpoint-{self.state.global_step}"
-        staged = Path(self._get_output_dir(trial)) / final.name
+        staged = self.staging / final.name
         if self.args.should_save:
-            shutil.rmtree(staged.parent, ignore_errors=True)
+            shutil.rmtree(self.staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
@@ -279,7 +285,7 @@ class _FitTrainer(Trainer):
                 write_json(staged / run_dir.RUN_FILE, self.run)
                 run_dir.publish(staged, final, self.config.keep_checkpoints)
         except (OSError, SafetensorError, RuntimeError, UserError) as error:
-            shutil.rmtree(staged.parent, ignore_errors=True)
+            run_dir.drop_staging(self.staging)
             raise UserError(
                 f"out_dir={self.out_dir}: the checkpoint of step {self.state.global_step} could not be written "
                 f"({error}); {self._kept()}. Free space and continue with resume=true"

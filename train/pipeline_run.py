@@ -13,7 +13,7 @@ from typing import Any
 
 from draft_models.errors import UserError, reason
 from draft_models.files import read_json, require_writable, write_atomically, write_json
-from draft_models.out_dirs import check_identity, only_run
+from draft_models.out_dirs import check_identity, clear, only_run, require_rehearsal
 from draft_models.plain import read_as
 from train.pipeline_settings import HERE, STEPS, PipelineConfig
 
@@ -46,10 +46,13 @@ def run_pipeline(config: PipelineConfig) -> None:
         raise UserError("pipeline: started as several processes; start one, its steps are processes of their own")
     if config.debug:
         config = replace(config, out_dir=f"{Path(config.out_dir)}-debug")
-        if not config.resume:
-            _clear(Path(config.out_dir))
+    starts_over = config.debug and not config.resume
+    if starts_over:
+        require_rehearsal(Path(config.out_dir), LOGS)
     out_dir = require_writable(config.out_dir)
     with only_run(out_dir, "the products of a pipeline"):
+        if starts_over:
+            clear(out_dir)
         if (out_dir / LOGS).exists() and not config.resume:
             raise UserError(
                 f"out_dir={out_dir}: holds an earlier run; resume=true continues it, another out_dir keeps both"
@@ -64,7 +67,8 @@ def run_pipeline(config: PipelineConfig) -> None:
                         print((out_dir / name / "report.md").read_bytes().decode(errors="replace"), flush=True)
                 else:
                     if _is_outdated(name, records):  # its command would refuse to go on with what is there
-                        shutil.rmtree(out_dir / name, ignore_errors=True)
+                        with only_run(require_writable(out_dir / name), f"the product of step {name}"):
+                            shutil.rmtree(out_dir / name, ignore_errors=True)
                     records.pop(name, None)
                     records[name] = _run_step(config, name, records)
         finally:
@@ -218,12 +222,3 @@ def _bytes(folder: Path) -> int:
 
 def _by_key(options: list[str]) -> dict[str, str]:
     return {option.partition("=")[0]: option.partition("=")[2] for option in options}
-
-
-def _clear(folder: Path) -> None:
-    """Remove what an earlier rehearsal left; nothing else."""
-    if not folder.exists():
-        return
-    if not (folder / LOGS).is_dir():
-        raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
-    shutil.rmtree(folder)

@@ -1,22 +1,27 @@
 """The protocol of a training run's out_dir: what a complete checkpoint is, and when a run may use it.
 
 A checkpoint is a directory `checkpoint-<step>` that got its name by a rename after its last byte was
-written, so whatever carries such a name is complete. Light: an entry asks here before heavy imports.
+written, so whatever carries such a name is complete. A command holds its out_dir while it runs (see
+`draft_models.out_dirs.only_run`); what is half-written lies in a directory of one process's own all the same.
+Light: an entry asks here before heavy imports.
 """
 
 import os
 import re
 import shutil
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from draft_models.errors import UserError
 from draft_models.files import read_json, require_writable
 from draft_models.out_dirs import check_identity
+from draft_models.versions import code_history, code_version
 
 RUN_FILE = "run.json"  # in every checkpoint: what the run was started with
-STAGING = ".staging"  # whatever is being written; never read
+STAGING = ".staging"  # whatever is being written, by process; never read
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -56,8 +61,17 @@ def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool) -> Path |
     if not found:
         return None
     before = read_json(found[-1] / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
-    check_identity(before, identity, found[-1])
+    made = {key: value for key, value in before.items() if key != "code"} if isinstance(before, dict) else before
+    check_identity(made, identity, found[-1])
     return found[-1]
+
+
+def code_of(start: Path | None) -> list[str]:
+    """What a run that begins at `start` records as "code" (see `code_history`)."""
+    if start is None:
+        return [code_version()]
+    record = read_json(start / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
+    return code_history(record.get("code", []), start)
 
 
 def finished(out_dir: Path, report: str, identity: Mapping[str, Any], resume: bool) -> bool:
@@ -79,20 +93,31 @@ def finished(out_dir: Path, report: str, identity: Mapping[str, Any], resume: bo
     return True
 
 
+def own_staging(out_dir: Path) -> Path:
+    """Where this process may write what is to appear in `out_dir` whole; no other process's, whoever holds the lock."""
+    return out_dir / STAGING / f"{socket.gethostname()}-{os.getpid()}"
+
+
+def drop_staging(staging: Path) -> None:
+    """Remove an `own_staging`, and the directory of all of them if it was the last."""
+    shutil.rmtree(staging, ignore_errors=True)
+    with suppress(OSError):
+        staging.parent.rmdir()
+
+
 def publish(staged: Path, final: Path, keep: int) -> None:
-    """Give the finished directory `staged` its checkpoint name; drop all but the newest `keep` ones."""
+    """Give the finished directory `staged` in an `own_staging` its checkpoint name; drop all but the newest `keep`."""
     if final.exists():
-        _discard(final)
+        _discard(final, staged.parent)
     os.replace(staged, final)
     for old in checkpoints(final.parent)[:-keep]:
-        _discard(old)
-    shutil.rmtree(final.parent / STAGING, ignore_errors=True)
+        _discard(old, staged.parent)
+    drop_staging(staged.parent)
 
 
-def _discard(checkpoint: Path) -> None:
+def _discard(checkpoint: Path, staging: Path) -> None:
     """Delete a checkpoint; renamed first, because a half-deleted one must not look complete."""
-    grave = checkpoint.parent / STAGING / f"old-{checkpoint.name}"
-    grave.parent.mkdir(exist_ok=True)
+    grave = staging / f"old-{checkpoint.name}"
     shutil.rmtree(grave, ignore_errors=True)
     os.replace(checkpoint, grave)
     shutil.rmtree(grave, ignore_errors=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -21,8 +22,10 @@ from draft_models.attention import ATTENTION
 from draft_models.card import write_card
 from draft_models.checkpoint import fingerprint_target, provenance
 from draft_models.errors import UserError
-from draft_models.files import write_json
-from draft_models.processes import join_processes
+from draft_models.files import require_writable, write_json
+from draft_models.model_identity import model_identity
+from draft_models.out_dirs import recorded_at_first
+from draft_models.processes import from_main, join_processes, only_run_of
 from draft_models.small_lm import require_same_vocabulary
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
 from draft_models.tensor_files import open_target
@@ -48,10 +51,14 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     target, drafter, data set or directory, before any weight is read.
     """
     transformers_logging.disable_progress_bar()
-    if config.debug:
-        config = debugged(config, small_finetune)
+    with debugged(config, small_finetune) as config:
+        state, out_dir = join_processes(), require_writable(config.out_dir)
+        with only_run_of(state, out_dir, "a training"):
+            _finetune(config, out_dir, state)
+
+
+def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> None:
     sharding.refuse_fsdp("finetune_drafter")
-    state, out_dir = join_processes(), Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
     target = load_config(config.target, config.revision)
     files = open_target(config.target, config.revision)
@@ -75,16 +82,19 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     if state.is_main_process:
         print(describe(student, config), flush=True)
     identity = config.deciding() | {
-        "target": asdict(fingerprint_target(files, target, tokenizer)),
-        "drafter_weights": drafter_digest(config.drafter),
+        "target": asdict(from_main(state, lambda: fingerprint_target(files, target, tokenizer))),
+        "drafter_weights": None,
         "data_key": rows.key,
     }
+    if config.drafter.path is not None:
+        start = open_target(config.drafter.path, config.drafter.revision)
+        identity |= {"drafter_weights": start.digest(start.file_of), "drafter_model": model_identity(start)}
     served = served_dtype(target)
     watch = None
     if state.is_main_process:
         assert stack is not None
         prompts = heldout_prompts(heldout, config.decode_prompts, target.max_position_embeddings - config.decode_tokens)
-        run = {**identity, "fit": config.fit.deciding()}
+        run = recorded_at_first({**identity, "fit": config.fit.deciding()})
         watch = Watch(stack, prompts, config.decode_tokens, student, served, Best(out_dir / BEST_FOLDER, run))
     result = fit(
         student,
@@ -145,14 +155,6 @@ def drafter_config(
         "tie_word_embeddings": drafter.tied,
     }
     return LlamaConfig(**shape, **special_tokens(tokenizer))
-
-
-def drafter_digest(drafter: DrafterConfig) -> str | None:
-    """A short hash of the weights to start from, None for random ones."""
-    if drafter.path is None:
-        return None
-    files = open_target(drafter.path, drafter.revision)
-    return files.digest(files.file_of)
 
 
 def require_room(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> None:

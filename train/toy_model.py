@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import reduce
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
@@ -24,9 +25,9 @@ from data_prep.corpus import read_records
 from data_prep.rows import Rows, load_rows
 from draft_models.attention import packed_mask
 from draft_models.errors import UserError
-from draft_models.files import write_json
+from draft_models.files import require_writable, write_json
 from draft_models.losses import IGNORE, linear_cross_entropy
-from draft_models.processes import join_processes
+from draft_models.processes import join_processes, only_run_of
 from train.export import export, special_tokens
 from train.fit import fit
 from train.optimizers import layer_matrices
@@ -59,9 +60,14 @@ class ToyTarget(nn.Module):
 
 def train_toy_target(config: ToyTargetConfig) -> None:
     """Tokenizer, training, held-out bits per byte; leaves a Hugging Face directory in `out_dir`."""
-    began = time.perf_counter()
     transformers_logging.disable_progress_bar()
-    process, out_dir = join_processes(), Path(config.out_dir)
+    process, out_dir = join_processes(), require_writable(config.out_dir)
+    with only_run_of(process, out_dir, "a training"):
+        _train(config, out_dir, process)
+
+
+def _train(config: ToyTargetConfig, out_dir: Path, process: PartialState) -> None:
+    began = time.perf_counter()
     tokenizer = train_tokenizer(_texts(config), config.vocabulary)
     rows = load_rows(config.data, tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)

@@ -278,7 +278,7 @@ def test_a_finished_table_is_neither_built_again_nor_overwritten(
 def test_one_build_of_a_table_at_a_time(config: TrigramConfig) -> None:
     work = Path(f"{config.out_dir}.building")
     work.mkdir()
-    with FileLock(work / "lock"), pytest.raises(UserError, match="another process is building this table"):
+    with FileLock(work / ".lock"), pytest.raises(UserError, match="another run is writing the table of out_dir="):
         build_table(replace(config, resume=True))
 
 
@@ -340,7 +340,7 @@ def test_a_full_disk_leaves_no_table_and_can_be_resumed(
             build_table(config)
     assert not Path(config.out_dir).exists()
     work = Path(f"{config.out_dir}.building")
-    assert not work.exists() or {path.name for path in work.iterdir()} <= {"shards", "lock"}
+    assert not work.exists() or {path.name for path in work.iterdir()} <= {"shards", ".lock"}
     build_table(replace(config, resume=True))
     require_same_counts(TrigramTable.open(config.out_dir), expected(config, sentences(300)))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 
 from data_prep import response_files
 from data_prep import responses as responses_module
@@ -15,6 +16,7 @@ from data_prep.response_files import prompt_id
 from data_prep.responses import generate_responses, run_identity
 from draft_models.errors import UserError
 from draft_models.target import load_tokenizer
+from draft_models.versions import code_version
 from tests.data_prep.responding import TALKS, letter_tokenizer, responses, summary, talk
 from tests.tiny import save_target
 
@@ -117,11 +119,47 @@ def test_a_run_is_known_by_the_target_as_it_is_and_not_by_its_place(make, target
         tokenizer.add_tokens(["more"])
         tokenizer.save_pretrained(path)
 
+    def middle_layer(path):
+        stored = load_file(path / "model.safetensors")
+        save_file({n: -t if ".layers.2." in n else t for n, t in stored.items()}, path / "model.safetensors",
+                  metadata={"format": "pt"})  # fmt: skip
+
+    def config(path, **changes):
+        (path / "config.json").write_text(json.dumps({**json.loads((path / "config.json").read_text()), **changes}))
+
+    def ends(path):
+        (path / "generation_config.json").write_text('{"eos_token_id": [7]}')
+
     assert other("moved", lambda _: None) == identity()
+    for number, edit in enumerate((middle_layer, lambda path: config(path, rms_norm_eps=1e-3))):
+        assert other(f"model-{number}", edit)["model"] != identity()["model"]
+    assert other("said", lambda path: config(path, transformers_version="1")) == identity()
     for name, changed in {
         "weights": other("weights", lambda path: save_target(path, max_position_embeddings=160, seed=1)),
         "template": other("template", new_template),
         "tokenizer": other("tokenizer", new_token),
         "dtype": identity(dtype=torch.bfloat16),
+        "end_tokens": other("ends", ends),
     }.items():
         assert changed[name] != identity()[name]
+
+
+def test_a_changed_target_is_refused_and_other_code_is_recorded(make, target, tmp_path, monkeypatch, capsys):
+    path = shutil.copytree(target, tmp_path / "target")
+    run = replace(make(TALKS[:2]), target=str(path))
+    generate_responses(run)
+    record = Path(run.out_dir) / "run.json"
+    before = json.loads(record.read_text())
+    assert before["code"] == [code_version()]
+    monkeypatch.setattr("draft_models.versions.code_version", lambda: "0.2+abc")
+    generate_responses(replace(run, resume=True))
+    assert json.loads(record.read_text()) == {**before, "code": [*before["code"], "0.2+abc"]}
+    assert "goes on with 0.2+abc" in capsys.readouterr().err
+    described = json.loads((path / "config.json").read_text())
+    described["rope_parameters"]["rope_theta"] = 5e5
+    (path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match=r"model\.config\.rope_parameters\.rope_theta=500000\.0 \(was 10000\.0\)"):
+        generate_responses(replace(run, resume=True))
+    record.write_text(json.dumps({key: before[key] for key in before.keys() - {"code", "model", "end_tokens"}}))
+    generate_responses(replace(run, resume=True))  # of a version that did not record it
+    assert "did not record end_tokens, model; not checked" in capsys.readouterr().err

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
 from draft_models.checkpoint import (
     META_FILE,
@@ -187,15 +186,6 @@ def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool
     meta = json.loads((tmp_path / "drafter" / META_FILE).read_text())
     assert meta["training"] == {"lr": 1.0}
     assert meta["fingerprint"]["layers"] == LAYERS
-
-
-def test_a_fingerprint_tells_what_training_reads_from_what_it_does_not(tmp_path: Path) -> None:
-    path = save_target(tmp_path)
-    stored, before = load_file(path / "model.safetensors"), fingerprint(path)
-    for name, tensor in stored.items():
-        save_file({**stored, name: tensor + 1}, path / "model.safetensors", metadata={"format": "pt"})
-        unread = name.startswith(("model.layers.1.", "model.layers.2."))  # with an exit layer behind the first
-        assert (fingerprint(path) == before) == unread, name
 
 
 def test_another_target_is_refused_with_the_differences(tmp_path: Path) -> None:

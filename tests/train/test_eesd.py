@@ -1,6 +1,7 @@
 """EESD training end to end on tiny targets: from a config to a drafter that decodes."""
 
 import json
+import shutil
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -19,8 +20,10 @@ from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, fingerprint_target,
 from draft_models.early_exit import EarlyExitStudent
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE
+from draft_models.out_dirs import LOCK_FILE, recorded_at_first
 from draft_models.target import load_config, load_layers, load_tokenizer
 from draft_models.tensor_files import open_target
+from draft_models.versions import code_version
 from inference.decode import speculative
 from inference.drafting import Chain
 from inference.sources import EarlyExitSource
@@ -29,6 +32,7 @@ from tests.tiny import open_stack, random_prompt, reference_generate, save_targe
 from tests.train import jobs
 from tests.train.jobs import TORCHRUN, finish, kill_when, launch, same
 from train import fit as fit_module
+from train import run_dir
 from train.early_exit import Watch, default_exit_layer, train_early_exit
 from train.settings import EesdConfig
 from train.watch import heldout_prompt, heldout_prompts
@@ -155,10 +159,24 @@ def test_accumulation_equals_one_batch(tmp_path: Path, corpus: DataConfig) -> No
 def test_sigkill_then_resume_ends_with_the_same_bits(tmp_path: Path, corpus: DataConfig) -> None:
     path = save_target(tmp_path / "target")
     long = replace(FIT, steps=120, save_every=20)
-    job = launch("train/eesd.py", config(path, corpus, tmp_path / "killed", fit=long))
-    kill_when(lambda: list((tmp_path / "killed").glob("checkpoint-*")), job)
-    assert not (tmp_path / "killed" / META_FILE).exists()
-    finish(launch("train/eesd.py", config(path, corpus, tmp_path / "killed", fit=long, resume=True)))
+    killed = tmp_path / "killed"
+    job = launch("train/eesd.py", config(path, corpus, killed, fit=long))
+    refused: list[str] = []
+
+    def second_is_refused() -> bool:
+        """Once there is a checkpoint: another training into the same directory."""
+        if list(killed.glob("checkpoint-*")):
+            with pytest.raises(UserError, match=rf"process {job.pid} on .*train/eesd\.py") as error:
+                train_early_exit(config(path, corpus, killed, fit=replace(long, seed=3, lr=1.0), resume=True))
+            refused.append(str(error.value))
+        return bool(refused)
+
+    kill_when(second_is_refused, job)
+    assert refused
+    assert not (killed / META_FILE).exists()
+    said = finish(launch("train/eesd.py", config(path, corpus, killed, fit=long, resume=True)))
+    assert f"taken over from a run that did not end by itself: process {job.pid} on " in said
+    assert {path.name for path in killed.glob(".*")} == {LOCK_FILE}
     train_early_exit(config(path, corpus, tmp_path / "whole", fit=long))
     assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
 
@@ -192,7 +210,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus:
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):
             train_early_exit(replace(config(path, corpus, out_dir), **changes))
-        assert not out_dir.exists() or not list(out_dir.iterdir())
+        assert not out_dir.exists() or {path.name for path in out_dir.iterdir()} <= {LOCK_FILE}
     with pytest.raises(UserError, match="heldout_fraction"):
         replace(config(path, corpus, out_dir), data=replace(corpus, heldout_fraction=0.0))
     (path / "model.safetensors").unlink()
@@ -359,6 +377,56 @@ def test_resume_with_other_text_or_target_is_refused(tmp_path: Path, corpus: Dat
     other = save_target(tmp_path / "other", seed=1)
     with pytest.raises(UserError, match=r"target\.weights"):
         train_early_exit(config(other, corpus, tmp_path / "eesd", resume=True))
+
+
+def test_a_resumed_run_has_the_target_it_began_with(tmp_path: Path, corpus: DataConfig) -> None:
+    """What it reads, to the byte, and how the config says it is to be run; the teacher by a sample."""
+    path = save_target(tmp_path / "target")
+    plain, kl = config(path, corpus, tmp_path / "plain"), config(path, corpus, tmp_path / "kl", objective="kl")
+    for run in (plain, kl):
+        train_early_exit(run)
+    stored = load_file(path / "model.safetensors")
+    described = (path / "config.json").read_text()
+
+    def refused(run: EesdConfig, message: str) -> None:
+        with pytest.raises(UserError, match=rf"was made with other settings: .*{message}"):
+            train_early_exit(replace(run, resume=True))
+
+    read, unread = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2))
+    touched = stored[read].clone()
+    touched[5, 7] += 1e-5
+    save_file({**stored, read: touched}, path / "model.safetensors", metadata={"format": "pt"})
+    refused(plain, r"trained_on\.model\.layers\.1=")
+    save_file({**stored, unread: -stored[unread]}, path / "model.safetensors", metadata={"format": "pt"})
+    refused(kl, r"target\.tensors\.model\.layers\.2=")
+    train_early_exit(replace(plain, resume=True))  # which has not read it
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(described.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    refused(plain, r"target\.config\.rms_norm_eps=1e-05 \(was 1e-06\)")
+
+
+def test_another_version_of_the_code_goes_on_and_says_so(
+    tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after one that recorded less: its run is continued to the bits that it would have had."""
+    path = save_target(tmp_path / "target")
+    whole, cut = (config(path, corpus, tmp_path / name, decode_prompts=1, decode_tokens=4) for name in ("whole", "cut"))
+    train_early_exit(whole)
+    train_early_exit(cut)
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
+    record = tmp_path / "cut" / "checkpoint-4" / run_dir.RUN_FILE
+    before = json.loads(record.read_text())
+    assert before.pop("code") == [code_version()]
+    record.write_text(json.dumps(recorded_at_first(before)))
+    monkeypatch.setattr("draft_models.versions.code_version", lambda: "0.2+abc")
+    capsys.readouterr()
+    train_early_exit(replace(cut, resume=True))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(lines) == 2
+    assert "did not record target.config, target.tensors, trained_on; not checked" in lines[0]
+    assert "made by another version of this project's code, one that was not recorded; goes on with 0.2+abc" in lines[1]
+    assert json.loads((tmp_path / "cut" / "checkpoint-6" / run_dir.RUN_FILE).read_text())["code"] == ["0.2+abc"]
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
 def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:

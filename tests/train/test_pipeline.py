@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock
 
 from draft_models.errors import UserError
+from draft_models.out_dirs import only_run
 from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
 from train.pipeline_run import give_report, run_pipeline
 from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
@@ -205,6 +206,20 @@ def test_a_product_that_is_gone_is_made_again_with_what_was_made_from_it(mission
     assert kept == ["responses", "eesd"]  # nobody goes on with what was made from something else
 
 
+def test_what_is_to_be_made_again_is_not_removed_under_a_run(mission):
+    """A step's command may be run by hand, in the pipeline's directory."""
+    mission.run()
+    (mission.out_dir / "eesd/product").unlink()
+    calibrate = mission.out_dir / "calibrate"
+    (calibrate / "checkpoint").touch()
+    with only_run(calibrate, "a training"):
+        with pytest.raises(UserError, match=r"calibrate: another run is writing the product of step calibrate there"):
+            mission.run()
+        assert (calibrate / "checkpoint").exists()
+    assert mission.run() == ["calibrate"]
+    assert not (calibrate / "checkpoint").exists()
+
+
 def test_other_options_are_refused_by_name(mission):
     mission.run(eesd=["x.y=1"])
     with pytest.raises(UserError, match=r"logs/eesd\.json was made with other settings: x\.y=\"2\" \(was \"1\"\)"):
@@ -252,6 +267,7 @@ def test_a_rehearsal_lies_beside_the_run(mission):
     assert mission.run(resume=False, debug=True) == list(mission.names)
     assert not (debug / "rubbish").exists()
     (mission.out_dir.with_name("other-debug")).mkdir()
+    (mission.out_dir.with_name("other-debug") / "thesis").touch()
     mission.out_dir = mission.out_dir.with_name("other")
     with pytest.raises(UserError, match="other-debug: debug=true runs there, and it holds something else"):
         mission.run(resume=False, debug=True)

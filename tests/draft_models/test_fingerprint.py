@@ -1,0 +1,242 @@
+"""What a drafter belongs to: a changed target is refused by name, the same one in other words is not."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_models.calibration import META_FILE as CALIBRATION_FILE
+from draft_models.calibration import CalibrationHead, load_calibration, save_calibration
+from draft_models.checkpoint import META_FILE, fingerprint_target, from_pretrained, read_meta, save_pretrained
+from draft_models.early_exit import EarlyExit
+from draft_models.errors import UserError
+from draft_models.target import load_config, load_tokenizer
+from draft_models.tensor_files import open_target
+from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_target
+
+EXIT = 1  # so that of the layers only the first and, at first, the last are in the drafter
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., Path]:
+    """A folder with a target and a drafter made for it."""
+
+    def make(architecture: str = "llama", **changes: Any) -> Path:
+        path = save_target(tmp_path / "target", architecture, **changes)
+        files, config, tokenizer = open_target(str(path)), load_config(str(path)), load_tokenizer(str(path))
+        fingerprint = fingerprint_target(files, config, tokenizer)
+        save_pretrained(tmp_path / "drafter", make_drafter(path, EXIT), fingerprint, {}, torch.float32)
+        return tmp_path
+
+    return make
+
+
+def load(folder: Path, target: Path | None = None) -> EarlyExit:
+    path = str(target or folder / "target")
+    config = load_config(path)
+    fingerprint = fingerprint_target(open_target(path), config, load_tokenizer(path))
+    return from_pretrained(folder / "drafter", config, fingerprint, dtype=torch.float32)
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_any_tensor_of_any_layer_is_checked(trained: Callable[..., Path], architecture: str) -> None:
+    """Each in turn replaced by noise of the same size; the error names its layer."""
+    folder = trained(architecture, kv_heads=4 if architecture == "opt" else 2)
+    stored = load_file(folder / "target" / WEIGHTS)
+    load(folder)
+    assert any(".layers.2." in name for name in stored)
+    for name, tensor in stored.items():
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)) * (tensor.std() + 0.1)
+        save_file({**stored, name: noise.to(tensor.dtype)}, folder / "target" / WEIGHTS, metadata={"format": "pt"})
+        layer = re.match(r".*\.layers\.\d+", name)
+        named = re.escape(layer[0] if layer else name.rpartition(".")[0])
+        with pytest.raises(UserError, match=rf"was trained for another target .*the weights differ in {named}\. Give"):
+            load(folder)
+
+
+def test_what_training_read_is_checked_to_the_byte(trained: Callable[..., Path]) -> None:
+    """The lowest bit of any one number in the trunk, the last layer, embedding, norm and head."""
+    folder = trained(hidden_size=128, intermediate_size=352)  # large enough for samples to leave out most of it
+    path = folder / "target" / WEIGHTS
+    stored = load_file(path)
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in stored.items():
+        if any(f".layers.{layer}." in name for layer in range(EXIT, LAYERS - 1)):
+            continue
+        changed = tensor.clone()
+        at = int(torch.randint(changed.numel(), (1,), generator=generator))
+        changed.view(torch.int32).view(-1)[at] ^= 1
+        save_file({**stored, name: changed}, path, metadata={"format": "pt"})
+        with pytest.raises(UserError, match="was trained for another target"):
+            load(folder)
+    save_file(stored, path, metadata={"format": "pt"})
+    load(folder)
+
+
+SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 128}  # fmt: skip
+DECIDING: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
+    ("llama", "rope_theta", lambda c: c["rope_parameters"].update(rope_theta=5e5)),
+    ("llama", "rope_parameters.rope_type", lambda c: c.update(rope_parameters=SCALED)),
+    ("llama", "head_dim", lambda c: c.update(head_dim=8)),
+    ("llama", "num_attention_heads", lambda c: c.update(num_attention_heads=2, head_dim=32)),
+    ("llama", "num_key_value_heads", lambda c: c.update(num_key_value_heads=2)),
+    ("llama", "rms_norm_eps", lambda c: c.update(rms_norm_eps=1e-5)),
+    ("llama", "hidden_act", lambda c: c.update(hidden_act="gelu")),
+    ("llama", "attention_bias", lambda c: c.update(attention_bias=True)),
+    ("llama", "mlp_bias", lambda c: c.update(mlp_bias=True)),
+    ("llama", "pretraining_tp", lambda c: c.update(pretraining_tp=2)),
+    ("llama", "max_position_embeddings", lambda c: c.update(max_position_embeddings=128)),
+    ("llama", "intermediate_size", lambda c: c.update(intermediate_size=128)),
+    ("llama", "tie_word_embeddings", lambda c: c.update(tie_word_embeddings=True)),
+    ("llama", "eos_token_id", lambda c: c.update(eos_token_id=7)),
+    ("llama", "of_a_later_version", lambda c: c.update(of_a_later_version=0.1)),
+    ("llama", "quantization_config", lambda c: c.update(quantization_config={"bits": 4})),
+    ("mistral", "sliding_window", lambda c: c.update(sliding_window=24)),
+    ("qwen2", "sliding_window", lambda c: c.update(sliding_window=24)),
+    ("qwen2", "layer_types", lambda c: c.update(layer_types=["full_attention"] * LAYERS)),
+    ("opt", "activation_function", lambda c: c.update(activation_function="gelu")),
+    ("opt", "enable_bias", lambda c: c.update(enable_bias=False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "name", "change"), DECIDING, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_changed_config_is_refused_by_name(
+    trained: Callable[..., Path], architecture: str, name: str, change: Callable[[dict[str, Any]], object]
+) -> None:
+    folder = trained(architecture)
+    load(folder)
+    edit(folder / "target/config.json", change)
+    with pytest.raises(UserError, match=rf"was trained for another target .*config\.(\w+\.)*{name}[.:]"):
+        load(folder)
+
+
+def other(value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, int | float):
+        return 2 * value + 1
+    if isinstance(value, list):
+        return value[:-1]
+    return "other" if isinstance(value, str) else {**value, "other": 1.5}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_field_decides_but_those_that_are_known_not_to(trained: Callable[..., Path], architecture: str) -> None:
+    """Whatever config.json holds: of some fields it is known that they decide no number; all others count."""
+    from draft_models.model_identity import NOT_DECIDING, config_differences, deciding_config
+
+    path = trained(architecture) / "target"
+    before, stored = deciding_config(str(path), None), json.loads((path / "config.json").read_text())
+    free = {"_name_or_path": "a/b", "torch_dtype": "float16", "id2label": {"0": "x"}, "_commit_hash": "0123"}
+    for name, value in {**stored, **free, "unheard_of": 1}.items():
+        if name == "model_type":
+            continue
+        (path / "config.json").write_text(json.dumps({**stored, name: other(value)}))
+        found = config_differences(before, deciding_config(str(path), None))
+        assert [key.partition(".")[0] for key, _, _ in found if key.startswith(name)] == (
+            [] if name in NOT_DECIDING else [name]
+        )
+        assert bool(found) == (name not in NOT_DECIDING), (name, found)
+
+
+def test_the_same_target_in_other_words_is_the_same(trained: Callable[..., Path]) -> None:
+    """Another place, another writer, other shards, and defaults that are spelt out, left out or named as before."""
+    folder = trained()
+    moved = shutil.copytree(folder / "target", folder / "moved")
+
+    def rewrite(config: dict[str, Any]) -> None:
+        config |= {"transformers_version": "4.40.0", "torch_dtype": config.pop("dtype"), "use_cache": False}
+        config |= {"_name_or_path": "somebody/model", "architectures": ["Renamed"], "initializer_range": 0.5}
+        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+        del config["attention_dropout"]
+
+    edit(moved / "config.json", rewrite)
+    stored = load_file(moved / WEIGHTS)
+    (moved / WEIGHTS).unlink()
+    shards = {name: f"model-{number % 3}.safetensors" for number, name in enumerate(stored)}
+    for file in set(shards.values()):
+        save_file({n: t for n, t in stored.items() if shards[n] == file}, moved / file, metadata={"format": "pt"})
+    (moved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    load(folder, moved)
+
+
+def warnings(captured: Any) -> list[str]:
+    return [line for line in captured.err.splitlines() if line.startswith("warning: ")]
+
+
+def test_an_old_drafter_loads_with_one_warning(trained: Callable[..., Path], capsys: pytest.CaptureFixture) -> None:
+    folder = trained()
+    load(folder)
+    assert warnings(capsys.readouterr()) == []
+
+    def as_before(meta: dict[str, Any]) -> None:
+        meta.pop("trained_on", None)
+        for name in ("config", "tensors"):
+            meta["fingerprint"].pop(name, None)
+
+    edit(folder / "drafter" / META_FILE, as_before)
+    load(folder)
+    (line,) = warnings(capsys.readouterr())
+    assert "not checked" in line
+    assert "config" in line
+    assert "weights" in line
+    with pytest.raises(UserError, match="layers: drafter 4, target 6"):  # what was recorded still is
+        load(folder, save_target(folder / "deep", num_hidden_layers=6))
+
+
+def test_layers_that_were_not_there_are_named_when_they_are(
+    trained: Callable[..., Path], capsys: pytest.CaptureFixture
+) -> None:
+    """A training reads its few layers of a target on the Hub and fetches no others."""
+    folder = trained(shard="40KB")
+    path, whole = folder / "target", shutil.copytree(folder / "target", folder / "whole")
+    files = open_target(str(path))
+    unread = ("model.layers.1.", "model.layers.2.")
+    needed = {file for name, file in files.file_of.items() if not name.startswith(unread)}
+    for file in set(files.file_of.values()) - needed:
+        (path / file).unlink()
+    config, tokenizer = load_config(str(path)), load_tokenizer(str(path))
+    with pytest.raises(UserError, match=r"is named in model\.safetensors\.index\.json but missing"):
+        fingerprint_target(open_target(str(path)), config, tokenizer)
+    fingerprint = fingerprint_target(open_target(str(path)), config, tokenizer, fetch=False)
+    save_pretrained(folder / "drafter", make_drafter(whole, EXIT), fingerprint, {}, torch.float32)
+    load(folder, whole)
+    (line,) = warnings(capsys.readouterr())
+    assert "its weights in model.layers." in line
+    assert "model.layers.0" not in line
+
+
+def test_a_calibration_belongs_to_the_target_too(trained: Callable[..., Path], capsys: pytest.CaptureFixture) -> None:
+    folder = trained()
+    drafter, path = folder / "drafter", str(folder / "target")
+    sha = read_meta(drafter).weights_sha256
+
+    def target() -> dict[str, Any]:
+        found = fingerprint_target(open_target(path), load_config(path), load_tokenizer(path))
+        return {"config": found.config, "tensors": found.tensors}
+
+    save_calibration(drafter, CalibrationHead(64, 64), sha, {"target": target()})
+    load_calibration(drafter, sha, "cpu", target())
+    assert warnings(capsys.readouterr()) == []
+    edit(folder / "target/config.json", lambda c: c["rope_parameters"].update(rope_theta=5e5))
+    with pytest.raises(UserError, match=r"calibration head is of another target: config\.rope_parameters\.rope_theta"):
+        load_calibration(drafter, sha, "cpu", target())
+    edit(drafter / CALIBRATION_FILE, lambda meta: meta.pop("target"))
+    load_calibration(drafter, sha, "cpu", target())
+    (line,) = warnings(capsys.readouterr())
+    assert "calibration head" in line
+    assert "not checked" in line

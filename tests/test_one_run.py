@@ -1,0 +1,137 @@
+"""Every command holds its out_dir: a second one is refused by the first one's name, and changes nothing."""
+
+import os
+import socket
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from draft_models.errors import UserError
+from draft_models.out_dirs import only_run
+from draft_models.tiny_model import EARLY_EXIT, TABLE, TARGET, save_tiny_models
+
+ROOT = Path(__file__).parent.parent
+ENTRIES = {
+    path.stem: f"{path.parent.name}.{path.stem}"
+    for package in ("conf", "data_prep", "draft_models", "inference", "train")
+    for path in (ROOT / package).rglob("*.py")
+    if "\n@entry(" in path.read_text()
+}
+# What each needs to be able to run, beside where its out_dir is.
+OPTIONS = {
+    "build_trigrams": [f"tokenizer={TARGET}"],
+    "calibrate": [f"checkpoint={EARLY_EXIT}"],
+    "eesd": [f"target={TARGET}"],
+    "evaluate_checkpoint": [f"checkpoint={EARLY_EXIT}", "method=eesd_fixed", "prompt_text=[hello]"],
+    "finetune_drafter": [f"target={TARGET}"],
+    "generate_responses": [f"target={TARGET}"],
+    "pipeline": ["experiment=demo"],
+    "toy_target": [],
+}
+ELSEWHERE = {"build_trigrams": "out.building"}  # the table gets its name when it is whole
+REHEARSED = sorted(set(OPTIONS) - {"toy_target"})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_models(folder, "llama")
+    return folder
+
+
+@pytest.fixture
+def out(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place for out_dirs, with the models beside them."""
+    for name in (TARGET, EARLY_EXIT, TABLE):
+        (tmp_path / name).symlink_to(models / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, command: str, *options: str) -> int:
+    """The exit status of a command run in this process."""
+    monkeypatch.setattr(sys, "argv", [command, *OPTIONS[command], "out_dir=out", *options])
+    with pytest.raises(SystemExit) as ended:
+        import_module(ENTRIES[command]).main()
+    return int(ended.value.code or 0)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_no_command_is_forgotten() -> None:
+    assert ENTRIES.keys() == OPTIONS.keys()
+
+
+@pytest.mark.parametrize("resume", ["true", "false"])
+@pytest.mark.parametrize("command", OPTIONS)
+def test_a_second_run_is_refused_by_the_first_ones_name(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str, resume: str
+) -> None:
+    folder = out / ELSEWHERE.get(command, "out")
+    folder.mkdir()
+    (folder / "log.jsonl").write_text("of the first run")
+    with only_run(folder, "something"):
+        before = content(out)
+        status = run(monkeypatch, command, f"resume={resume}")
+        assert content(out) == before
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert status == 2
+    assert "another run is writing" in said
+    assert f"process {os.getpid()} on {socket.gethostname()}, since 20" in said
+
+
+@pytest.mark.parametrize("command", REHEARSED)
+def test_a_rehearsal_is_not_cleared_by_another(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str
+) -> None:
+    folder = out / "out-debug"
+    for mark in ("tiny_models", "logs"):
+        (folder / mark).mkdir(parents=True)
+        (folder / mark / "something").touch()
+    with only_run(folder, "something"):
+        before = content(out)
+        assert run(monkeypatch, command, "debug=true") == 2
+        assert content(out) == before
+    assert f"process {os.getpid()} on {socket.gethostname()}" in capsys.readouterr().err
+
+
+def test_a_replay_is_a_run_too(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    (out / "out").mkdir()
+    monkeypatch.setitem(OPTIONS, "evaluate_checkpoint", ["target=replay", "transcripts=t", f"tokenizer={TARGET}"])
+    with only_run(out / "out", "something"):
+        assert run(monkeypatch, "evaluate_checkpoint", "method=prompt_lookup", "prompt_text=[hello]") == 2
+    assert "another run is writing results there: process" in capsys.readouterr().err
+
+
+def test_a_calibration_holds_the_drafters_directory(
+    out: Path, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Into which it puts the head: not while a training, or another calibration, is at work there."""
+    with only_run(models / EARLY_EXIT, "something"):
+        assert run(monkeypatch, "calibrate") == 2
+    assert f"out_dir={EARLY_EXIT}: another run is writing" in capsys.readouterr().err
+
+
+def test_a_plan_needs_no_directory(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """It may be asked for while the training runs."""
+    from train.eesd import main
+
+    (out / "out").mkdir()
+    monkeypatch.setattr(sys, "argv", ["eesd", *OPTIONS["eesd"], "out_dir=out", "plan=true"])
+    with only_run(out / "out", "something"):
+        before = content(out)
+        main()
+        assert content(out) == before
+    assert "plan exit_layer=1/4" in capsys.readouterr().out
+
+
+def test_a_command_that_has_failed_lets_go(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, "eesd", "seq_len=9999") == 2
+    with only_run(out / "out", "something"):
+        pass
+    with only_run(out / "out", "something"), pytest.raises(UserError, match="another run"), only_run(out / "out", ""):
+        pass
