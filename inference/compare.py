@@ -24,10 +24,10 @@ from draft_models.files import require_writable
 from draft_models.out_dirs import only_run
 from draft_models.plain import construct
 from draft_models.processes import from_main, join_processes
+from draft_models.streams import Streams
 from inference.auto import Tuning
 from inference.decode import Clock
 from inference.evaluation import (
-    AUTOREGRESSIVE,
     Arm,
     PromptLike,
     PromptResult,
@@ -161,14 +161,14 @@ def make_bench(
     """The arms of `config`, which have continued `prompt` by a few tokens."""
 
     def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": subject.eos, "seed": config.seed}
-        options |= {"sampling": config.sampling, "stops": config.stop_strings, "tokenizer": subject.tokenizer}
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": subject.eos, "sampling": config.sampling}
+        options |= {"stops": config.stop_strings, "tokenizer": subject.tokenizer}
         options |= {"clock": clock, "runtime": models.runtime, "tunings": prepared.tunings}
         reference = models.plain if config.compare_transformers else None
         return make_arms(models.stack, models.drafters, prepared.methods, reference, **options)
 
     for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
-        warm_up(prompt)
+        warm_up(prompt, Streams(config.seed).within("warm-up"))
     profilers: dict[str, Arm] = {}
     if subject.device.type == "cuda":
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
@@ -204,11 +204,12 @@ def measure_prompt(
             category=prompt.category,
             repeats=config.repeats,
             turn=position + number,
+            seed=config.seed,
             profilers=bench.profilers,
         )
         excused = frozenset() if config.sampling.temperature else excuse_ties(models.plain, result)
         results.append(replace(result, excused=excused))
-        answer = subject.tokenizer.decode(list(result.generations[AUTOREGRESSIVE].tokens), skip_special_tokens=True)
+        answer = subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)
         messages.append({"role": "assistant", "content": str(answer)})
     return tuple(results)
 

@@ -24,6 +24,7 @@ from draft_models.errors import UserError
 from draft_models.files import write_json
 from draft_models.processes import join_processes
 from draft_models.small_lm import require_same_vocabulary
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
 from draft_models.tensor_files import open_target
 from draft_models.tiny_model import debugged
@@ -171,7 +172,7 @@ def start_lm(
     """The drafter before training, float32: a fixed function of config and files. Trainable is what is trained."""
     drafter = config.drafter
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.fit.seed)
+        torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
         if drafter.path is None:
             lm = AutoModelForCausalLM.from_config(shape, attn_implementation=ATTENTION, dtype=torch.float32)
             lm.generation_config = GenerationConfig(do_sample=False, **special_tokens(tokenizer))

@@ -183,7 +183,7 @@ def test_bf16_mismatches_are_ties(tmp_path: Path, architecture: str) -> None:
     prepare(stack, drafters)
     assert not any(isinstance(m, nn.Linear) for m in stack.modules())
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
-    arms = make_arms(stack, drafters, method, judge, max_new_tokens=48, eos=(), seed=0)
+    arms = make_arms(stack, drafters, method, judge, max_new_tokens=48, eos=())
     for seed in range(2):
         prompt = random_prompt(16, seed)
         result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed)
