@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from draft_models.checkpoint import provenance
 from draft_models.files import write_json
+from draft_models.streams import Streams
 from draft_models.target import pick_device
 from inference.auto import Tuning
 from inference.evaluation import AUTOREGRESSIVE, GREEDY, Generation, make_arms, synchronized_clock
@@ -106,7 +107,7 @@ def compare(auto: Sequence[Generation], picked: Mapping[str, Sequence[Generation
 def run(family: Family, label: str, subject: Any, options: argparse.Namespace, clock: Callable[[], float]) -> Any:
     """One family on all prompts."""
     runtime = make_runtime(options.runtime, subject.stack.device)
-    common: dict[str, Any] = {"sampling": family.sampling, "runtime": runtime, "seed": 0}
+    common: dict[str, Any] = {"sampling": family.sampling, "runtime": runtime}
     waiting = synchronized_clock if subject.stack.device.type == "cuda" else clock
     methods = {AUTO: family.auto, **family.picked}
     started = clock()
@@ -117,13 +118,14 @@ def run(family: Family, label: str, subject: Any, options: argparse.Namespace, c
         max_new_tokens=options.max_new_tokens, eos=(), tunings=tunings, clock=clock, **common,
     )  # fmt: skip
     for arm in arms.values():
-        arm(subject.prompts[0])
+        arm(subject.prompts[0], Streams(0).within("warm-up"))
     results: dict[str, list[Generation]] = {name: [] for name in arms}
     for turn, prompt in enumerate(tqdm(subject.prompts[1:], desc=label, disable=None)):
         names = list(arms)
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            generations = [arms[name](prompt) for _ in range(options.repeats)]
+            repeats = range(options.repeats)
+            generations = [arms[name](prompt, Streams(0, str(turn), repeat)) for repeat in repeats]
             results[name].append(min(generations, key=lambda g: g.decode_seconds))
         if not family.sampling.temperature and subject.stack.dtype.itemsize >= 4:  # 16 bits may decide a tie otherwise
             assert len({results[name][-1].tokens for name in names}) == 1

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from draft_models.files import write_json
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, pick_device
 from inference.decode import autoregressive, speculative
 from inference.evaluation import Drafters, make_drafting
@@ -158,7 +159,7 @@ def time_rounds(target: Target, runtime: Runtime, prompt: Sequence[int], method:
     if method is None:
         rounds = autoregressive(target.stack, prompt, max_new_tokens=ROUND_TOKENS, runtime=watched)
     else:
-        source, structure = make_drafting(method, Drafters(early_exit=target.drafter), seed=0)
+        source, structure = make_drafting(method, Drafters(early_exit=target.drafter), Streams(0))
         rounds = speculative(target.stack, source, structure, prompt, max_new_tokens=ROUND_TOKENS, runtime=watched)
     found = []
     captures, started = runtime.captures, clock()

@@ -21,6 +21,7 @@ from data_prep.prompts import read_prompts
 from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.files import write_json
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
 from draft_models.tensor_files import open_target
 from inference.choosing import Chooser
@@ -110,7 +111,9 @@ class Subject:
         if arm == "prompt_lookup":
             lookup = PromptLookup()
             return speculative(self.stack, lookup, lookup, prompt, **options)
-        return speculative(self.stack, EarlyExitSource(self.drafter), make_structure(TREE, 0), prompt, **options)
+        return speculative(
+            self.stack, EarlyExitSource(self.drafter), make_structure(TREE, Streams(0)), prompt, **options
+        )
 
     def judged(self, references: Sequence[Reference], fault: str | None, seed: int) -> dict[str, tuple[Judgement, int]]:
         """By arm: the judgement, and how many texts were identical."""

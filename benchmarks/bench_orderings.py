@@ -23,6 +23,7 @@ from data_prep.settings import DataConfig
 from draft_models.calibration import load_calibration
 from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance, read_meta
 from draft_models.small_lm import load_small_lm
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
 from draft_models.tensor_files import open_target
 from inference.evaluation import Drafters, Generation, make_arms, prepare
@@ -148,12 +149,15 @@ def run_all(
     sampling: SamplingConfig,
     label: str,
 ) -> Results:
-    arms = make_arms(stack, drafters, methods, None, max_new_tokens=new_tokens, eos=(), seed=0, sampling=sampling)
+    arms = make_arms(stack, drafters, methods, None, max_new_tokens=new_tokens, eos=(), sampling=sampling)
     results: Results = {name: [] for name in methods}
-    reference = [None if sampling.temperature else arms["autoregressive"](prompt).tokens for prompt in prompts]
-    for prompt, wanted in zip(tqdm(prompts, desc=label, disable=None), reference, strict=True):
+    reference = [
+        None if sampling.temperature else arms["autoregressive"](prompt, Streams(0)).tokens for prompt in prompts
+    ]
+    shown = tqdm(prompts, desc=label, disable=None)
+    for number, (prompt, wanted) in enumerate(zip(shown, reference, strict=True)):
         for name in methods:
-            generation = arms[name](prompt)
+            generation = arms[name](prompt, Streams(0, str(number)))
             assert wanted is None or generation.tokens == wanted, name
             results[name].append(generation)
     return results

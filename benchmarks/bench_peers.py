@@ -35,6 +35,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from draft_models.files import write_json
+from draft_models.streams import Streams
 from draft_models.target import pick_device
 from inference.decode import Round
 from inference.evaluation import Arm, Generation, generate_options, make_arms, measure, stock_attention
@@ -119,16 +120,16 @@ def contest_arms(subject: Subject, options: argparse.Namespace, max_new_tokens: 
     }
     runtime = make_runtime(options.runtime, subject.stack.device)
     arms = make_arms(
-        subject.stack, subject.drafters, methods, None, max_new_tokens=max_new_tokens, eos=(), seed=0,
-        sampling=sampling, runtime=runtime,
+        subject.stack, subject.drafters, methods, None, max_new_tokens=max_new_tokens, eos=(), sampling=sampling,
+        runtime=runtime,
     )  # fmt: skip
     settings = {**generate_options(sampling), "max_new_tokens": max_new_tokens}
     lookup = {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": MAX_NGRAM}
 
-    def theirs(extra: Mapping[str, Any] | None = None, **help_: Any) -> Arm:
-        def generate(prompt: Sequence[int]) -> Generation:
+    def theirs(name: str, extra: Mapping[str, Any] | None = None, **help_: Any) -> Arm:
+        def generate(prompt: Sequence[int], streams: Streams) -> Generation:
             with torch.random.fork_rng():
-                torch.manual_seed(0)
+                torch.manual_seed(streams.number(name, "sample", bits=64))
                 return transformers_arm(subject.plain, prompt, {**settings, **(extra or {})}, **help_)
 
         return generate
@@ -139,19 +140,19 @@ def contest_arms(subject: Subject, options: argparse.Namespace, max_new_tokens: 
         "assisted_small_lm": {"assistant": subject.assistant},
     }
     for name, help_ in drafting.items():
-        arms[f"transformers_{name}"] = theirs(**help_, draft_tokens=count)
-        arms[f"transformers_{name}_default"] = theirs(**help_)
+        ours, default = f"transformers_{name}", f"transformers_{name}_default"
+        arms |= {ours: theirs(ours, **help_, draft_tokens=count), default: theirs(default, **help_)}
     return {
         **arms,
-        "transformers_generate": theirs(),
-        "transformers_prompt_lookup": theirs(lookup),
+        "transformers_generate": theirs("transformers_generate"),
+        "transformers_prompt_lookup": theirs("transformers_prompt_lookup", lookup),
     }
 
 
 def contest(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
     """Every arm on every prompt: tokens/s, tokens per pass, equality with `generate`, and the ratios of the pairs."""
     for warm_up in contest_arms(subject, options, 8).values():
-        warm_up(subject.prompts[0])
+        warm_up(subject.prompts[0], Streams(0).within("warm-up"))
     arms = contest_arms(subject, options, options.max_new_tokens)
     results = [
         measure(arms, prompt, prompt_id=str(turn), category="", repeats=options.repeats, turn=turn)
@@ -160,7 +161,7 @@ def contest(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
     table = {}
     for name in arms:
         mine = [r.generations[name] for r in results]
-        median, interval = bootstrap_median([tokens_per_second(g) for g in mine], seed=0)
+        median, interval = bootstrap_median([tokens_per_second(g) for g in mine], Streams(0).arrays("bootstrap", name))
         table[name] = {
             "tokens_per_second": median,
             "ci95": interval,
@@ -171,7 +172,7 @@ def contest(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
     ratios = {}
     for ours, other in PAIRS:
         values = [tokens_per_second(r.generations[ours]) / tokens_per_second(r.generations[other]) for r in results]
-        median, interval = bootstrap_median(values, seed=0)
+        median, interval = bootstrap_median(values, Streams(0).arrays("bootstrap", ours, other))
         ratios[f"{ours} / {other}"] = {"median": median, "ci95": interval}
     return {
         "target": subject.name,

@@ -17,6 +17,7 @@ from subjects import Subject
 
 from draft_models.early_exit import EarlyExit
 from draft_models.plain_lm import PlainLM
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from inference.choosing import Chooser
 from inference.decode import Clock, Round, autoregressive, speculative
@@ -127,7 +128,7 @@ def profile(
                 source = structure = None
                 decoding = autoregressive(subject.stack, prompt, **options)
             else:
-                source, structure = make_drafting(method, subject.drafters, seed=0)
+                source, structure = make_drafting(method, subject.drafters, Streams(0))
                 decoding = speculative(subject.stack, source, structure, prompt, **options)
             if timed:
                 context.enter_context(timers(watch, source, structure))

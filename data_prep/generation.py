@@ -1,6 +1,5 @@
 """Continuing many prompts at once with a target: the first tokens greedy, the rest sampled."""
 
-import hashlib
 import inspect
 import sys
 from collections.abc import Collection, Sequence
@@ -11,7 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from draft_models.errors import UserError
-from inference.sampling import Sampler
+from draft_models.streams import Streams
+from inference.sampling import Sampler, invert
 
 _FAILED = -1  # where a token would be: the target's logits were not numbers
 _REPACK = 0.75  # finished rows leave the batch, which copies the cache, once so few are still decoding
@@ -149,7 +149,7 @@ class Generator:
     def _choose(self, logits: Tensor, uniform: Tensor, step: int) -> Tensor:
         """The next token [B] from logits [B, V] and numbers [B]; `_FAILED` where logits are not numbers."""
         greedy = step < self.greedy_tokens
-        tokens = logits.argmax(-1) if greedy else invert(self.sampler.probabilities(logits), uniform)
+        tokens = logits.argmax(-1) if greedy else invert(self.sampler.probabilities(logits), uniform[:, None])[:, 0]
         return torch.where(logits.isnan().any(-1), _FAILED, tokens)
 
     def _open(self, tokens: list[int], budget: int) -> bool:
@@ -163,16 +163,7 @@ class Generator:
 
 def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
     """`count` uniform numbers float64 in [0, 1): a fixed function of the other arguments, shorter ones its prefixes."""
-    digest = hashlib.sha256(f"{seed}/{identity}/{turn}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    return torch.rand(count, dtype=torch.float64, generator=generator)
-
-
-def invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The token [B] at which the cumulative sum of each row of probabilities [B, V] first exceeds uniform [B]."""
-    sums = probabilities.double().cumsum(-1)
-    found = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
-    return found.clamp(max=probabilities.shape[-1] - 1)
+    return torch.from_numpy(Streams(seed, identity).arrays("response", turn).random(count))
 
 
 def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """How tokens are chosen from the target's logits, one at a time or along a draft: greedily, or by sampling."""
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -14,16 +15,14 @@ from inference.verify import Matching, NodeRule, RandomChance, Rejection, verify
 class Chooser:
     """Chooses the next token after the text, and verifies drafts, for one generation.
 
-    sampler: logits → probabilities (None: plain greedy); generator: needed where the sampler samples. naive:
+    sampler: logits → probabilities (None: plain greedy); generator: its coins, where the sampler samples. naive:
     verify sampled candidates as if they were chosen, by sampling from p (MCNS) instead of rejection. Text is
     kept only for processors that read it. plain: it is the likeliest token that is chosen, by the logits alone.
 
     Where the target's logits are not finite numbers, what is chosen is no token of the vocabulary.
     """
 
-    def __init__(
-        self, sampler: Sampler | None = None, generator: torch.Generator | None = None, *, naive: bool = False
-    ):
+    def __init__(self, sampler: Sampler | None = None, generator: random.Random | None = None, *, naive: bool = False):
         self.sampler = sampler
         self.plain = sampler is None
         self.greedy = sampler is None or sampler.greedy

@@ -22,11 +22,11 @@ from draft_models.errors import UserError, require
 from draft_models.files import require_writable
 from draft_models.plain import construct
 from draft_models.processes import from_main, join_processes, only_run_of
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from inference.auto import Tuning
 from inference.decode import Clock
 from inference.evaluation import (
-    AUTOREGRESSIVE,
     Arm,
     Choosing,
     MakeArms,
@@ -195,8 +195,7 @@ def make_bench(
     prompts: int,
 ) -> Bench:
     """The arms of `config`, which have continued `prompt` by a few tokens; `prompts`: how many there are in all."""
-    ours: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
-    ours["tunings"] = prepared.tunings
+    ours: dict[str, Any] = {"sampling": config.sampling, "runtime": models.runtime, "tunings": prepared.tunings}
     stack, drafters, methods = models.stack, models.drafters, prepared.methods
 
     def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
@@ -208,7 +207,7 @@ def make_bench(
         return make_arms(stack, drafters, methods, None, max_new_tokens=new_tokens, eos=(), choosing=choosing, **ours)
 
     for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
-        warm_up(prompt)
+        warm_up(prompt, Streams(config.seed).within("warm-up"))
     profilers: dict[str, Arm] = {}
     if subject.device.type == "cuda":
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
@@ -248,13 +247,15 @@ def measure_prompt(
             category=prompt.category,
             repeats=config.repeats,
             turn=position + number,
+            seed=config.seed,
             profilers=bench.profilers,
         )
         differs = not sampled and not all(map(result.identical, bench.arms))
         if bench.judge is not None and (differs or position in bench.judged):
-            result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge))
+            streams = Streams(config.seed, result.prompt_id)
+            result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge, streams))
         results.append(result)
-        answer = subject.tokenizer.decode(list(result.generations[AUTOREGRESSIVE].tokens), skip_special_tokens=True)
+        answer = subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)
         messages.append({"role": "assistant", "content": str(answer)})
     return tuple(results)
 

@@ -1,5 +1,6 @@
 """Ways of drafting a round: a structure with its settings and its stop rule."""
 
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -7,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
+from draft_models.streams import Streams
 from inference.auto import BestLength, BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
 from inference.opt_tree import opt_tree
 from inference.settings import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, StopConfig, StructureConfig, number
@@ -67,7 +68,7 @@ class Structure(Protocol):
 class Chain:
     """One token after the other until the stop rule says so. With a generator the tokens are drawn from q."""
 
-    def __init__(self, rule: StopRule, generator: torch.Generator | None = None):
+    def __init__(self, rule: StopRule, generator: random.Random | None = None):
         self.rule = rule
         self.generator = generator
         self.max_rows = rule.max_draft
@@ -128,13 +129,13 @@ class Tree:
 
 def make_rule(
     stop: StopConfig,
-    seed: int,
+    streams: Streams,
     head: CalibrationHead | None = None,
     tuning: Tuning | None = None,
     *,
     default: int = CHAIN_TOKENS,
 ) -> StopRule:
-    """The stop rule of `stop`, fresh: what it learns belongs to one generation.
+    """The stop rule of `stop`, fresh: what it learns belongs to one generation, like its `streams`.
 
     head: for rule=calibrated; tuning: for max_draft=auto; default: what a max_draft of null means.
     """
@@ -145,32 +146,33 @@ def make_rule(
         return FixedLength(longest)
     if stop.rule == "confidence":
         return Confidence(longest, stop.threshold)
-    generator = torch.Generator().manual_seed(seed)
     if stop.rule == "beta":
-        return BetaThompson(longest, stop.alpha, stop.beta, stop.update, generator)
+        return BetaThompson(longest, stop.alpha, stop.beta, stop.update, streams.of("stop"))
     if head is None:
         raise ValueError("rule=calibrated needs the drafter's calibration head")
     sigmas = (stop.model_sigma, stop.sample_sigma)
-    return CalibratedThompson(head, longest, *sigmas, stop.prior, stop.mean, generator, stop.evidence)
+    return CalibratedThompson(head, longest, *sigmas, stop.prior, stop.mean, streams.of("stop"), stop.evidence)
 
 
 def make_structure(
     method: MethodConfig,
-    seed: int,
-    generator: torch.Generator | None = None,
+    streams: Streams,
+    drawn: bool = False,
     head: CalibrationHead | None = None,
     tuning: Tuning | None = None,
 ) -> Structure:
     """The structure of `method`, fresh.
 
-    generator: draw the draft from q (sampling); None: the likeliest tokens. head: for stop.rule=calibrated. tuning:
-    for sizes that are "auto" (see `inference.tuning`).
+    streams: the generation's; the draft and the stop rule take one each. drawn: draw the draft from q (sampling), else
+    it is the likeliest tokens. head: for stop.rule=calibrated. tuning: for sizes that are "auto" (see
+    `inference.tuning`).
     """
     settings = method.structure
+    generator = streams.of("draft") if drawn else None
     if settings.kind == "chain":
-        return Chain(make_rule(method.stop, seed, head, tuning), generator)
+        return Chain(make_rule(method.stop, streams, head, tuning), generator)
     tree = make_tree(settings, generator, tuning)
-    return replace(tree, rule=make_rule(method.stop, seed, head, default=tree.max_depth))
+    return replace(tree, rule=make_rule(method.stop, streams, head, default=tree.max_depth))
 
 
 def _required(tuning: Tuning | None) -> Tuning:
@@ -179,9 +181,7 @@ def _required(tuning: Tuning | None) -> Tuning:
     return tuning
 
 
-def make_tree(
-    settings: StructureConfig, generator: torch.Generator | None = None, tuning: Tuning | None = None
-) -> Tree:
+def make_tree(settings: StructureConfig, generator: random.Random | None = None, tuning: Tuning | None = None) -> Tree:
     """A tree structure with `settings` bound, of its own depth; tuning: for sizes that are "auto"."""
 
     def greedy_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:

@@ -14,6 +14,7 @@ from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
 from draft_models.errors import require
 from draft_models.small_lm import SmallLM
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from draft_models.trigram import TrigramTable
 from inference.auto import Tuning
@@ -62,7 +63,8 @@ class PromptResult:
     """One prompt continued by every arm.
 
     profiles: runs of the methods with a clock that waits for the device, where the timed ones' does not (CUDA);
-    they say how a round's time divides. deviations: of the arms that were judged (see `inference.lossless`).
+    they say how a round's time divides. deviations: of the arms that were judged (see `inference.lossless`). answer:
+    what plain decoding said first, whichever of its repeats counts.
     """
 
     prompt_id: str
@@ -72,17 +74,16 @@ class PromptResult:
     reference: str
     profiles: Mapping[str, Generation] = field(default_factory=dict)
     deviations: Mapping[str, Deviation] = field(default_factory=dict)
+    answer: tuple[int, ...] = ()
 
     def identical(self, arm: str) -> bool:
         """Whether `arm` emitted exactly the reference arm's tokens."""
         return self.generations[arm].tokens == self.generations[self.reference].tokens
 
 
-Arm = Callable[[Sequence[int]], Generation]
+Arm = Callable[[Sequence[int], Streams], Generation]  # of a prompt's ids, by this generation's streams of randomness
 Choosing = Callable[[Chooser], Chooser]
-MakeArms = Callable[
-    [int, Choosing], Mapping[str, Arm]
-]  # for so many new tokens, with these in the place of their choosers
+MakeArms = Callable[[int, Choosing], Mapping[str, Arm]]  # for so many new tokens, with other choosers in the arms'
 
 
 @dataclass(frozen=True)
@@ -98,22 +99,22 @@ class Drafters:
 def make_drafting(
     method: MethodConfig,
     drafters: Drafters,
-    seed: int,
-    generator: torch.Generator | None = None,
+    streams: Streams,
+    drawn: bool = False,
     tuning: Tuning | None = None,
 ) -> tuple[Drafter, Structure]:
-    """The source and structure of `method`, fresh for one generation.
+    """The source and structure of `method`, fresh for the one generation that `streams` belong to.
 
-    generator: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.tuning`).
+    drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.tuning`).
     """
     if method.source == "prompt_lookup":
         lookup = PromptLookup(method.max_ngram, method.stop.limit(CHAIN_TOKENS))
         return lookup, lookup
     if method.source == "ngrams":
         assert drafters.ngrams is not None
-        ngrams = make_ngram_drafter(drafters.ngrams, method.ngrams, seed)
+        ngrams = make_ngram_drafter(drafters.ngrams, method.ngrams, streams.number("search", bits=64))
         return ngrams, ngrams
-    structure = make_structure(method, seed, generator, drafters.calibration, tuning)
+    structure = make_structure(method, streams, drawn, drafters.calibration, tuning)
     if method.source == "small_lm":
         assert drafters.small_lm is not None
         return SmallLMSource(drafters.small_lm), structure
@@ -145,7 +146,6 @@ def make_arms(
     *,
     max_new_tokens: int,
     eos: Collection[int],
-    seed: int,
     sampling: SamplingConfig = GREEDY,
     stops: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -156,10 +156,10 @@ def make_arms(
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
-    sampling: how all of them choose tokens; when it samples, every generation starts from `seed` again. stops:
-    strings that end a text, which need the `tokenizer`. runtime: how the passes of all but `generate` run; None:
-    eagerly. tunings: of the methods with sizes of "auto" (see `inference.tuning`). choosing: puts another chooser in
-    the place of an arm's.
+    sampling: how all of them choose tokens. Of the streams that an arm is given it takes those within its name, one
+    for each use. stops: strings that end a text, which need the `tokenizer`. runtime: how the passes of all but
+    `generate` run; None: eagerly. tunings: of the methods with sizes of "auto" (see `inference.tuning`). choosing:
+    puts another chooser in the place of an arm's.
     """
     sampler = None if sampling == GREEDY else Sampler(sampling)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
@@ -171,20 +171,22 @@ def make_arms(
         assert tokenizer is not None
         return collect(until(rounds, stops, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))), clock)
 
-    def fresh_generator() -> torch.Generator | None:
-        return torch.Generator(stack.device).manual_seed(seed) if sampling.temperature else None
+    sampled = sampling.temperature > 0
 
-    def autoregress(prompt: Sequence[int]) -> Generation:
-        chooser = choosing(Chooser(sampler, fresh_generator()))
+    def choose_by(streams: Streams, naive: bool = False) -> Chooser:
+        return choosing(Chooser(sampler, streams.of("verify") if sampled else None, naive=naive))
+
+    def autoregress(prompt: Sequence[int], streams: Streams) -> Generation:
+        chooser = choose_by(streams.within(AUTOREGRESSIVE))
         return run(autoregressive(stack, prompt, chooser=chooser, **ours))
 
     def drafting(name: str, method: MethodConfig) -> Arm:
         tuning = tunings.get(name) if tunings else None
 
-        def draft(prompt: Sequence[int]) -> Generation:
-            generator = fresh_generator()
-            source, structure = make_drafting(method, drafters, seed, generator, tuning)
-            chooser = choosing(Chooser(sampler, generator, naive=method.verify == "naive"))
+        def draft(prompt: Sequence[int], streams: Streams) -> Generation:
+            own = streams.within(name)
+            source, structure = make_drafting(method, drafters, own, sampled, tuning)
+            chooser = choose_by(own, naive=method.verify == "naive")
             generation = run(speculative(stack, source, structure, prompt, chooser=chooser, **ours))
             return replace(generation, totals=dict(structure.totals))
 
@@ -194,8 +196,14 @@ def make_arms(
     if runtime is not None:
         arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
     if plain is not None:
-        arms[TRANSFORMERS] = lambda prompt: transformers_generate(
-            plain, prompt, sampling=sampling, seed=seed, stops=stops, tokenizer=tokenizer, **options
+        arms[TRANSFORMERS] = lambda prompt, streams: transformers_generate(
+            plain,
+            prompt,
+            sampling=sampling,
+            seed=streams.number(TRANSFORMERS, "sample", bits=64),
+            stops=stops,
+            tokenizer=tokenizer,
+            **options,
         )
     return arms
 
@@ -203,10 +211,10 @@ def make_arms(
 def without_captures(arm: Arm, runtime: Runtime) -> Arm:
     """`arm`, run again where it captured graphs on its way: what that takes is none of decoding's time."""
 
-    def settled(prompt: Sequence[int]) -> Generation:
+    def settled(prompt: Sequence[int], streams: Streams) -> Generation:
         while True:
             before = runtime.captures
-            generation = arm(prompt)
+            generation = arm(prompt, streams)
             if runtime.captures == before:
                 return generation
 
@@ -309,31 +317,36 @@ def measure(
     category: str,
     repeats: int,
     turn: int,
+    seed: int = 0,
     profilers: Mapping[str, Arm] | None = None,
 ) -> PromptResult:
     """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
 
-    Of an arm's repeats the one with the median decoding time counts. `profilers` are run once, untimed.
+    Of an arm's repeats the one with the median decoding time counts. `profilers` do the first of them again, untimed.
     """
+    streams = [Streams(seed, prompt_id, repeat) for repeat in range(repeats)]
     names = list(arms)
     runs: dict[str, list[Generation]] = {name: [] for name in names}
     for repeat in range(repeats):
         shift = (turn + repeat) % len(names)
         for name in names[shift:] + names[:shift]:
-            runs[name].append(arms[name](prompt))
+            runs[name].append(arms[name](prompt, streams[repeat]))
     middle = {
         name: sorted(generations, key=lambda g: g.decode_seconds)[(repeats - 1) // 2]
         for name, generations in runs.items()
     }
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
-    profiles = {name: profiler(prompt) for name, profiler in (profilers or {}).items()}
-    return PromptResult(prompt_id, category, tuple(prompt), middle, reference, profiles)
+    profiles = {name: profiler(prompt, streams[0]) for name, profiler in (profilers or {}).items()}
+    answer = runs[AUTOREGRESSIVE][0].tokens
+    return PromptResult(prompt_id, category, tuple(prompt), middle, reference, profiles, answer=answer)
 
 
-def measure_deviations(plain: PreTrainedModel, result: PromptResult, make: MakeArms) -> dict[str, Deviation]:
+def measure_deviations(
+    plain: PreTrainedModel, result: PromptResult, make: MakeArms, streams: Streams
+) -> dict[str, Deviation]:
     """How far every arm of this runtime is off on the reference's text of `result`, by name (see `inference.lossless`).
 
-    plain: the target as transformers runs it.
+    plain: the target as transformers runs it; streams: those of the result's generations.
     """
     text = result.generations[result.reference].tokens
     reference = make_reference(plain, result.prompt, text)
@@ -345,6 +358,6 @@ def measure_deviations(plain: PreTrainedModel, result: PromptResult, make: MakeA
 
     found: dict[str, Deviation] = {}
     for name, arm in make(len(text), force).items():
-        arm(result.prompt)
+        arm(result.prompt, streams)
         found[name] = made[-1].deviation(result.generations[name].tokens)
     return found

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from inference.drafting import CANDIDATE, CHOSEN, TRIED
@@ -95,11 +96,12 @@ def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, 
     return table
 
 
-def bootstrap_median(values: Sequence[float], seed: int, draws: int = 2000) -> tuple[float, list[float]]:
+def bootstrap_median(
+    values: Sequence[float], generator: np.random.Generator, draws: int = 2000
+) -> tuple[float, list[float]]:
     """The median of `values` and the 95 % bootstrap interval of it, resampling `values` with replacement."""
     data = torch.tensor(values, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(values), (draws, len(values)), generator=generator)
+    picks = torch.from_numpy(generator.integers(len(values), size=(draws, len(values))))
     medians = data[picks].quantile(0.5, dim=1)
     low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return statistics.median(values), [low, high]

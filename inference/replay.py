@@ -27,6 +27,7 @@ from draft_models.errors import UserError, require
 from draft_models.files import is_text, parse_json, require_writable, write_atomically, write_json
 from draft_models.out_dirs import only_run
 from draft_models.processes import join_processes
+from draft_models.streams import Streams
 from draft_models.target import load_tokenizer
 from draft_models.trigram import vocabulary_digest
 from inference.decode import Clock, Round, cut
@@ -257,7 +258,7 @@ def replay_turns(
     """
     generations = []
     for turn in tqdm(turns, desc=name, unit="turn", disable=None):
-        source, structure = make_drafting(method, drafters, seed)
+        source, structure = make_drafting(method, drafters, Streams(seed, turn.id).within(name))
         budget = max(max_new_tokens, len(turn.answer))
         rounds = replay(source, structure, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
         generations.append(collect(rounds))

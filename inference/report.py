@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draft_models.checkpoint import provenance
 from draft_models.files import require_writable, write_atomically, write_json
+from draft_models.streams import Streams
 from inference.auto import Tuning
 from inference.evaluation import AUTOREGRESSIVE, TRANSFORMERS, Generation, PromptResult
 from inference.lossless_report import is_lossless, judgement_lines, lossless_section
@@ -46,6 +48,7 @@ def build_report(
     mine = [r.generations[method] for r in results]
     seconds = _seconds([r.profiles.get(method, r.generations[method]) for r in results])
     speedups = _speedups(results, method, AUTOREGRESSIVE)
+    streams = Streams(seed).within(method, "bootstrap")
     report: Report = {
         "method": method,
         **facts,
@@ -71,20 +74,21 @@ def build_report(
             name: sum(r.generations[arm].prefill_seconds for r in results) / len(results)
             for name, arm in (("autoregressive", AUTOREGRESSIVE), ("speculative", method))
         },
-        "speedup": _speedup(speedups, seed),
+        "speedup": _speedup(speedups, streams.arrays(AUTOREGRESSIVE)),
         "break_even_acceptance": _break_even(results, method),
         "seconds": seconds,
         "acceptance_by_position": acceptance_by_position(mine),
         "by_category": {},
     }
     if TRANSFORMERS in results[0].generations:
-        report["speedup"]["vs_transformers_generate"] = _speedup(_speedups(results, method, TRANSFORMERS), seed)
+        against = _speedups(results, method, TRANSFORMERS)
+        report["speedup"]["vs_transformers_generate"] = _speedup(against, streams.arrays(TRANSFORMERS))
     for category in sorted({r.category for r in results}):
         group = [r for r in results if r.category == category]
         report["by_category"][category] = {
             "prompts": len(group),
             **decode_statistics(r.generations[method] for r in group),
-            "speedup": _speedup(_speedups(group, method, AUTOREGRESSIVE), seed),
+            "speedup": _speedup(_speedups(group, method, AUTOREGRESSIVE), streams.arrays("category", category)),
         }
     report["speedup_per_prompt"] = {r.prompt_id: s for r, s in zip(_timed(results, method), speedups, strict=True)}
     report["verdict"] = _verdict(report)
@@ -233,10 +237,10 @@ def _seconds_per_token(generation: Generation) -> float:
     return generation.decode_seconds / max(1, len(generation.tokens) - 1)
 
 
-def _speedup(values: Sequence[float], seed: int) -> dict[str, Any]:
+def _speedup(values: Sequence[float], generator: np.random.Generator) -> dict[str, Any]:
     if not values:
         return {"median": None, "ci95": None}
-    median, interval = bootstrap_median(values, seed)
+    median, interval = bootstrap_median(values, generator)
     return {"median": median, "ci95": interval}
 
 

@@ -1,4 +1,4 @@
-"""From logits to probabilities: once, and the same for target and drafter.
+"""From logits to probabilities: once, and the same for target and drafter; and from those to tokens.
 
 transformers' own processors in transformers' own order: what reads the text (repetition penalty, processors of the
 user), then the warpers (temperature, top-k, top-p, min-p). In a tree every row has a text of its own: the committed
@@ -118,6 +118,27 @@ def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tenso
     for node, parent in enumerate(parents):
         found.append(torch.cat([found[parent + 1], tokens[node : node + 1]]))
     return found
+
+
+def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
+    """Draw from each row of weights [m, V] ≥ 0 by its inverse distribution function.
+
+    uniforms: float64 [m, k] in [0, 1), or one number for a single draw from each row. Returns tokens [m, k]: the
+    first one at which the row's running sum exceeds that share of its total; −1 only where a row has no weight at all.
+    The sums are in float64: a token's share is off by some V · 2⁻⁵³ of the total at most. No transfer from a GPU.
+    """
+    sums = _running_sums(weights)
+    found = torch.searchsorted(sums, sums[:, -1:] * uniforms, right=True).clamp_(max=weights.shape[-1] - 1)
+    hit = weights.gather(-1, found) > 0
+    if weights.device.type == "cpu" and bool(hit.all()):
+        return found
+    # Sums taken in parallel, as on CUDA, may step up by a rounding error where the weight is 0, or step down.
+    heaviest = weights.argmax(-1, keepdim=True)
+    return torch.where(hit, found, torch.where(weights.gather(-1, heaviest) > 0, heaviest, -1))
+
+
+def _running_sums(weights: Tensor) -> Tensor:
+    return weights.to(torch.float64, copy=True).cumsum_(-1)  # in place: twice as much memory takes seven times as long
 
 
 def _warpers(config: SamplingConfig) -> list[LogitsProcessor]:

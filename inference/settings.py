@@ -292,7 +292,7 @@ class EvaluateConfig:
     ignore_eos: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     stop_strings: list[str] = field(default_factory=list)  # text also ends with the first of these
-    repeats: int = 1  # timed passes over every prompt; their median counts
+    repeats: int = 1  # timed passes over every prompt, which draw anew when sampling; the one of median time counts
     compare_transformers: bool = True  # also time model.generate
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
     device: str = "auto"

@@ -7,6 +7,7 @@ path; at limit 0 nothing is drafted and nothing is fed. `rule`, where there is o
 that it stops at depth d is the one that limit=d would have given.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from draft_models.errors import UserError, require_choice
 from draft_models.files import read_json
+from inference.sampling import invert
 from inference.stop_rules import Step, StopRule
 from inference.tree import ROOT, DraftTree, chain_parents
 
@@ -60,7 +62,7 @@ def chain(
     *,
     limit: int,
     to_probs: ToProbs | None = None,
-    generator: torch.Generator | None = None,
+    generator: random.Random | None = None,
 ) -> DraftTree:
     """One token after the other until `rule` stops or `limit` tokens are there.
 
@@ -77,7 +79,7 @@ def chain(
         else:
             probs = (to_probs or plain_probs)(logits, (row,))
             q[row - 1] = probs[0]
-            token = _draw(probs, 1, generator, replacement=True)[0]
+            token = invert(probs, generator.random())[0]
         tokens.append(token)
         if rule.stop(Step(row + 1, token, logits, source)):
             break
@@ -98,7 +100,7 @@ def k_config(
     widths: Sequence[int] = (4, 2, 2),
     mode: str = "without_replacement",
     to_probs: ToProbs | None = None,
-    generator: torch.Generator | None = None,
+    generator: random.Random | None = None,
 ) -> DraftTree:
     """MCSD's tree: every node of level i gets up to widths[i] children; fewer where q has fewer tokens left.
 
@@ -109,6 +111,8 @@ def k_config(
     require_choice("mode", mode, K_CONFIG_MODES)
     if mode == "top_k":
         return static(source, root, full_shape(tuple(widths)), limit=limit, rule=rule, to_probs=to_probs)
+    if generator is None:
+        raise ValueError(f"mode={mode} needs a generator to draw with")
     to_probs = to_probs or plain_probs
     replacement = mode == "with_replacement"
     widths = widths[: max(limit, 0)]
@@ -146,25 +150,21 @@ def k_config(
     return DraftTree(cat_levels(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
 
 
-def _draw(probs: Tensor, count: int, generator: torch.Generator | None, replacement: bool) -> Tensor:
+def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool) -> Tensor:
     """Draw `count` tokens from each row of probs [m, V] -> [m, count], −1 where no token with q > 0 is left.
 
-    Inverse CDF: u uniform on [0, Σq), the first token whose running sum exceeds u; a token with q = 0 has an
-    empty interval. Without replacement each drawn token's q is set to 0 and the rest is drawn from again. That
-    is the law of Gumbel top-k, at one running sum per draw instead of V random numbers per row. The generator may
-    live on another device than probs: its few numbers are moved.
+    Without replacement each drawn token's q is set to 0 and the rest is drawn from again. That is the law of Gumbel
+    top-k, at one running sum per draw instead of V random numbers per row.
     """
     rounds, each = (1, count) if replacement else (count, 1)
-    home = probs.device if generator is None else generator.device
     left = probs if rounds == 1 else probs.clone()
     drawn = []
     for i in range(rounds):
-        cumulative = left.cumsum(-1)
-        u = torch.rand((len(probs), each), generator=generator, device=home, dtype=probs.dtype).to(probs.device)
-        tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
-        drawn.append(torch.where(left.gather(-1, tokens) > 0, tokens, -1))
+        numbers = torch.tensor([generator.random() for _ in range(len(probs) * each)], dtype=torch.float64)
+        tokens = invert(left, numbers.view(len(probs), each).to(probs.device, non_blocking=True))
+        drawn.append(tokens)
         if i + 1 < rounds:
-            left.scatter_(-1, tokens, 0.0)
+            left.scatter_(-1, tokens.clamp(min=0), 0.0)  # a row that has nothing left loses nothing
     return drawn[0] if rounds == 1 else torch.cat(drawn, dim=-1)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, position_limit
 from inference.auto import INDICES, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
 from inference.choosing import Chooser
@@ -73,7 +73,9 @@ def tune(
         lacks_delta = tree.kind == "opt_tree" and tree.delta is None and tree.max_depth != AUTO
         if not (method.adapts or lacks_delta):
             continue
-        tuning = measure(method, stack, drafters, prompt, sampling=sampling, seed=seed, runtime=runtime, clock=clock)
+        streams = Streams(seed).within(name, "tune")
+        options: dict[str, Any] = {"sampling": sampling, "runtime": runtime, "clock": clock}
+        tuning = measure(method, stack, drafters, prompt, streams, **options)
         if method.adapts:
             tunings[name] = tuning
         if lacks_delta:
@@ -87,9 +89,9 @@ def measure(
     stack: LayerStack,
     drafters: Drafters,
     prompt: Sequence[int],
+    streams: Streams,
     *,
     sampling: SamplingConfig,
-    seed: int,
     runtime: Runtime | None,
     clock: Clock,
 ) -> Tuning:
@@ -104,21 +106,24 @@ def measure(
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
     sampler = None if sampling == GREEDY else Sampler(sampling)
-    generator = torch.Generator(stack.device).manual_seed(seed) if sampling.temperature else None
+    sampled = sampling.temperature > 0
+    generations = itertools.count()
 
     def decode(arm: Callable[..., Iterator[Round]], *drafting: Any, tokens: int) -> Iterator[Round]:
-        chooser = Chooser(sampler, generator, naive=method.verify == "naive")
+        coins = streams.of("verify", next(generations)) if sampled else None
+        chooser = Chooser(sampler, coins, naive=method.verify == "naive")
         options = {"max_new_tokens": tokens, "chooser": chooser, "runtime": runtime, "clock": clock}
         return arm(stack, *drafting, prompt, **options)
 
     plain = list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]
     explicit = probes(method)
-    structures = [make_drafting(probe, drafters, seed, generator)[1] for probe in explicit]
+    drafting = [make_drafting(p, drafters, streams.within("probe", i), sampled) for i, p in enumerate(explicit)]
+    structures = [structure for _, structure in drafting]
     probe = _Probe(structures, TRIALS[method.structure.kind], clock)
 
     def rounds() -> Iterator[Round]:
         while True:
-            source, _ = make_drafting(explicit[0], drafters, seed, generator)
+            source, _ = make_drafting(explicit[0], drafters, streams, sampled)
             yield from (r for r in decode(speculative, source, probe, tokens=new_tokens) if r.drafted)
 
     verified: list[tuple[int, float]] = []

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference.sampling import invert
 from inference.tree import ROOT
 
 Rows = Any  # a torch tensor, or a numpy array of numbers
@@ -41,21 +42,17 @@ class Chance(Protocol):
 
 
 class RandomChance:
-    """Decisions seeded by `generator`; the same on every device up to rounding of the probabilities."""
+    """Decisions by the numbers of `generator`; the same on every device up to rounding of the probabilities."""
 
-    def __init__(self, generator: torch.Generator):
-        # Python's generator draws single numbers on the host ten times cheaper than a tensor op.
-        self._random = random.Random(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+    def __init__(self, generator: random.Random):
+        self._random = generator  # Python's draws single numbers on the host ten times cheaper than a tensor op
 
     def accept(self, probability: float) -> bool:
         return self._random.random() < probability
 
     def choose(self, weights: Tensor) -> int:
-        """By the inverse distribution function in float64: a token of weight 0 has a step of height 0. One transfer."""
-        steps = weights.cumsum(0, dtype=torch.float64)
-        # 52 bits, so that the product is below the last step even after rounding.
-        height = steps[-1:] * (self._random.getrandbits(52) * 2.0**-52)
-        return int(torch.searchsorted(steps, height, right=True))
+        """By the inverse distribution function. One transfer."""
+        return int(invert(weights[None], self._random.random()))
 
 
 class NodeRule(Protocol):

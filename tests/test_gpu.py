@@ -12,6 +12,7 @@ from data_prep.settings import DataConfig
 from draft_models.attention import KERNELS
 from draft_models.checkpoint import fingerprint_target, from_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
 from draft_models.tensor_files import open_target
 from inference import graphed
@@ -87,7 +88,9 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
             options = {"max_new_tokens": count, "runtime": runtime}
             expected = [t for r in autoregressive(stack, random_prompt(length), max_new_tokens=count) for t in r.tokens]
             before = runtime.captures
-            rounds = list(speculative(stack, source, make_structure(method, 0), random_prompt(length), **options))
+            rounds = list(
+                speculative(stack, source, make_structure(method, Streams(0)), random_prompt(length), **options)
+            )
             assert [t for r in rounds for t in r.tokens] == expected
             plain = autoregressive(stack, random_prompt(length), **options)
             assert [t for r in plain for t in r.tokens] == expected
@@ -107,7 +110,7 @@ def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
         return [t for r in rounds for t in r.tokens]
 
     def draft(length: int, count: int) -> None:
-        structure, options = make_structure(method, 0), {"max_new_tokens": count, "runtime": runtime}
+        structure, options = make_structure(method, Streams(0)), {"max_new_tokens": count, "runtime": runtime}
         list(speculative(stack, EarlyExitSource(drafter), structure, random_prompt(length), **options))
 
     draft(20, 8)
@@ -135,11 +138,11 @@ def test_sampling_draws_on_the_device(tmp_path: Path, structure: str) -> None:
     path = save_target(tmp_path, kv_heads=2)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
     method = {"m": method_of(STRUCTURES[structure], 3)}
-    options = {"max_new_tokens": 32, "eos": (), "seed": 3, "sampling": SamplingConfig(temperature=1.0, top_k=20)}
+    options = {"max_new_tokens": 32, "eos": (), "sampling": SamplingConfig(temperature=1.0, top_k=20)}
     texts = []
     for runtime in (None, graphed.Graphed(), None):
         arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, runtime=runtime)
-        texts.append({name: arm(random_prompt(16)).tokens for name, arm in arms.items()})
+        texts.append({name: arm(random_prompt(16), Streams(0)).tokens for name, arm in arms.items()})
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -148,7 +151,7 @@ def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(CUDA)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.bfloat16)
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
-    options = {"max_new_tokens": 64, "eos": (), "seed": 0}
+    options = {"max_new_tokens": 64, "eos": ()}
     arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options)
 
     def make(new_tokens: int, choosing: Choosing) -> dict[str, Arm]:

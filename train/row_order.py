@@ -1,18 +1,15 @@
 """In which order a run sees its rows: a pure function of (seed, epoch), so that a resumed run continues it."""
 
-import hashlib
 from collections.abc import Iterator
 
-import torch
 from torch.utils.data import Sampler
+
+from draft_models.streams import Streams
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     """The order of `count` rows in one epoch: a pure function of its arguments."""
-    # hashed, because a CPU generator looks at 32 bits of its seed only
-    mixed = int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:4], "big")
-    generator = torch.Generator().manual_seed(mixed)
-    return torch.randperm(count, generator=generator).tolist()
+    return Streams(seed).arrays("row order", epoch).permutation(count).tolist()
 
 
 class RowOrder(Sampler[int]):

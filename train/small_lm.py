@@ -27,6 +27,7 @@ from draft_models.model_identity import model_identity
 from draft_models.out_dirs import recorded_at_first
 from draft_models.processes import from_main, join_processes, only_run_of
 from draft_models.small_lm import require_same_vocabulary
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
 from draft_models.tensor_files import open_target
 from draft_models.tiny_model import debugged
@@ -173,7 +174,7 @@ def start_lm(
     """The drafter before training, float32: a fixed function of config and files. Trainable is what is trained."""
     drafter = config.drafter
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.fit.seed)
+        torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
         if drafter.path is None:
             lm = AutoModelForCausalLM.from_config(
                 shape, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False

@@ -4,14 +4,16 @@ import copy
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from data_prep.generation import invert
 from draft_models.errors import UserError
 from draft_models.losses import IGNORE, linear_cross_entropy, linear_divergence, linear_topk_divergence
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
+from inference.sampling import invert
 from train.sharding import is_shared_out
 from train.watch import packed_hidden
 
@@ -27,7 +29,7 @@ class OnPolicy:
 
     def due(self, step: int) -> bool:
         """Whether optimizer step `step` is one of them: a pure function of seed and step."""
-        return _uniform_seed("step", self.seed, step) < self.share * 2**32
+        return Streams(self.seed).of("on_policy", step).random() < self.share
 
 
 class SmallLMStudent(nn.Module):
@@ -119,7 +121,7 @@ class SmallLMStudent(nn.Module):
             choose_prefix(ids, wanted, places, self.on_policy.tokens, generator)
             for ids, wanted, places, generator in zip(input_ids, labels, positions, generators, strict=True)
         ]
-        numbers = torch.stack([torch.rand(self.on_policy.tokens, generator=g) for g in generators])
+        numbers = torch.stack([torch.from_numpy(g.random(self.on_policy.tokens)) for g in generators])
         vocabulary = min(self._head.shape[0], self.teacher.head.weight.shape[0])
         was_training = self.lm.training
         self.lm.eval()
@@ -137,7 +139,7 @@ class SmallLMStudent(nn.Module):
 
 
 def choose_prefix(
-    input_ids: Tensor, labels: Tensor, positions: Tensor, room: int, generator: torch.Generator
+    input_ids: Tensor, labels: Tensor, positions: Tensor, room: int, generator: np.random.Generator
 ) -> Tensor:
     """What a row's continuation begins after: its document up to a supervised place drawn with `generator`.
 
@@ -146,7 +148,7 @@ def choose_prefix(
     supervised = (labels != IGNORE).nonzero()[:, 0]
     if not len(supervised):
         return input_ids[:1]
-    place = int(supervised[int(torch.randint(len(supervised), (), generator=generator))])
+    place = int(supervised[int(generator.integers(len(supervised)))])
     start = max(place - int(positions[place]), place + 1 - (len(input_ids) - room))
     return input_ids[start : place + 1]
 
@@ -173,8 +175,8 @@ def continue_prefixes(
         for place in range(feed.shape[1], ids.shape[1]):
             logits = lm(feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1, :vocabulary]
             turn = place - lengths
-            drawn = invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None])[:, 0])
-            ids[:, place] = torch.where((turn >= 0) & (turn < count), drawn, ids[:, place])
+            drawn = invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None]))
+            ids[:, place] = torch.where((turn >= 0) & (turn < count), drawn[:, 0], ids[:, place])
             feed = ids[:, place : place + 1]
     offsets = torch.arange(count, device=ids.device)
     return ids, ids.gather(1, lengths[:, None] + offsets)
@@ -190,15 +192,10 @@ def own_labels(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None
     return labels
 
 
-def _row_generator(seed: int, step: int, row: Tensor) -> torch.Generator:
-    """A generator that depends on the row, not on where in the global batch it stands or who computes it."""
+def _row_generator(seed: int, step: int, row: Tensor) -> np.random.Generator:
+    """A stream that depends on the row, not on where in the global batch it stands or who computes it."""
     content = hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()
-    return torch.Generator().manual_seed(_uniform_seed("row", seed, step, content))
-
-
-def _uniform_seed(*parts: object) -> int:
-    """32 bits from a hash of `parts`."""
-    return int.from_bytes(hashlib.sha256(":".join(map(str, parts)).encode()).digest()[:4], "big")
+    return Streams(seed).arrays("on_policy", step, content)
 
 
 def _plain(lm: PreTrainedModel) -> PreTrainedModel:

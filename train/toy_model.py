@@ -28,6 +28,7 @@ from draft_models.errors import UserError
 from draft_models.files import require_writable, write_json
 from draft_models.losses import IGNORE, linear_cross_entropy
 from draft_models.processes import join_processes, only_run_of
+from draft_models.streams import Streams
 from train.export import export, special_tokens
 from train.fit import fit
 from train.optimizers import layer_matrices
@@ -156,7 +157,7 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
         **special,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.fit.seed)
+        torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
         lm = LlamaForCausalLM(lm_config)
         with torch.no_grad():
             for layer in lm.model.layers:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
-from data_prep.generation import Answer, Generator, invert, top_law, uniforms
+from data_prep.generation import Answer, Generator, top_law, uniforms
 from draft_models.errors import UserError
 from inference.sampling import Sampler
 from inference.settings import SamplingConfig
@@ -85,15 +85,6 @@ def test_the_first_tokens_are_greedy_and_the_rest_are_not(model):
     (greedy,) = argmax.answer([prompt], [uniforms(0, "", 0, 12)])
     assert {tokens[:4] for tokens in several} == {greedy.tokens[:4]}
     assert len({tokens[4] for tokens in several}) > 1
-
-
-def test_inversion_gives_each_token_its_probability():
-    probabilities = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.125, 0.125, 0.0])
-    uniform = torch.arange(1000, dtype=torch.float64) / 1000
-    tokens = invert(probabilities.expand(1000, -1), uniform)
-    assert torch.bincount(tokens, minlength=7).tolist() == [0, 250, 0, 500, 125, 125, 0]
-    last = torch.nextafter(torch.tensor([1.0], dtype=torch.float64), torch.tensor([0.0], dtype=torch.float64))
-    assert invert(probabilities[None], last).item() == 5
 
 
 def test_uniforms_are_a_function_of_seed_prompt_and_turn():

@@ -23,6 +23,7 @@ from data_prep.prompts import Prompt
 from draft_models.errors import UserError
 from draft_models.plain_lm import PlainLM, RowCache, require_rows
 from draft_models.small_lm import load_small_lm
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_tokenizer
 from inference.compare import evaluate_checkpoint
 from inference.decode import speculative
@@ -81,7 +82,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> PlainLM:
 
 def decode(stack: LayerStack, source: SmallLMSource, structure: str, prompt: list[int], count: int) -> tuple:
     """The new tokens, and how many were drafted and accepted."""
-    drafting = make_structure(method_of(STRUCTURES[structure]), 0)
+    drafting = make_structure(method_of(STRUCTURES[structure]), Streams(0))
     rounds = list(speculative(stack, source, drafting, prompt, max_new_tokens=count))
     return [t for r in rounds for t in r.tokens], sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
 

@@ -1,6 +1,7 @@
 """Losslessness: every way of decoding emits exactly what the target alone would."""
 
 import itertools
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
 from draft_models.errors import UserError
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_tokenizer
 from inference.decode import Round, autoregressive, cut, speculative, until
 from inference.drafting import Chain
@@ -23,12 +25,12 @@ RULES = {
     "fixed-1": lambda: FixedLength(1),
     "fixed-4": lambda: FixedLength(4),
     "fixed-8": lambda: FixedLength(8),
-    "beta": lambda: BetaThompson(8, 2.0, 1.0, "natural", torch.Generator().manual_seed(0)),
+    "beta": lambda: BetaThompson(8, 2.0, 1.0, "natural", random.Random(0)),
     "confidence": lambda: Confidence(8, 0.3),
     "calibrated": lambda: CalibratedThompson(
-        CalibrationHead(64, 64).requires_grad_(False), 8, 0.3, 0.5, 0.6, "sample", torch.Generator().manual_seed(0)
+        CalibrationHead(64, 64).requires_grad_(False), 8, 0.3, 0.5, 0.6, "sample", random.Random(0)
     ),
-    "beta-printed": lambda: BetaThompson(8, 2.0, 1.0, "printed", torch.Generator().manual_seed(0)),
+    "beta-printed": lambda: BetaThompson(8, 2.0, 1.0, "printed", random.Random(0)),
 }
 
 
@@ -231,10 +233,10 @@ def test_stop_strings_anywhere_in_a_block(tmp_path: Path) -> None:
     assert len(places) > 1
     text, expected = max(ended.items(), key=lambda item: len(item[1]))
     arms = make_arms(
-        stack, Drafters(early_exit=drafter), {"m": MethodConfig()}, model, max_new_tokens=40, eos=(), seed=0,
+        stack, Drafters(early_exit=drafter), {"m": MethodConfig()}, model, max_new_tokens=40, eos=(),
         stops=["no such text", text], tokenizer=tokenizer,
     )  # fmt: skip
-    assert {name: list(arm(prompt).tokens) for name, arm in arms.items()} == dict.fromkeys(arms, expected)
+    assert {name: list(arm(prompt, Streams(0)).tokens) for name, arm in arms.items()} == dict.fromkeys(arms, expected)
     assert len(expected) < 40
     untouched = decode(stack, drafter, FixedLength(4), prompt, max_new_tokens=40)
     assert tokens_of(list(until(iter(untouched), ["no such text"], tokenizer.decode))) == full

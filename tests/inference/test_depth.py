@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from inference.decode import Round, speculative
 from inference.drafting import Structure, make_structure
@@ -110,7 +111,7 @@ def test_acceptance_by_depth_of_what_was_decoded(models: tuple[LayerStack, Any],
     """Against the drafts themselves, kept on the side."""
     stack, drafter = models
     seen: Seen = []
-    drafting = watched(make_structure(method_of(DEEP[structure]), 0), seen)
+    drafting = watched(make_structure(method_of(DEEP[structure]), Streams(0)), seen)
     source = EarlyExitSource(drafter)
     generation = collect(speculative(stack, source, drafting, random_prompt(20), max_new_tokens=40))
     found = acceptance_by_position([generation])

@@ -1,5 +1,6 @@
 """Every setting of a method reaches what drafts; what it drafts fits the room that is kept for it."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
+from draft_models.streams import Streams
 from inference.drafting import Chain, make_rule, make_structure, make_tree
 from inference.opt_tree import opt_tree
 from inference.settings import MethodConfig, StopConfig, StructureConfig
@@ -79,7 +81,7 @@ def test_a_tree_is_drafted_by_its_settings(name: str) -> None:
 def test_candidates_are_drawn_as_the_settings_say(draw: str) -> None:
     settings = StructureConfig(kind="k_config", widths=(3, 2), draw=draw)
     for sampled in (False, True):
-        generators = [torch.Generator().manual_seed(1) if sampled else None for _ in range(2)]
+        generators = [random.Random(1) if sampled else None for _ in range(2)]
         structure = make_tree(settings, generators[0])
         found = structure.draft(RoundSource(random_q(0)), root(), 9)
         mode = draw if sampled else "top_k"
@@ -91,7 +93,7 @@ def test_candidates_are_drawn_as_the_settings_say(draw: str) -> None:
 
 def test_a_rule_is_made_of_its_settings() -> None:
     def made(rule: str, **settings: Any) -> Any:
-        return make_rule(StopConfig(rule=rule, max_draft=5, **settings), seed=3, head=head)
+        return make_rule(StopConfig(rule=rule, max_draft=5, **settings), Streams(3), head=head)
 
     head = CalibrationHead(2, 2)
     assert made("fixed") == FixedLength(5)
@@ -109,7 +111,7 @@ def test_a_rule_is_made_of_its_settings() -> None:
 
 
 def test_a_chain_tells_its_rule_what_was_accepted() -> None:
-    structure = make_structure(MethodConfig(stop=StopConfig(rule="beta", max_draft=9, alpha=4.0, beta=2.0)), 0)
+    structure = make_structure(MethodConfig(stop=StopConfig(rule="beta", max_draft=9, alpha=4.0, beta=2.0)), Streams(0))
     assert isinstance(structure, Chain)
     structure.observe(DraftTree(torch.arange(5), (ROOT, 0, 1, 2, 3), (-1,) * 5), [0, 1, 2])
     assert (structure.rule.alpha, structure.rule.beta) == (4.0 + 3, 2.0 + 1)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
+from draft_models.streams import Streams
 from inference.decode import Round
 from inference.evaluation import (
     AUTOREGRESSIVE,
@@ -22,26 +23,26 @@ from tests.tiny import random_prompt, save_target
 def test_a_run_that_captured_graphs_is_run_again() -> None:
     runtime, runs = SimpleNamespace(captures=0), []
 
-    def arm(prompt: Sequence[int]) -> Generation:
+    def arm(prompt: Sequence[int], streams: Streams) -> Generation:
         runs.append(prompt)
         runtime.captures += len(runs) < 3
         return Generation((len(runs),), 0, 0)
 
-    assert without_captures(arm, runtime)([1]).tokens == (3,)
+    assert without_captures(arm, runtime)([1], Streams(0)).tokens == (3,)
 
 
 def test_measure_rotates_and_takes_the_median(tmp_path: Path) -> None:
     calls = []
 
     def arm(name: str, seconds: list[float]):
-        def run(_prompt: Sequence[int]) -> Generation:
+        def run(_prompt: Sequence[int], _streams: Streams) -> Generation:
             calls.append(name)
             return Generation((1, 2), 0.1, seconds[calls.count(name) - 1])
 
         return run
 
     arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE, [3, 1, 2]), "m": arm("m", [5, 6, 4])}
-    profilers = {"m": lambda _: Generation((9,), 0, 0)}
+    profilers = {"m": lambda *_: Generation((9,), 0, 0)}
     result = measure(arms, [1], prompt_id="p", category="c", repeats=3, turn=1, profilers=profilers)
     assert calls == ["m", AUTOREGRESSIVE, AUTOREGRESSIVE, "m", "m", AUTOREGRESSIVE]
     assert result.generations[AUTOREGRESSIVE].decode_seconds == 2

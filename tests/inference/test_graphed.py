@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from draft_models.attention import KERNELS, grouped_attention, use_kernel
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from inference import graphed
 from inference.capture import GraphPool
@@ -44,7 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decode(stack: LayerStack, source: Any, method: MethodConfig, runtime: Any, prompt: list[int], count: int) -> list:
     rounds: list[Round] = list(
-        speculative(stack, source, make_structure(method, 0), prompt, max_new_tokens=count, runtime=runtime)
+        speculative(stack, source, make_structure(method, Streams(0)), prompt, max_new_tokens=count, runtime=runtime)
     )
     assert any(r.drafted for r in rounds)
     return tokens_of(rounds)

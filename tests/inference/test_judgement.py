@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.planted_faults import FAULTS, REACHED, planted
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from inference.choosing import Chooser
 from inference.decode import Round, autoregressive, speculative
@@ -50,12 +52,12 @@ class Subject:
         if arm == "prompt_lookup":
             lookup = PromptLookup()
             return speculative(self.stack, lookup, lookup, prompt, **options)
-        structure = make_structure(MethodConfig(structure=STRUCTURES["k_config"]), 0)
+        structure = make_structure(MethodConfig(structure=STRUCTURES["k_config"]), Streams(0), not chooser.greedy)
         return speculative(self.stack, EarlyExitSource(self.drafter), structure, prompt, **options)
 
     def judgement(self, arm: str, fault: str | None = None, seed: int = 0, sampled: bool = False) -> Judgement:
         def choose() -> Chooser:
-            return Chooser(Sampler(SAMPLING), torch.Generator().manual_seed(seed)) if sampled else Chooser()
+            return Chooser(Sampler(SAMPLING), random.Random(seed)) if sampled else Chooser()
 
         found = []
         with planted(fault, seed, self.stack):

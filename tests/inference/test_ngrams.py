@@ -1,8 +1,5 @@
 """The compiled searches against slow ones, and lossless decoding with all of them."""
 
-import itertools
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +11,10 @@ from hypothesis import strategies as st
 from draft_models.adaptation import Overlay
 from draft_models.errors import UserError
 from draft_models.trigram import TrigramTable
-from inference.choosing import Chooser
-from inference.decode import Round, autoregressive, speculative
+from inference.decode import speculative
 from inference.ngram_search import next_random
 from inference.ngrams import TrigramDrafter, make_ngram_drafter
-from inference.sampling import Sampler
-from inference.settings import MethodConfig, NgramConfig, SamplingConfig
+from inference.settings import MethodConfig, NgramConfig
 from tests.inference.ngram_cases import (
     TABLE,
     TEXTS,
@@ -184,42 +179,6 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str) -> None:
         assert [t for r in rounds for t in r.tokens] == expected
         assert sum(r.accepted for r in rounds) > 5
         assert max(r.drafted for r in rounds) <= config.nodes
-
-
-SAMPLES, TINY = 800, 5
-
-
-@pytest.fixture(scope="module")
-def sampling(tmp_path_factory: pytest.TempPathFactory) -> tuple:
-    """A target over five tokens, a prompt, how to sample, and how often plain sampling gave which two tokens."""
-    path = save_target(tmp_path_factory.mktemp("law"), vocab_size=TINY, hidden_size=16, intermediate_size=24,
-                       num_hidden_layers=1, bos_token_id=None)  # fmt: skip
-    _, stack = open_stack(path)
-    sampler, prompt, plain = Sampler(SamplingConfig(temperature=0.9)), [1, 4, 2], Counter()
-    for seed in range(SAMPLES):
-        chooser = Chooser(sampler, torch.Generator().manual_seed(10**6 + seed))
-        plain[pair(autoregressive(stack, prompt, max_new_tokens=3, chooser=chooser))] += 1
-    return stack, prompt, sampler, plain
-
-
-def pair(rounds: Iterator[Round]) -> tuple[int, ...]:
-    """The two tokens after the prefill's."""
-    return tuple(token for r in rounds for token in r.tokens)[1:]
-
-
-@pytest.mark.parametrize("name", ["puct", "best_first", "mixed"])
-def test_law_of_sampled_text(sampling: tuple, name: str) -> None:
-    """Two tokens, drafts included, come as often as from plain sampling (χ²)."""
-    stack, prompt, sampler, plain = sampling
-    table, seen = make_table(TINY), Counter()
-    for seed in range(SAMPLES):
-        drafter = make_ngram_drafter(table, CONFIGS[name], seed)
-        chooser = Chooser(sampler, torch.Generator().manual_seed(seed))
-        seen[pair(speculative(stack, drafter, drafter, prompt, max_new_tokens=3, chooser=chooser))] += 1
-    cells = [cell for cell in itertools.product(range(TINY), repeat=2) if seen[cell] + plain[cell] >= 20]
-    statistic = sum((seen[cell] - plain[cell]) ** 2 / (seen[cell] + plain[cell]) for cell in cells)
-    assert len(cells) > 8
-    assert (statistic - len(cells)) / (2 * len(cells)) ** 0.5 < 4
 
 
 def test_drafts_keep_to_limits() -> None:

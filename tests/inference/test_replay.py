@@ -11,6 +11,7 @@ from sentencepiece import SentencePieceTrainer
 
 from benchmarks import bench_aded
 from draft_models.errors import UserError
+from draft_models.streams import Streams
 from draft_models.target import load_tokenizer
 from draft_models.trigram import TrigramTable, vocabulary_digest
 from inference.decode import speculative
@@ -46,14 +47,17 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
     prompt = random_prompt(14) * 2
     table = TrigramTable.from_documents([reference_generate(model, prompt, 40), random_prompt(50)], [2, 3, 4], 256, "t")
     drafters = Drafters(ngrams=table)
+    own = Streams(3, "1").within("m")
     for length, ends in ((60, ()), (60, "inside"), (17, ())):
         text = reference_generate(model, prompt, length)
         eos = {text[length // 2]} if ends else set()
         live = list(
-            speculative(stack, *make_drafting(METHODS[method], drafters, 3), prompt, max_new_tokens=length, eos=eos)
+            speculative(stack, *make_drafting(METHODS[method], drafters, own), prompt, max_new_tokens=length, eos=eos)
         )
         answer = [token for r in live for token in r.tokens]
-        recorded = replay(*make_drafting(METHODS[method], drafters, 3), prompt, answer, max_new_tokens=length, eos=eos)
+        recorded = replay(
+            *make_drafting(METHODS[method], drafters, own), prompt, answer, max_new_tokens=length, eos=eos
+        )
         assert outcome(list(recorded)) == outcome(live)
         assert len(answer) < length if ends else answer == text
         if ends:  # the command: a draft does not see that the recording ends before the budget does
@@ -64,7 +68,7 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
 
 
 def test_a_recording_longer_than_the_budget_is_cut() -> None:
-    source, structure = make_drafting(METHODS["prompt_lookup"], Drafters(), 0)
+    source, structure = make_drafting(METHODS["prompt_lookup"], Drafters(), Streams(0))
     rounds = list(replay(source, structure, [1, 2], [3, 4, 5, 6, 7], max_new_tokens=3))
     assert [t for r in rounds for t in r.tokens] == [3, 4, 5]
     with pytest.raises(UserError, match="empty recorded answer"):

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from numpy.random import default_rng
 
 from inference.decode import Round
 from inference.evaluation import (
@@ -63,13 +64,13 @@ def test_acceptance_by_position_by_hand() -> None:
 
 def test_bootstrap_interval() -> None:
     values = [1.0 + i / 100 for i in range(101)]
-    median, (low, high) = bootstrap_median(values, seed=0)
+    median, (low, high) = bootstrap_median(values, default_rng(0))
     assert median == 1.5
     assert 1.3 < low < 1.5 < high < 1.7
-    assert bootstrap_median(values, seed=0) == bootstrap_median(values, seed=0)
-    assert bootstrap_median([2.0] * 5, seed=1) == (2.0, [2.0, 2.0])
+    assert bootstrap_median(values, default_rng(0)) == bootstrap_median(values, default_rng(0))
+    assert bootstrap_median([2.0] * 5, default_rng(1)) == (2.0, [2.0, 2.0])
     # Of nine, the resampled median is the smallest with probability 0.1 %, one of the two smallest with 3 %.
-    assert bootstrap_median([1.0, 2, 3, 4, 5, 6, 7, 8, 99], seed=0) == (5.0, [2.0, 8.0])
+    assert bootstrap_median([1.0, 2, 3, 4, 5, 6, 7, 8, 99], default_rng(0)) == (5.0, [2.0, 8.0])
 
 
 def results() -> list[PromptResult]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from inference import graphed
 from inference.cache import KVCache
@@ -180,10 +181,10 @@ CASES += [(source, name, True) for source in ("early_exit", "small_lm") for name
 def test_after_every_round_every_cache_equals_a_fresh_prefill(
     target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, drawn: bool
 ) -> None:
-    generator = torch.Generator().manual_seed(0) if drawn else None
-    chooser = Chooser(Sampler(SamplingConfig(temperature=0.7)), generator) if drawn else None
+    streams = Streams(0)
+    chooser = Chooser(Sampler(SamplingConfig(temperature=0.7)), streams.of("verify")) if drawn else None
     method = method_of(STRUCTURES[structure])
-    shape, moved, turns = make_structure(method, 0, generator), [], itertools.count()
+    shape, moved, turns = make_structure(method, streams, drawn), [], itertools.count()
     observe, draft = shape.observe, shape.draft
 
     def note(tree: DraftTree, nodes: list[int]) -> None:
@@ -243,7 +244,7 @@ def test_float64_greedy_equals_generate(
     for length, ends in ((1, False), (23, True)):
         expected = expected_of(target, length, 24)
         eos = expected[11:12] if ends else []
-        shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES[rule]), 0)
+        shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES[rule]), Streams(0))
         options: Any = {"max_new_tokens": 24, "eos": eos, "runtime": runtime}
         rounds = list(speculative(target.stack, drafter, shape, random_prompt(length), **options))
         assert tokens_of(rounds) == (expected[: expected.index(eos[0]) + 1] if ends else expected)
@@ -305,7 +306,7 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
     """The same stack, source and structure are used again, for a shorter text and for a longer one."""
     drafter, chooser = target.source(source), Chooser()
     # Drafts of one token are often right as a whole, which leaves a token waiting for the drafter.
-    shape = make_structure(method_of(STRUCTURES[structure], 1), 0)
+    shape = make_structure(method_of(STRUCTURES[structure], 1), Streams(0))
     place, at = FAULTS[fault]
     owner, name = place(target, drafter, shape, chooser)
     emitted: list[int] = []
@@ -335,7 +336,7 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
         drafter = shape = PromptLookup(3, 4)
     else:
         drafter = target.source(source)
-        shape = make_structure(method_of(STRUCTURES[structure]), 0)
+        shape = make_structure(method_of(STRUCTURES[structure]), Streams(0))
     for taken in (1, 3):
         options: Any = {"max_new_tokens": 20, "runtime": runtime}
         abandoned = speculative(target.stack, drafter, shape, random_prompt(30), **options)
@@ -358,7 +359,9 @@ def test_two_generations_at_once_on_one_target_and_drafter(target: Target, runti
     lengths = (5, 40)
     options: Any = {"max_new_tokens": 24, "runtime": runtime}
     running = [
-        speculative(target.stack, target.source(source), make_structure(method, 0), random_prompt(n), **options)
+        speculative(
+            target.stack, target.source(source), make_structure(method, Streams(0)), random_prompt(n), **options
+        )
         for n in lengths
     ]
     rounds: list[list[Round]] = [[], []]

@@ -16,7 +16,7 @@ from inference.verify import verify_greedy
 
 
 def beta(update: str, alpha: float = 1.0, other: float = 1.0, seed: int = 0, max_draft: int = 1000) -> BetaThompson:
-    return BetaThompson(max_draft, alpha, other, update, torch.Generator().manual_seed(seed))
+    return BetaThompson(max_draft, alpha, other, update, random.Random(seed))
 
 
 def step(drafted: int, probability: float = 0.5, width: int = 2) -> Step:
@@ -133,7 +133,7 @@ def calibrated(mean: str = "sample", seed: int = 0, bias: float = 0.0, **changes
     head = CalibrationHead(2, 2).requires_grad_(False)
     head.bias.fill_(bias)
     settings = {"model_sigma": 0.3, "sample_sigma": 0.6, "prior": 0.5, **changes}
-    return CalibratedThompson(head, 50, mean=mean, generator=torch.Generator().manual_seed(seed), **settings)
+    return CalibratedThompson(head, 50, mean=mean, generator=random.Random(seed), **settings)
 
 
 def test_posterior_moves_from_the_model_to_the_sample() -> None:

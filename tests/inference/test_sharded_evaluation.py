@@ -315,7 +315,7 @@ def test_arms_are_warm_and_take_turns_at_being_first(
 
     def noted(*models: object, max_new_tokens: int, **options: object) -> dict[str, Arm]:
         def noting(name: str, arm: Arm) -> Arm:
-            return lambda prompt: (calls.append((max_new_tokens, name)), arm(prompt))[1]
+            return lambda *given: (calls.append((max_new_tokens, name)), arm(*given))[1]
 
         arms = make(*models, max_new_tokens=max_new_tokens, **options)  # type: ignore[arg-type]
         return {name: noting(name, arm) for name, arm in arms.items()}

@@ -1,5 +1,6 @@
 """Stop rules on trees: where they end a tree, what they see of it, and that tokens and law stay the target's own."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from draft_models.calibration import CalibrationHead
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from inference import graphed
 from inference.decode import speculative
@@ -59,7 +61,7 @@ every_builder = pytest.mark.parametrize("name", BUILDERS)
 
 def build(name: str, source: KnownSource, seed: int = 0, **options: Any) -> DraftTree:
     if name.startswith("k_config"):
-        options["generator"] = torch.Generator().manual_seed(seed)
+        options["generator"] = random.Random(seed)
     return BUILDERS[name](source, root(), **OPTIONS[name], **options)
 
 
@@ -141,7 +143,7 @@ class Scripted:
 def test_the_calibrated_rule_reads_the_row_its_node_was_predicted_from(name: str) -> None:
     for seed in range(10):
         q, head = random_q(seed), Scripted()
-        generator = torch.Generator().manual_seed(seed)
+        generator = random.Random(seed)
         rule = CalibratedThompson(head, 99, 1e-9, 1.0, 0.5, "sample", generator)  # type: ignore[arg-type]
         source, other, seen = KnownSource(q), KnownSource(q), At(99)
         build(name, source, seed, limit=LIMIT, rule=rule)
@@ -155,7 +157,7 @@ def test_drafts_get_deeper_with_the_prior(structure: str) -> None:
     means = []
     for alpha in (0.2, 2.0, 50.0):
         method = MethodConfig(structure=TREES[structure], stop=StopConfig(rule="beta", alpha=alpha, beta=2.0))
-        drafting, depths = make_structure(method, 0), []
+        drafting, depths = make_structure(method, Streams(0)), []
         for seed in range(60):
             source: Any = KnownSource(random_q(seed))
             source.to_probs = None
@@ -168,9 +170,9 @@ def test_drafts_get_deeper_with_the_prior(structure: str) -> None:
 @pytest.mark.parametrize("structure", TREES)
 @pytest.mark.parametrize("limit", [1, 2])
 def test_max_draft_bounds_the_levels(structure: str, limit: int) -> None:
-    own = make_structure(MethodConfig(structure=TREES[structure]), 0)
-    bound = make_structure(MethodConfig(structure=TREES[structure], stop=StopConfig(max_draft=limit)), 0)
-    longer = make_structure(MethodConfig(structure=TREES[structure], stop=StopConfig(max_draft=99)), 0)
+    own = make_structure(MethodConfig(structure=TREES[structure]), Streams(0))
+    bound = make_structure(MethodConfig(structure=TREES[structure], stop=StopConfig(max_draft=limit)), Streams(0))
+    longer = make_structure(MethodConfig(structure=TREES[structure], stop=StopConfig(max_draft=99)), Streams(0))
     for seed in range(10):
         trees = []
         for drafting in (own, bound, longer):
@@ -327,15 +329,15 @@ def arms(models: tuple[LayerStack, Drafters]) -> dict[str, Arm]:
         for structure in TREES
         for rule, stop in RULES.items()
     }
-    return make_arms(stack, drafters, methods, None, max_new_tokens=40, eos=(), seed=0)
+    return make_arms(stack, drafters, methods, None, max_new_tokens=40, eos=())
 
 
 @pytest.mark.parametrize("structure", TREES)
 def test_greedy_tokens_are_those_of_plain_decoding(arms: dict[str, Arm], structure: str) -> None:
-    expected = arms[AUTOREGRESSIVE](random_prompt(20)).tokens
+    expected = arms[AUTOREGRESSIVE](random_prompt(20), Streams(0)).tokens
     depths = {}
     for rule in RULES:
-        generation = arms[f"{structure}, {rule}"](random_prompt(20))
+        generation = arms[f"{structure}, {rule}"](random_prompt(20), Streams(0))
         assert generation.tokens == expected, rule
         depths[rule] = [r.depth for r in generation.rounds]
         assert max(r.accepted for r in generation.rounds) >= 2, rule
@@ -349,7 +351,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(arms: dict[str, Arm], structu
 def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack, Drafters], structure: str) -> None:
     stack, drafters = models
     assert drafters.early_exit is not None
-    drafting = make_structure(MethodConfig(structure=TREES[structure]), 0)
+    drafting = make_structure(MethodConfig(structure=TREES[structure]), Streams(0))
     assert isinstance(drafting, Tree)
     rule, expected = At(3), []
     rule.stop = lambda step: step.drafted >= rule.depth  # type: ignore[method-assign]
@@ -391,7 +393,7 @@ def test_real_hidden_states_are_those_behind_the_logits(
         return False
 
     flat = {"temperature": 5.0} if structure in RANKED else {}  # the likeliest node is not always the first one's child
-    drafting: Any = make_structure(MethodConfig(structure=replace(TREES[structure], **flat)), 0)
+    drafting: Any = make_structure(MethodConfig(structure=replace(TREES[structure], **flat)), Streams(0))
     drafting.rule.stop = compare
     list(speculative(stack, source, drafting, random_prompt(9), max_new_tokens=16, runtime=runtime))
     assert len(rows) > 4

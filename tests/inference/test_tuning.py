@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from draft_models.errors import UserError
 from draft_models.small_lm import load_small_lm
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_tokenizer
 from inference.auto import LONGEST_CHAIN
 from inference.choosing import Chooser
@@ -175,10 +176,8 @@ def test_greedy_tokens_do_not_depend_on_the_choice(
         with monkeypatch.context() as patches:
             clock = WorkClock(patches, step, node)
             methods, tunings = tune({"m": method}, stack, drafters, random_prompt(20), clock=clock)
-            arms = make_arms(
-                stack, drafters, methods, None, max_new_tokens=40, eos=(), seed=0, tunings=tunings, clock=clock
-            )
-            generation = arms["m"](random_prompt(20))
+            arms = make_arms(stack, drafters, methods, None, max_new_tokens=40, eos=(), tunings=tunings, clock=clock)
+            generation = arms["m"](random_prompt(20), Streams(0))
         assert list(generation.tokens) == expected
         sizes = chosen_sizes([generation])
         drafting = {"chain": ["max_draft"], "opt_tree": ["max_depth", "nodes"], "k_config": ["widths"]}
@@ -193,11 +192,11 @@ def test_every_generation_starts_from_the_prior(models: tuple, monkeypatch: pyte
     """What one generation accepted does not change the next one's drafts."""
     stack, drafters, _ = models
     methods, tunings = tune(METHODS, stack, drafters, random_prompt(20), clock=WorkClock(monkeypatch))
-    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), seed=0, tunings=tunings)
+    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), tunings=tunings)
     for name in METHODS:
-        first = [r.drafted for r in arms[name](random_prompt(20)).rounds]
-        arms[name](random_prompt(11, seed=4))
-        assert [r.drafted for r in arms[name](random_prompt(20)).rounds] == first
+        first = [r.drafted for r in arms[name](random_prompt(20), Streams(0)).rounds]
+        arms[name](random_prompt(11, seed=4), Streams(0))
+        assert [r.drafted for r in arms[name](random_prompt(20), Streams(0)).rounds] == first
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -208,20 +207,18 @@ def test_sampling_with_chosen_sizes(models: tuple, monkeypatch: pytest.MonkeyPat
     clock = WorkClock(monkeypatch)
     method = replace(METHODS[name], source="small_lm")
     methods, tunings = tune({"m": method}, stack, drafters, random_prompt(20), sampling=sampling, clock=clock)
-    arms = make_arms(
-        stack, drafters, methods, None, max_new_tokens=30, eos=(), seed=0, sampling=sampling, tunings=tunings
-    )
-    assert arms["m"](random_prompt(20)).tokens == arms["m"](random_prompt(20)).tokens
+    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), sampling=sampling, tunings=tunings)
+    assert arms["m"](random_prompt(20), Streams(0)).tokens == arms["m"](random_prompt(20), Streams(0)).tokens
 
 
 def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, drafters, _ = models
     methods, tunings = tune(METHODS, stack, drafters, random_prompt(20), clock=WorkClock(monkeypatch))
-    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), seed=0, tunings=tunings)
+    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), tunings=tunings)
     results = []
     for seed in range(2):
         prompt = random_prompt(20, seed)
-        generations = {name: arm(prompt) for name, arm in arms.items()}
+        generations = {name: arm(prompt, Streams(0)) for name, arm in arms.items()}
         results.append(PromptResult(f"p{seed}", "text", tuple(prompt), generations, AUTOREGRESSIVE))
     facts = {
         "target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 30, "temperature": 0.0,
@@ -249,7 +246,7 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
 def test_a_structure_that_needs_costs_asks_for_them(models: tuple) -> None:
     for method in METHODS.values():
         with pytest.raises(ValueError, match=r"measured costs|delta"):
-            make_drafting(method, models[1], 0)
+            make_drafting(method, models[1], Streams(0))
 
 
 @pytest.mark.parametrize(

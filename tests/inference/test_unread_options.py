@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
 from draft_models.errors import UserError
+from draft_models.streams import Streams
 from inference.auto import Tuning
 from inference.costs import Costs
 from inference.drafting import make_structure
@@ -80,14 +81,14 @@ def options_read(method: MethodConfig) -> set[str]:
     """What making and using the drafts of `method` looks at, greedily and sampling."""
     drafters = Drafters(ngrams=TABLE, calibration=CalibrationHead(1, 1).requires_grad_(False))
     with noting() as read:
-        for generator in (None, torch.Generator().manual_seed(0)):
+        for drawn in (False, True):
             if method.source in ("prompt_lookup", "ngrams"):
-                drafter: Any = make_drafting(method, drafters, 0, generator)[0]
+                drafter: Any = make_drafting(method, drafters, Streams(0), drawn)[0]
                 drafter.begin(FakeSession([1, 2, 1, 2, 1]))
                 drafter.draft(None, torch.tensor([2]), 9)
             else:
-                source: Any = _Source(random_q(0), plain_probs if generator else None)
-                make_structure(method, 0, generator, drafters.calibration, TUNING).draft(source, root(), 9)
+                source: Any = _Source(random_q(0), plain_probs if drawn else None)
+                make_structure(method, Streams(0), drawn, drafters.calibration, TUNING).draft(source, root(), 9)
     return read
 
 
@@ -167,9 +168,9 @@ def test_max_draft_of_null() -> None:
     lengths = {}
     for given in (None, 3, 12):
         stop = StopConfig(max_draft=given)
-        lookup: Any = make_drafting(MethodConfig("prompt_lookup", stop=stop), drafters, 0)[1]
+        lookup: Any = make_drafting(MethodConfig("prompt_lookup", stop=stop), drafters, Streams(0))[1]
         rules = [
-            make_structure(MethodConfig(structure=StructureConfig(**shape), stop=stop), 0).rule  # type: ignore[attr-defined]
+            make_structure(MethodConfig(structure=StructureConfig(**shape), stop=stop), Streams(0)).rule  # type: ignore[attr-defined]
             for shape in ({}, {"kind": "opt_tree", "delta": 0.0}, {"kind": "static"}, {"kind": "k_config"})
         ]
         lengths[given] = [lookup.max_rows, *(rule.max_draft for rule in rules)]

@@ -1,0 +1,317 @@
+"""The law of sampled text is the target's, whatever drafts it.
+
+What runs is what evaluate-checkpoint builds (`make_arms`), over a target that is a table; what comes out is compared
+with the table by χ². Every method draws 40,000 times a token and the three before it. A law that holds in pieces only
+does not pass: a token's law is tested apart after every context of up to three tokens, so that a token that depends on
+anything else than the one before it, such as how the round went, shows. Seeds are fixed, so a pass is a pass.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from draft_models.calibration import CalibrationHead
+from draft_models.streams import Streams
+from draft_models.trigram import TrigramTable
+from inference import choosing, drafting, structures, verify
+from inference.evaluation import AUTOREGRESSIVE, Arm, Drafters, make_arms
+from inference.sampling import Sampler, invert
+from inference.settings import MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.tree import DraftTree
+from tests.inference.ngram_cases import make_documents
+from tests.table_target import TableModel, TableRuntime
+
+DRAWS, LEVEL = 40_000, 1e-4
+ORDER = 3  # tokens before a token that its law is tested apart after
+PLAIN = SamplingConfig(temperature=1.0)
+Text = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The law of the next token after each token: the target's, and the drafters'."""
+
+    p: TableModel
+    q: TableModel
+
+
+INDEPENDENT = Tables(TableModel([[0.5, 0.3, 0.2]] * 3), TableModel([[0.2, 0.3, 0.5]] * 3))
+MARKOV = Tables(
+    TableModel([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.6, 0.05, 0.05, 0.3]]),
+    TableModel([[0.3, 0.3, 0.2, 0.2], [0.25, 0.25, 0.25, 0.25], [0.1, 0.4, 0.3, 0.2], [0.5, 0.2, 0.0, 0.3]]),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method, and how many tokens a generation has: few where what it learns would hide how it starts.
+
+    Many short ones show what depends on how streams begin; of a drafter that learns from the text a few are long.
+    """
+
+    method: MethodConfig
+    tokens: int = 43
+    tables: Tables = MARKOV
+
+
+def chain(rule: str, source: str = "small_lm", **settings: float) -> MethodConfig:
+    return MethodConfig(source, stop=StopConfig(rule, **settings))
+
+
+def tree(kind: str, verify: str = "exact", source: str = "small_lm", **settings: object) -> MethodConfig:
+    return MethodConfig(source, StructureConfig(kind, **settings), verify=verify)
+
+
+def ngrams(**settings: object) -> MethodConfig:
+    return MethodConfig("ngrams", ngrams=NgramConfig(nodes=8, depth=3, **settings))
+
+
+CASES = {
+    "chain, fixed": Case(chain("fixed", max_draft=3)),
+    "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
+    "chain, beta": Case(chain("beta"), 4, INDEPENDENT),
+    "chain, calibrated": Case(chain("calibrated", "early_exit"), 4),
+    "k_config, with_replacement": Case(tree("k_config", widths=(2, 2), draw="with_replacement")),
+    "k_config, without_replacement": Case(tree("k_config", widths=(2, 2))),
+    "k_config, top_k": Case(tree("k_config", widths=(2, 2), draw="top_k")),
+    "k_config, naive": Case(tree("k_config", "naive", widths=(2, 2))),
+    "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0)),
+    "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1)),
+    "binary": Case(tree("static", shape="binary", nodes=6)),
+    "eagle": Case(tree("static", source="early_exit")),
+    "prompt_lookup": Case(MethodConfig("prompt_lookup", stop=StopConfig(max_draft=3)), 403),
+    "ngrams, best_first": Case(ngrams(), 403),
+    "ngrams, puct": Case(ngrams(search="puct", iterations=20, sentences=6), 403),
+    "ngrams, mixed": Case(ngrams(evidence="mixed"), 403),
+}
+
+
+def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> Arm:
+    head = CalibrationHead(1, 1)
+    with torch.no_grad():  # a hidden state is its token's id
+        head.target += 0.3
+        head.draft -= 0.5
+        head.bias += 0.8
+    size = len(case.tables.p.law)
+    table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
+    drafters = Drafters(case.tables.q, case.tables.q, head, table)  # type: ignore[arg-type]
+    options = {"max_new_tokens": case.tokens, "eos": (), "sampling": sampling, "runtime": TableRuntime()}
+    return make_arms(case.tables.p, drafters, {"m": case.method}, None, **options)[name]  # type: ignore[arg-type]
+
+
+def draw(arm: Arm, tokens: int, draws: int) -> list[Text]:
+    """Texts after the token 0, itself included: together `draws` tokens that have ORDER new ones before them."""
+    count = -(-draws // (tokens - ORDER))
+    return [(0, *arm([0], Streams(0, str(prompt), repeat=prompt % 3)).tokens) for prompt in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------------- χ² test
+
+
+def p_values(texts: Sequence[Text], law: Callable[[Text], Sequence[float]]) -> tuple[float, float]:
+    """How likely tokens deviate from `law` of the text before them as much as here, or more, if it is their law.
+
+    First by context of ORDER tokens, where there are as many, then by context of one. Given its context each token is
+    a draw of its own, so the sum over contexts has the law of χ² (Billingsley 1961, for the counts of Markov chains).
+    """
+    return tuple(p_value(texts, law, lambda text, n=order: text[-n:]) for order in (ORDER, 1))  # type: ignore[misc]
+
+
+def p_value(
+    texts: Sequence[Text], law: Callable[[Text], Sequence[float]], context: Callable[[Text], Hashable]
+) -> float:
+    """As above, by any context that decides the law. Contexts too rare for an approximation are left out."""
+    counts: dict[Hashable, Counter[int]] = {}
+    laws: dict[Hashable, Sequence[float]] = {}
+    for text in texts:
+        for place in range(1, len(text)):
+            key = context(text[:place])
+            if key not in counts:
+                counts[key], laws[key] = Counter(), law(text[:place])
+            counts[key][text[place]] += 1
+    statistic, freedom = 0.0, 0
+    for key, seen in counts.items():
+        expected = {token: share * seen.total() for token, share in enumerate(laws[key]) if share > 0}
+        if not set(seen) <= set(expected):
+            return 0.0
+        if min(expected.values()) >= 5:
+            statistic += sum((seen[token] - mean) ** 2 / mean for token, mean in expected.items())
+            freedom += len(expected) - 1
+    return chi_square_tail(statistic, freedom)
+
+
+def chi_square_tail(statistic: float, freedom: int) -> float:
+    """P(χ² ≥ statistic)."""
+    half = torch.tensor([freedom, statistic], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def table_law(tables: Tables) -> Callable[[Text], Sequence[float]]:
+    rows = tables.p.law.tolist()
+    return lambda text: rows[text[-1]]
+
+
+def test_the_tail_of_chi_square() -> None:
+    """Against tables of it (NIST/SEMATECH e-Handbook, 1.3.6.7.4)."""
+    for freedom, critical, tail in ((1, 3.841, 0.05), (2, 13.816, 0.001), (26, 45.642, 0.01), (80, 124.839, 0.001)):
+        assert chi_square_tail(critical, freedom) == pytest.approx(tail, rel=2e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_law(name: str) -> None:
+    case = CASES[name]
+    texts = draw(make_arm(case), case.tokens, DRAWS)
+    assert sum(len(text) - 1 - ORDER for text in texts) >= DRAWS
+    assert min(p_values(texts, table_law(case.tables))) > LEVEL
+
+
+def test_law_of_plain_sampling() -> None:
+    case = CASES["chain, fixed"]
+    texts = draw(make_arm(case, name=AUTOREGRESSIVE), case.tokens, DRAWS)
+    assert min(p_values(texts, table_law(case.tables))) > LEVEL
+
+
+def penalised(sampling: SamplingConfig) -> Callable[[Text], Sequence[float]]:
+    """The law after a whole text, with processors that read it."""
+    sampler = Sampler(sampling)
+
+    def law(text: Text) -> Sequence[float]:
+        return sampler.probabilities(MARKOV.p.logits[[text[-1]]], [torch.tensor(text)])[0].double().tolist()
+
+    return law
+
+
+PROCESSED = ("chain, fixed", "k_config, with_replacement", "k_config, without_replacement", "opt_tree")
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_law_behind_processors_that_read_the_text(name: str) -> None:
+    """Temperature, top-k and a repetition penalty, by which the law depends on all tokens that the text has had."""
+    sampling = SamplingConfig(temperature=0.8, top_k=3, repetition_penalty=1.5)
+    case = Case(CASES[name].method, tokens=7)
+    texts = draw(make_arm(case, sampling), case.tokens, 6_000)
+    seen = p_value(texts, penalised(sampling), lambda text: (text[-1], frozenset(text)))
+    assert seen > LEVEL
+    assert p_value(texts, table_law(MARKOV), lambda text: text[-1]) < LEVEL  # which is another law
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+# Each is planted into what ships, and must be seen at a fraction of the draws.
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def streams_known_by(*parts: str) -> Plant:
+    """Streams are told apart by these parts of their names only."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        number = Streams.number
+
+        def forgetful(streams: Streams, *purpose: str | int, bits: int = 256) -> int:
+            known = Streams(
+                streams.seed,
+                streams.prompt if "prompt" in parts else "",
+                streams.repeat if "repeat" in parts else 0,
+            )
+            return number(known, *(purpose if "purpose" in parts else ()), bits=bits)
+
+        patch.setattr(Streams, "number", forgetful)
+
+    return plant
+
+
+def stopping_by_the_verifiers_coins(patch: pytest.MonkeyPatch) -> None:
+    """As two generators seeded alike: the stop rule's coins are the verifier's."""
+    number = Streams.number
+
+    def one(streams: Streams, *purpose: str | int, bits: int = 256) -> int:
+        return number(streams, *("verify" if part == "stop" else part for part in purpose), bits=bits)
+
+    patch.setattr(Streams, "number", one)
+
+
+def withdrawing(patch: pytest.MonkeyPatch) -> None:
+    """A rule that stops takes back the token that made it stop."""
+
+    def shorter(source: object, root: torch.Tensor, rule: object, *, limit: int, **options: object) -> DraftTree:
+        made = structures.chain(source, root, rule, limit=limit, **options)  # type: ignore[arg-type]
+        if len(made) in (0, limit):
+            return made
+        q = {node: row for node, row in made.q.items() if node < len(made) - 2}
+        return DraftTree(made.tokens[:-1], made.parents[:-1], (*made.rows[:-2], -1)[: len(made) - 1], q=q)
+
+    patch.setattr(drafting, "chain", shorter)
+
+
+def forgetting_the_residual(patch: pytest.MonkeyPatch) -> None:
+    """After a rejection the next token comes from p."""
+    patch.setattr(verify.Rejection, "residual", lambda self, family, q, p: p[family[0] + 1])
+
+
+def mirroring_the_residual(patch: pytest.MonkeyPatch) -> None:
+    """… from |p − q|."""
+    patch.setattr(verify.Rejection, "residual", lambda self, family, q, p: (p[family[0] + 1] - q[family[0]]).abs())
+
+
+def accepting_more(patch: pytest.MonkeyPatch) -> None:
+    """Half as much again as p / q."""
+    accept = verify.RandomChance.accept
+    patch.setattr(verify.RandomChance, "accept", lambda self, probability: accept(self, 1.5 * probability))
+
+
+def drawing_from_another_q(patch: pytest.MonkeyPatch) -> None:
+    """The draft is not drawn from the q that it comes with."""
+    patch.setattr(structures, "invert", lambda weights, uniforms: invert(weights**1.5, uniforms))
+
+
+def taking_draws_for_independent(patch: pytest.MonkeyPatch) -> None:
+    """Draws without replacement are verified as with it."""
+    patch.setattr(choosing, "Rejection", lambda replace: verify.Rejection(replace=True))
+
+
+def matching_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
+    """A deterministic draft that no token of p was in may be emitted after all."""
+    patch.setattr(verify.Matching, "residual", lambda self, family, q, p: p[family[0] + 1])
+
+
+def reading_the_row_above(patch: pytest.MonkeyPatch) -> None:
+    """The law after the last drafted token is taken from the pass's row before it."""
+    verify_sampled = verify.verify_sampled
+
+    def shifted(tokens: list, parents: list, q: dict, p: torch.Tensor, *rest: object, **options: object) -> object:
+        rows = p if len(p) == 1 else torch.cat([p[:-1], p[-2:-1]])
+        return verify_sampled(tokens, parents, q, rows, *rest, **options)  # type: ignore[arg-type]
+
+    patch.setattr(choosing, "verify_sampled", shifted)
+
+
+WIDE = Case(tree("k_config", widths=(3,)))
+FAULTS: dict[str, tuple[Case, Plant, int]] = {  # where, how, and the draws that show it
+    "stop and verification share": (CASES["chain, beta"], stopping_by_the_verifiers_coins, 10_000),
+    "stop and verification share, calibrated": (CASES["chain, calibrated"], stopping_by_the_verifiers_coins, 3_000),
+    "all uses share": (CASES["chain, fixed"], streams_known_by("prompt", "repeat"), 10_000),
+    "all uses share, in a tree": (CASES["k_config, without_replacement"], streams_known_by("prompt", "repeat"), 10_000),
+    "prompts share": (CASES["chain, beta"], streams_known_by("repeat", "purpose"), 200),
+    "withdrawn": (CASES["chain, confidence"], withdrawing, 4_000),
+    "residual forgotten": (CASES["chain, fixed"], forgetting_the_residual, 4_000),
+    "residual forgotten, in a tree": (CASES["k_config, without_replacement"], forgetting_the_residual, 4_000),
+    "residual mirrored": (CASES["chain, fixed"], mirroring_the_residual, 4_000),
+    "accepted too easily": (CASES["chain, fixed"], accepting_more, 4_000),
+    "drawn from another q": (CASES["k_config, with_replacement"], drawing_from_another_q, 10_000),
+    "draws taken for independent": (WIDE, taking_draws_for_independent, 10_000),
+    "matching forgets": (CASES["opt_tree"], matching_what_was_rejected, 4_000),
+    "row above": (CASES["chain, fixed"], reading_the_row_above, 4_000),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, plant, draws = FAULTS[name]
+    plant(monkeypatch)
+    assert min(p_values(draw(make_arm(case), case.tokens, draws), table_law(case.tables))) < LEVEL

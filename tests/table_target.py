@@ -1,0 +1,108 @@
+"""A target that is a table: the next token depends on the last one alone, and its law can be written down.
+
+All above the model is what ships: `make_arms`, sources, structures, stop rules, verification. A round costs a few
+hundred microseconds, so that laws can be tested on tens of thousands of draws.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+class TableModel:
+    """A model for `TableSession`: in the place of a target, a small LM or an exit layer.
+
+    rows [V][V]: the law of the next token after each one. exit_layer: where it is an exit layer.
+    """
+
+    device, dtype, exit_layer = CPU, torch.float32, 1
+
+    def __init__(self, rows: Sequence[Sequence[float]]):
+        self.law = torch.tensor(rows, dtype=torch.float64)
+        self.logits = self.law.log().float()
+        self.config = SimpleNamespace(vocab_size=len(self.law), max_position_embeddings=10**9)
+
+
+@dataclass
+class Length:
+    """As much of a cache as sources look at."""
+
+    length: int = 0
+
+    def keep(self, base: int, rows: Sequence[int]) -> None:
+        self.length = base + len(rows)
+
+
+@dataclass
+class TableSession:
+    """As much of a `TargetSession` as decoding and sources use of it. A hidden state [1] is the token's id."""
+
+    stack: TableModel
+    split: int
+    capacity: int
+    context: int
+    base: int = 0
+    rows: int = 0
+    _fed: list[Tensor] = field(default_factory=list)
+    _last: Tensor = field(init=False)  # the last committed token
+
+    @property
+    def tokens(self) -> Tensor:
+        if len(self._fed) > 1:
+            self._fed = [torch.cat(self._fed)]
+        return self._fed[0]
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.tokens[None, :, None]
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self._last[:, None]
+
+    def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        self._fed.append(tokens)
+        self.rows += len(parents)
+        return tokens[None, :, None]
+
+    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
+        return self.feed(tokens, parents)[0], self.stack.logits[tokens[-wanted:]]
+
+    def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
+        tokens = self.tokens if rows is None else self.tokens[list(rows)]
+        return self.stack.logits[tokens[-1:] if last_only else tokens]
+
+    def commit(self, rows: Sequence[int]) -> None:
+        self._last = self.tokens[rows[-1] : rows[-1] + 1]
+        self.base += len(rows)
+        self.rows, self._fed = 0, []
+
+    def beside(self, model: TableModel) -> "TableSession":
+        return TableSession(model, 1, self.capacity, self.context)
+
+    def exit_cache(self, drafter: TableModel) -> Length:
+        return Length()
+
+    def run_exit(
+        self, drafter: TableModel, hidden: Tensor, start: int, cache: Length, wanted: int
+    ) -> tuple[Tensor, Tensor]:
+        cache.length += hidden.shape[1]
+        return hidden, drafter.logits[hidden[:, hidden.shape[1] - wanted :, 0]]
+
+    def close(self) -> None:
+        pass
+
+
+class TableRuntime:
+    """A `Runtime` of such sessions."""
+
+    name, captures = "table", 0
+
+    def session(self, stack: Any, split: int, capacity: int, context: int | None = None) -> TableSession:
+        return TableSession(stack, split, capacity, context or capacity)
