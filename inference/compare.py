@@ -4,6 +4,7 @@ Results are kept prompt by prompt (`inference.prompt_results`) and the report is
 was stopped goes on where it was, with as many processes as it then has.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,11 +28,13 @@ from draft_models.target import LayerStack
 from inference.auto import Tuning
 from inference.decode import Clock
 from inference.evaluation import (
+    AUTOREGRESSIVE,
     Arm,
     Choosing,
     MakeArms,
     PromptLike,
     PromptResult,
+    Skipped,
     make_arms,
     measure,
     measure_deviations,
@@ -123,7 +126,7 @@ def _evaluate(
 
         def begin() -> Any:
             assert models is not None
-            plain = asdict(prepare_methods(config, models, rendered[0], positions))
+            plain = asdict(prepare_methods(config, subject, models, rendered[0], positions))
             begin_run(out_dir, settings, plain)
             return plain
 
@@ -133,8 +136,9 @@ def _evaluate(
         models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
         for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
-            measured = measure_prompt(config, prompts[position], position, render, subject, models, bench)
-            append_result(out_dir, number + state.process_index, Measured(position, state.num_processes, measured))
+            results, skipped = measure_prompt(config, prompts[position], position, render, subject, models, bench)
+            measured = Measured(position, state.num_processes, results, skipped)
+            append_result(out_dir, number + state.process_index, measured)
     state.wait_for_everyone()
     return from_main(state, lambda: report(config, subject, prepared, len(prompts), out_dir))
 
@@ -160,7 +164,9 @@ def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, 
     return min(context, longest + max(0, NEW_TOKENS - max_new_tokens))  # what `tune` measures may continue by more
 
 
-def prepare_methods(config: EvaluateConfig, models: Models, prompt: Sequence[int], positions: int) -> Prepared:
+def prepare_methods(
+    config: EvaluateConfig, subject: Subject, models: Models, prompt: Sequence[int], positions: int
+) -> Prepared:
     """The methods of `config`, what they leave open measured on `prompt`; texts have up to `positions` tokens."""
     stack = models.stack
     stacks = [model for model in (stack, models.drafters.small_lm) if isinstance(model, LayerStack)]
@@ -168,6 +174,7 @@ def prepare_methods(config: EvaluateConfig, models: Models, prompt: Sequence[int
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
     options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
+    options |= {"generation": subject.inherited.config, "eos": subject.eos}
     return Prepared(*tune(config.methods, stack, models.drafters, prompt, clock=clock, **options), kernels)
 
 
@@ -175,7 +182,7 @@ def prepare_methods(config: EvaluateConfig, models: Models, prompt: Sequence[int
 class Bench:
     """The arms of an evaluation, warm.
 
-    profilers: the methods once more, with a clock that waits for the device. judged: the positions of the prompts that
+    profilers: our arms once more, with a clock that waits for the device. judged: the positions of the prompts that
     are judged besides those with a mismatch (see `inference.lossless`); judge: makes the arms for that, None where
     equal texts are all that counts.
     """
@@ -195,23 +202,24 @@ def make_bench(
     prompts: int,
 ) -> Bench:
     """The arms of `config`, which have continued `prompt` by a few tokens; `prompts`: how many there are in all."""
-    ours: dict[str, Any] = {"sampling": config.sampling, "runtime": models.runtime, "tunings": prepared.tunings}
-    stack, drafters, methods = models.stack, models.drafters, prepared.methods
+    options: dict[str, Any] = {"sampling": config.sampling, "generation": subject.inherited.config, "eos": subject.eos}
+    options |= {"stops": subject.stops, "tokenizer": subject.tokenizer}
+    options |= {"runtime": models.runtime, "tunings": prepared.tunings}
+    ours = (models.stack, models.drafters, prepared.methods)
+    reference = models.plain if config.compare_transformers else None
 
     def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
-        ends: dict[str, Any] = {"eos": subject.eos, "stops": config.stop_strings, "tokenizer": subject.tokenizer}
-        reference = models.plain if config.compare_transformers else None
-        return make_arms(stack, drafters, methods, reference, max_new_tokens=new_tokens, clock=clock, **ends, **ours)
+        return make_arms(*ours, reference, max_new_tokens=new_tokens, clock=clock, **options)
 
-    def arms_to_judge(new_tokens: int, choosing: Choosing) -> dict[str, Arm]:
-        return make_arms(stack, drafters, methods, None, max_new_tokens=new_tokens, eos=(), choosing=choosing, **ours)
+    def arms_to_judge(choosing: Choosing) -> dict[str, Arm]:
+        return make_arms(*ours, None, max_new_tokens=config.max_new_tokens, choosing=choosing, **options)
 
     for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
         warm_up(prompt, Streams(config.seed).within("warm-up"))
     profilers: dict[str, Arm] = {}
     if subject.device.type == "cuda":
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
-        profilers = {name: synchronized[name] for name in prepared.methods}
+        profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     sampled = config.sampling.temperature > 0
     judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
     judge = arms_to_judge if sampled or subject.dtype in HALF else None
@@ -226,25 +234,30 @@ def measure_prompt(
     subject: Subject,
     models: Models,
     bench: Bench,
-) -> tuple[PromptResult, ...]:
-    """Every turn of a prompt through every arm; a later turn's history is the target's own answer.
+) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
+    """Every turn of a prompt through every arm, and what was left out; a later turn's history is the target's answer.
 
     position: the prompt's among all; it and the turn say which arm goes first, whichever process is at work.
     """
     results: list[PromptResult] = []
+    names = [prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{n}" for n in range(1, len(prompt.turns) + 1)]
     messages: Messages = []
     sampled = config.sampling.temperature > 0
+    context = context_length(subject, models.drafters)
     for number, turn in enumerate(prompt.turns):
         messages.append({"role": "user", "content": turn})
         ids = render(subject.tokenizer, messages, prompt.chat)
-        if len(ids) + config.max_new_tokens > context_length(subject, models.drafters):
+        if len(ids) + config.max_new_tokens > context:
             tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
-            break
+            room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
+            reasons = itertools.chain([room], itertools.repeat("a turn before it was left out"))
+            return tuple(results), tuple(map(Skipped, names[number:], reasons))
         result = measure(
             bench.arms,
             ids,
-            prompt_id=prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{number + 1}",
+            prompt_id=names[number],
             category=prompt.category,
+            conversation=prompt.id,
             repeats=config.repeats,
             turn=position + number,
             seed=config.seed,
@@ -257,7 +270,7 @@ def measure_prompt(
         results.append(result)
         answer = subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)
         messages.append({"role": "assistant", "content": str(answer)})
-    return tuple(results)
+    return tuple(results), ()
 
 
 def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts: int, out_dir: Path) -> list[str]:
@@ -277,6 +290,13 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.sampling.temperature,
         "sampling": asdict(config.sampling),
+        "generation_config": {
+            "from": config.generation_config,
+            "taken_over": dict(subject.inherited.taken),
+            "ignored": dict(subject.inherited.ignored),
+        },
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if subject.device.type == "cuda" else None,
+        "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
     }
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed, prepared.tunings.get(name))

@@ -29,7 +29,7 @@ class Round:
     tokens: committed ids, never beyond the first EOS or the budget; drafted: proposed tokens; accepted: how
     many of `tokens` came from the draft; depth: the draft's, so how many could have. Seconds: of the whole
     round, and of its parts (draft: the source's forward passes; structure: everything else about drafting;
-    verify: the target's pass and its transfer).
+    verify: the target's pass and its transfer, in plain decoding the pass alone).
     """
 
     tokens: tuple[int, ...]
@@ -50,19 +50,19 @@ def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, 
     return tuple(tokens[:budget])
 
 
-def until(rounds: Iterator[Round], stops: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[Round]:
-    """`rounds` up to and including the token that completes one of the `stops` in the new text.
+def until(
+    rounds: Iterator[Round], prompt: Sequence[int], first_end: Callable[[Sequence[int], int], int | None]
+) -> Iterator[Round]:
+    """`rounds` up to and including the token with which the text ends; those behind it were never decoded.
 
-    Tokens behind it in the same round are dropped, as if they had never been decoded. decode: ids → text.
+    first_end: of the last n tokens of a text, prompt included, how many there are when it ends, None where it does
+    not (see `StopStrings.first_end`).
     """
-    ids: list[int] = []
+    text = list(prompt)
     for r in rounds:
-        before = len(ids)
-        ids += r.tokens
-        if any(stop in decode(ids) for stop in stops):
-            count = 1
-            while not any(stop in decode(ids[: before + count]) for stop in stops):
-                count += 1
+        text += r.tokens
+        count = first_end(text, len(r.tokens))
+        if count is not None:
             yield replace(r, tokens=r.tokens[:count], accepted=min(r.accepted, count))
             return
         yield r
@@ -96,15 +96,17 @@ def autoregressive(
             if token in eos:
                 return
             started = clock()
-            if chooser.plain:
+            if chooser.plain and session.step is not None:
                 root = session.step(root)
+                passed = clock()
             else:
                 session.feed(root, (ROOT,))
                 logits = session.finish()
+                passed = clock()
                 session.commit((0,))
                 root = chooser.next_token(logits)
             token = _require_token(int(root), session, session.base - 1)
-            yield Round((token,), 0, 0, 0, clock() - started)
+            yield Round((token,), 0, 0, 0, clock() - started, verify_seconds=passed - started)
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from inference.auto import Tuning
 from inference.choosing import Chooser
 from inference.decode import Clock, Round, autoregressive, cut, speculative, until
 from inference.drafting import Structure, make_structure
+from inference.generation_config import generate_settings, make_sampler
 from inference.lookup import PromptLookup
 from inference.lossless import Deviation, Forced, make_reference
 from inference.ngrams import make_ngram_drafter
@@ -29,6 +30,7 @@ from inference.runtime import Runtime
 from inference.sampling import Sampler
 from inference.settings import CHAIN_TOKENS, EvaluateConfig, MethodConfig, SamplingConfig
 from inference.sources import Drafter, EarlyExitSource, SmallLMSource
+from inference.stop_strings import StopStrings
 
 GREEDY = SamplingConfig()
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
@@ -62,9 +64,10 @@ class Generation:
 class PromptResult:
     """One prompt continued by every arm.
 
-    profiles: runs of the methods with a clock that waits for the device, where the timed ones' does not (CUDA);
+    profiles: runs of our arms with a clock that waits for the device, where the timed ones' does not (CUDA);
     they say how a round's time divides. deviations: of the arms that were judged (see `inference.lossless`). answer:
-    what plain decoding said first, whichever of its repeats counts.
+    what plain decoding said first, whichever of its repeats counts. conversation: the id of the prompt that this is
+    one of several turns of.
     """
 
     prompt_id: str
@@ -75,15 +78,29 @@ class PromptResult:
     profiles: Mapping[str, Generation] = field(default_factory=dict)
     deviations: Mapping[str, Deviation] = field(default_factory=dict)
     answer: tuple[int, ...] = ()
+    conversation: str | None = None
+
+    @property
+    def unit(self) -> str:
+        """What an interval takes for one observation: the conversation, as its turns are alike."""
+        return self.prompt_id if self.conversation is None else self.conversation
 
     def identical(self, arm: str) -> bool:
         """Whether `arm` emitted exactly the reference arm's tokens."""
         return self.generations[arm].tokens == self.generations[self.reference].tokens
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """A turn that was not measured, and why."""
+
+    prompt_id: str
+    reason: str
+
+
 Arm = Callable[[Sequence[int], Streams], Generation]  # of a prompt's ids, by this generation's streams of randomness
 Choosing = Callable[[Chooser], Chooser]
-MakeArms = Callable[[int, Choosing], Mapping[str, Arm]]  # for so many new tokens, with other choosers in the arms'
+MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # with other choosers in the place of their own
 
 
 @dataclass(frozen=True)
@@ -147,6 +164,7 @@ def make_arms(
     max_new_tokens: int,
     eos: Collection[int],
     sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
     stops: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     runtime: Runtime | None = None,
@@ -156,29 +174,33 @@ def make_arms(
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
-    sampling: how all of them choose tokens. Of the streams that an arm is given it takes those within its name, one
-    for each use. stops: strings that end a text, which need the `tokenizer`. runtime: how the passes of all but
-    `generate` run; None: eagerly. tunings: of the methods with sizes of "auto" (see `inference.tuning`). choosing:
-    puts another chooser in the place of an arm's.
+    sampling: how all of them choose tokens; generation: the target's own config, for what else acts on the choice. Of
+    the streams that an arm is given it takes those within its name, one for each use. stops: strings that end a text,
+    which need the `tokenizer`. runtime: how the passes of all but `generate` run; None: eagerly. tunings: of the
+    methods with sizes of "auto" (see `inference.tuning`). choosing: puts another chooser in the place of an arm's.
     """
-    sampler = None if sampling == GREEDY else Sampler(sampling)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
     ours: dict[str, Any] = {**options, "runtime": runtime, "clock": clock}
-
-    def run(rounds: Iterator[Round]) -> Generation:
-        if not stops:
-            return collect(rounds, clock)
+    settings = generate_settings(generation, sampling, **options)
+    ends = None
+    if stops:
         assert tokenizer is not None
-        return collect(until(rounds, stops, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))), clock)
+        ends = StopStrings(stops, tokenizer).first_end
+
+    def run(rounds: Iterator[Round], prompt: Sequence[int]) -> Generation:
+        return collect(rounds if ends is None else until(rounds, prompt, ends), clock)
+
+    def sampler_for(prompt: Sequence[int]) -> Sampler | None:
+        return make_sampler(settings, sampling, prompt, stack.device)
 
     sampled = sampling.temperature > 0
 
-    def choose_by(streams: Streams, naive: bool = False) -> Chooser:
-        return choosing(Chooser(sampler, streams.of("verify") if sampled else None, naive=naive))
+    def choose_by(streams: Streams, prompt: Sequence[int], naive: bool = False) -> Chooser:
+        return choosing(Chooser(sampler_for(prompt), streams.of("verify") if sampled else None, naive=naive))
 
     def autoregress(prompt: Sequence[int], streams: Streams) -> Generation:
-        chooser = choose_by(streams.within(AUTOREGRESSIVE))
-        return run(autoregressive(stack, prompt, chooser=chooser, **ours))
+        chooser = choose_by(streams.within(AUTOREGRESSIVE), prompt)
+        return run(autoregressive(stack, prompt, chooser=chooser, **ours), prompt)
 
     def drafting(name: str, method: MethodConfig) -> Arm:
         tuning = tunings.get(name) if tunings else None
@@ -186,9 +208,9 @@ def make_arms(
         def draft(prompt: Sequence[int], streams: Streams) -> Generation:
             own = streams.within(name)
             source, structure = make_drafting(method, drafters, own, sampled, tuning)
-            chooser = choose_by(own, naive=method.verify == "naive")
-            generation = run(speculative(stack, source, structure, prompt, chooser=chooser, **ours))
-            return replace(generation, totals=dict(structure.totals))
+            chooser = choose_by(own, prompt, naive=method.verify == "naive")
+            decoded = run(speculative(stack, source, structure, prompt, chooser=chooser, **ours), prompt)
+            return replace(decoded, totals=dict(structure.totals))
 
         return draft
 
@@ -200,6 +222,7 @@ def make_arms(
             plain,
             prompt,
             sampling=sampling,
+            generation=generation,
             seed=streams.number(TRANSFORMERS, "sample", bits=64),
             stops=stops,
             tokenizer=tokenizer,
@@ -267,21 +290,19 @@ def transformers_generate(
     max_new_tokens: int,
     eos: Collection[int],
     sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
     seed: int = 0,
     stops: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Generation:
-    """The target through transformers' own `generate`, with its own attention and cache."""
+    """The target through transformers' own `generate`, with its own attention and cache.
+
+    generation: the target's own config, of which it keeps what `generate_settings` does not replace.
+    """
     ids = torch.tensor([prompt], device=model.device)
-    ends_at = sorted(eos)
-    settings = GenerationConfig(
-        **generate_options(sampling),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=ends_at or None,
-        pad_token_id=ends_at[0] if ends_at else 0,
-    )
+    settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos, stops=stops)
     model.generation_config = settings
-    ends: dict[str, Any] = {"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}
+    ends: dict[str, Any] = {"tokenizer": tokenizer} if stops else {}
     first = _FirstToken()
     with stock_attention(model), torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -292,15 +313,6 @@ def transformers_generate(
         ended = time.perf_counter()
     tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
     return Generation(tokens, first.at - started, ended - first.at)
-
-
-def generate_options(sampling: SamplingConfig) -> dict[str, Any]:
-    """`sampling` as transformers' GenerationConfig names it."""
-    penalty = {"repetition_penalty": sampling.repetition_penalty}
-    if not sampling.temperature:
-        return {"do_sample": False, **penalty}
-    warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return {"do_sample": True, **warpers, "min_p": sampling.min_p or None, **penalty}
 
 
 def synchronized_clock() -> float:
@@ -317,6 +329,7 @@ def measure(
     category: str,
     repeats: int,
     turn: int,
+    conversation: str | None = None,
     seed: int = 0,
     profilers: Mapping[str, Arm] | None = None,
 ) -> PromptResult:
@@ -338,7 +351,9 @@ def measure(
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
     profiles = {name: profiler(prompt, streams[0]) for name, profiler in (profilers or {}).items()}
     answer = runs[AUTOREGRESSIVE][0].tokens
-    return PromptResult(prompt_id, category, tuple(prompt), middle, reference, profiles, answer=answer)
+    return PromptResult(
+        prompt_id, category, tuple(prompt), middle, reference, profiles, answer=answer, conversation=conversation
+    )
 
 
 def measure_deviations(
@@ -357,7 +372,7 @@ def measure_deviations(
         return made[-1]
 
     found: dict[str, Deviation] = {}
-    for name, arm in make(len(text), force).items():
+    for name, arm in make(force).items():
         arm(result.prompt, streams)
         found[name] = made[-1].deviation(result.generations[name].tokens)
     return found

@@ -178,6 +178,7 @@ class GraphedSession(TargetSession):
         self._arena = arena
         self._beside: list[TargetSession] = []
         self.first, self.rest = arena.first, arena.rest
+        self.step = None if self.split else self._step
         arena.enter(self)
 
     def beside(self, stack: LayerStack) -> TargetSession:
@@ -193,10 +194,8 @@ class GraphedSession(TargetSession):
     def exit_cache(self, drafter: EarlyExit) -> KVCache:
         return self._arena.exit_cache(drafter)
 
-    def step(self, token: Tensor) -> Tensor:
-        """One graph from token to token: the host launches it and reads what comes out, and nothing else."""
-        if self.split:
-            return super().step(token)
+    def _step(self, token: Tensor) -> Tensor:
+        """From token to token: the host launches a graph and reads what comes out, and nothing else."""
         arena, stack = self._arena, self.stack
         upload, given = arena.upload, arena.buffer("step", -1, token, 1)
         if token.data_ptr() != given.data_ptr():

@@ -10,8 +10,6 @@ from draft_models.early_exit import EarlyExit
 from draft_models.target import LayerStack
 from inference.cache import KVCache
 from inference.layout import Layout, Masks, Rows
-from inference.sampling import likeliest
-from inference.tree import ROOT
 
 
 class View(Protocol):
@@ -53,6 +51,9 @@ class TargetSession:
     """
 
     target_hidden: Tensor
+    # A round of plain greedy decoding in one graph, where there is one: commits a token [1] and returns the `likeliest`
+    # one after it [1], which holds until the next call. `target_hidden`, for those who draft, is undefined afterwards.
+    step: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, stack: LayerStack, split: int, capacity: int, context: int | None = None):
         self.stack = stack
@@ -168,16 +169,6 @@ class TargetSession:
     def exit_cache(self, drafter: EarlyExit) -> KVCache:
         """An empty cache for the exit layer of `drafter`."""
         return KVCache(range(self.split, self.split + 1), self.capacity)
-
-    def step(self, token: Tensor) -> Tensor:
-        """A round of plain greedy decoding: commit `token` [1] and return the `likeliest` one after it [1].
-
-        It holds until the next call. `target_hidden` is for those who draft, and undefined afterwards.
-        """
-        self.feed(token, (ROOT,))
-        logits = self.finish()
-        self.commit((0,))
-        return likeliest(logits)
 
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: the tokens of `rows`, an ascending path from row 0, are part of the text; drop the others."""

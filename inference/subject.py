@@ -15,7 +15,7 @@ from draft_models.attention import ATTENTION
 from draft_models.calibration import META_FILE, load_calibration
 from draft_models.checkpoint import Fingerprint, fingerprint_target, from_pretrained, read_meta, target_of
 from draft_models.errors import UserError, reason, require
-from draft_models.model_files import load_causal_lm, load_generation_config
+from draft_models.model_files import load_causal_lm
 from draft_models.model_identity import model_identity
 from draft_models.small_lm import load_small_lm
 from draft_models.table_files import table_digest
@@ -32,10 +32,12 @@ from draft_models.tensor_files import TensorFiles, open_target
 from draft_models.trigram import vocabulary_digest
 from draft_models.versions import code_version
 from inference.evaluation import Drafters, PromptLike, open_table, prepare
+from inference.generation_config import Inherited, inherit, read_generation_config
 from inference.packing import can_pack
 from inference.report import describe_machine
 from inference.runtime import Runtime, make_runtime
 from inference.settings import EvaluateConfig
+from inference.stop_strings import StopStrings
 from inference.structures import read_shape
 
 # Options that say where something lies, which its content decides, or that decide no result.
@@ -47,7 +49,10 @@ _NOT_DECIDING = {
 
 @dataclass(frozen=True)
 class Subject:
-    """The target as far as it is known before its weights are read. eos: the ids that end a text."""
+    """The target as far as it is known before its weights are read.
+
+    eos: the ids that end a text; stops: the strings that do; inherited: what its generation config brings along.
+    """
 
     source: str
     revision: str | None
@@ -56,6 +61,8 @@ class Subject:
     tokenizer: PreTrainedTokenizerBase
     fingerprint: Fingerprint
     eos: frozenset[int]
+    stops: tuple[str, ...]
+    inherited: Inherited
     device: torch.device
     dtype: torch.dtype
 
@@ -77,9 +84,16 @@ def find_subject(config: EvaluateConfig) -> Subject:
     tokenizer = load_tokenizer(source, revision)
     fingerprint = fingerprint_target(files, target, tokenizer)
     eos = frozenset() if config.ignore_eos else end_tokens(source, revision, target, tokenizer)
+    inherited = inherit(
+        source, revision, config.sampling, config.stop_strings,
+        eos=eos, vocabulary=target.vocab_size, ignore=config.generation_config == "none",
+    )  # fmt: skip
+    stops = tuple(config.stop_strings or inherited.taken.get("stop_strings", ()))
+    if stops:
+        StopStrings(stops, tokenizer)  # refuses what it cannot look for
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, target, device)
-    return Subject(source, revision, target, files, tokenizer, fingerprint, eos, device, dtype)
+    return Subject(source, revision, target, files, tokenizer, fingerprint, eos, stops, inherited, device, dtype)
 
 
 def find_target(config: EvaluateConfig) -> tuple[str, str | None, PreTrainedConfig]:
@@ -113,8 +127,7 @@ def end_tokens(
 
     Raises `UserError` where they are none.
     """
-    generation = load_generation_config(source, revision)
-    listed = None if generation is None else generation.eos_token_id
+    listed = read_generation_config(source, revision).eos_token_id
     for candidate in (listed, config.eos_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             ids = candidate if isinstance(candidate, list) else [candidate]
@@ -146,6 +159,7 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
         "table": table_digest(Path(config.table))[:16] if uses_table and config.table is not None else None,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(subject.eos),
+        "generation_config": subject.inherited.taken,
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "dtype": str(subject.dtype).removeprefix("torch."),
         "device": f"{subject.device.type} ({describe_machine(str(subject.device))['device']})",

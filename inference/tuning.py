@@ -2,11 +2,12 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from draft_models.streams import Streams
 from draft_models.target import LayerStack, position_limit
@@ -16,8 +17,8 @@ from inference.costs import Costs, curve, typical
 from inference.decode import Clock, Round, autoregressive, speculative
 from inference.drafting import RoundSource, Structure
 from inference.evaluation import GREEDY, Drafters, make_drafting
+from inference.generation_config import generate_settings, make_sampler
 from inference.runtime import Runtime
-from inference.sampling import Sampler
 from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig
 from inference.structures import ToProbs
 from inference.tree import DraftTree
@@ -58,6 +59,8 @@ def tune(
     prompt: Sequence[int],
     *,
     sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
+    eos: Collection[int] = (),
     seed: int = 0,
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
@@ -65,7 +68,8 @@ def tune(
     """`methods` ready to run, and what those with sizes of "auto" need besides, measured by decoding behind `prompt`.
 
     Of an OPT-Tree whose δ is null and whose depth is given, δ becomes μ = seconds of a draft step / of a decoding
-    step. clock: one that waits for the device.
+    step. generation, eos: what acts on the choice of tokens, as in `make_arms`; no text ends early here.
+    clock: one that waits for the device.
     """
     ready, tunings = dict(methods), {}
     for name, method in methods.items():
@@ -74,8 +78,8 @@ def tune(
         if not (method.adapts or lacks_delta):
             continue
         streams = Streams(seed).within(name, "tune")
-        options: dict[str, Any] = {"sampling": sampling, "runtime": runtime, "clock": clock}
-        tuning = measure(method, stack, drafters, prompt, streams, **options)
+        options: dict[str, Any] = {"sampling": sampling, "generation": generation, "eos": eos}
+        tuning = measure(method, stack, drafters, prompt, streams, **options, runtime=runtime, clock=clock)
         if method.adapts:
             tunings[name] = tuning
         if lacks_delta:
@@ -92,6 +96,8 @@ def measure(
     streams: Streams,
     *,
     sampling: SamplingConfig,
+    generation: GenerationConfig | None,
+    eos: Collection[int],
     runtime: Runtime | None,
     clock: Clock,
 ) -> Tuning:
@@ -105,7 +111,8 @@ def measure(
         limits.append(position_limit(drafters.small_lm.config) or limits[0])
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
-    sampler = None if sampling == GREEDY else Sampler(sampling)
+    settings = generate_settings(generation, sampling, max_new_tokens=new_tokens, eos=eos)
+    sampler = make_sampler(settings, sampling, prompt, stack.device)
     sampled = sampling.temperature > 0
     generations = itertools.count()
 
