@@ -12,6 +12,7 @@ from inference.auto import Tuning
 from inference.costs import Costs
 from inference.decode import Round
 from inference.evaluation import Generation, PromptResult, Skipped
+from inference.lossless import Deviation
 from inference.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
 from inference.settings import MethodConfig, StopConfig, StructureConfig
 
@@ -20,7 +21,8 @@ def measured(position: int, processes: int = 1) -> Measured:
     rounds = (Round((5, 6), 4, 1, 3, 0.1 + position, 1 / 3, 1e-17, 0.2), Round((7,), 0, 0, 0, 3.0))
     generation = Generation((4, 5, 6, 7), 0.1, 2 / 3, rounds, {"expected_tau": 1.7})
     arms = {"autoregressive": replace(generation, rounds=(), totals={}), "m": generation}
-    result = PromptResult("p/turn1", "c", (1, 2, 3), arms, "autoregressive", {"m": generation}, frozenset({"m"}))
+    judged = {"m": Deviation(3, (0.5, -0.25), 2.5, 1, 4, (0.5,), 1, 0.75)}
+    result = PromptResult("p/turn1", "c", (1, 2, 3), arms, "autoregressive", {"m": generation}, judged)
     talk = (result, replace(result, prompt_id="p/turn2", profiles={}, conversation="p"))
     return Measured(position, processes, talk, (Skipped("p/turn3", "too long"),))
 

@@ -83,14 +83,14 @@ def test_units_are_drawn_whole(observed: list[tuple[int, float]], seed: int) -> 
     """The interval over conversations, as the obvious program has it: draw conversations, pool their turns."""
     units, values = [str(unit) for unit, _ in observed], [value for _, value in observed]
     names = list(dict.fromkeys(units))
-    picks = torch.randint(len(names), (200, len(names)), generator=torch.Generator().manual_seed(seed))
+    picks = default_rng(seed).integers(len(names), size=(200, len(names)))
     drawn = [[v for name in row for u, v in zip(units, values, strict=True) if u == names[name]] for row in picks]
     medians = np.quantile([statistics.median(values) for values in drawn], [0.025, 0.975])
-    median, interval = bootstrap_median(values, seed, draws=200, units=units)
+    median, interval = bootstrap_median(values, default_rng(seed), draws=200, units=units)
     assert median == statistics.median(values)
     assert interval == pytest.approx(medians.tolist())
-    alone = bootstrap_median(values, seed, draws=200, units=[str(place) for place in range(len(values))])
-    assert alone == bootstrap_median(values, seed, draws=200)
+    alone = bootstrap_median(values, default_rng(seed), draws=200, units=[str(place) for place in range(len(values))])
+    assert alone == bootstrap_median(values, default_rng(seed), draws=200)
 
 
 def test_turns_are_no_prompts() -> None:
