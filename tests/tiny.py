@@ -43,7 +43,8 @@ STRUCTURES = {
 
 def method_of(structure: StructureConfig, tokens: int = 4) -> MethodConfig:
     """Drafts of `structure`: a chain of `tokens` tokens, a tree of its own depth."""
-    return MethodConfig(structure=structure, stop=StopConfig(max_draft=tokens if structure.kind == "chain" else None))
+    stop = StopConfig(max_draft=tokens) if structure.kind == "chain" else StopConfig()
+    return MethodConfig(structure=structure, stop=stop)
 
 
 def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, kv_heads: int = 4, seed: int = 0,

@@ -111,11 +111,12 @@ def test_every_architecture_can_be_rehearsed(architecture: str, tmp_path: Path) 
     run("eesd", composed("eesd/llama2_13b", *overrides, "fit.micro_batch_rows=64", "decode_prompts=16"))
     fingerprint = json.loads((tmp_path / "run-debug/run/drafter.json").read_text())["fingerprint"]
     assert fingerprint["architecture"] == architecture
-    drafters = ["checkpoint=c", "small_lm=s", "table=t", "method=[eesd_cali,vanilla,ngrams,prompt_lookup]"]
+    methods = ["eesd_cali", "eesd_tree_cali", "vanilla", "ngrams", "prompt_lookup"]
+    drafters = ["checkpoint=c", "small_lm=s", "table=t", f"method=[{','.join(methods)}]"]
     run("evaluate_checkpoint", compose_and_build("evaluate_checkpoint", [*overrides, *drafters]))
     report = json.loads((tmp_path / "run-debug/run/report.json").read_text())
     assert {arm["target"] for arm in report["reports"]} == {str(tmp_path / "run-debug" / MODELS / TARGET)}
-    assert [arm["method"] for arm in report["reports"]] == ["eesd_cali", "vanilla", "ngrams", "prompt_lookup"]
+    assert [arm["method"] for arm in report["reports"]] == methods
 
 
 def test_a_rehearsal_is_repeated_or_resumed_and_deletes_only_its_own(tmp_path: Path) -> None:

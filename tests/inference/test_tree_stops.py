@@ -183,6 +183,26 @@ def test_max_draft_bounds_the_levels(structure: str, limit: int) -> None:
         assert trees[0].depth > 2
 
 
+def test_max_draft_bounds_the_copies_of_a_token_graph() -> None:
+    """They take no drafting: where a graph has ended by itself there is no level left after which a rule is asked."""
+
+    def q(path: tuple[int, ...]) -> list[float]:
+        """2 4 and something unlikely; or 3 5 and the same once more, which is merged."""
+        after: dict[int, dict[int, float]] = {2: {4: 1.0}, 3: {5: 1.0}, 4: dict.fromkeys(range(10), 0.1), 5: {2: 1.0}}
+        following = after.get(path[-1], {0: 1.0}) if path else {2: 0.5, 3: 0.5}
+        return [following.get(token, 0.0) for token in range(10)]
+
+    depths = {}
+    for limit in (None, 4):
+        stop, shape = StopConfig(max_draft=limit), StructureConfig(kind="token_graph", out_degree=2, tau=1)
+        source: Any = KnownSource(q)
+        source.to_probs = None
+        tree = make_structure(MethodConfig(structure=shape, stop=stop), 0).draft(source, root(), 99)
+        assert source.calls == [1, 2, 2]
+        depths[limit] = tree.depth
+    assert depths == {None: 5, 4: 4}
+
+
 # --- no transfer is added --------------------------------------------------------------------------------------------
 
 TO_HOST = {Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.cpu,
