@@ -103,7 +103,7 @@ def check_identity(before: Mapping[str, Any], now: Mapping[str, Any], where: Pat
 
     Entries of `_RECORDED_LATER` that `before` lacks are no reason to refuse, but a warning says so.
     """
-    found = differences(before, now)
+    found = differences(before, json.loads(json.dumps(now)))
     unknown = [key for key, old, _ in found if old is ABSENT and key in _RECORDED_LATER]
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in found if key not in unknown]
     if wrong:
