@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -64,11 +64,11 @@ class Fingerprint:
 
     def unchecked(self, other: "Fingerprint") -> list[str]:
         """In words, what `differences` could not compare, as it was not recorded."""
-        missing = [] if self.config is not None else ["its config, sizes aside"]
+        missing = [] if self.config is not None else ["the config, but for sizes"]
         if self.tensors is None:
-            return [*missing, "its weights, a few rows aside"]
+            return [*missing, "the weights, but for a few rows"]
         parts = sorted((other.tensors or {}).keys() - self.tensors.keys())
-        return [*missing, *([f"its weights in {listed(parts)}"] if parts else [])]
+        return [*missing, *([f"the weights in {listed(parts)}"] if parts else [])]
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,11 @@ def fingerprint_target(
 
 
 def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
-    """Digests, of every byte, of what a drafter of this exit layer is made from and runs on: the target's embedding,
-    its first layers, its last one, norm and head. With objective=kl training also reads the other layers, as its
-    teacher; the sample in the fingerprint stands for them. Reads 1–2 GB of a target of 7 B parameters, in seconds."""
+    """Digests of every byte of what a drafter of this exit layer is made from and runs on: the target's embedding,
+    first layers, last layer, norm and head, 1–2 GB of a target of 7 B parameters.
+
+    With objective=kl training reads the other layers too, as its teacher; of them the fingerprint has a sample.
+    """
     wanted = anatomy(config).prefixes(exit_layers(config, exit_layer))
     return files.digests([name for name in files.file_of if name.startswith(wanted)], whole=True)
 
@@ -222,13 +224,12 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str
             + "; ".join(wrong)
             + ". Give the target it was trained for, or train a drafter for this one."
         )
-    warn_unchecked(f"checkpoint={path}", meta.fingerprint.unchecked(fingerprint), fingerprint)
-
-
-def warn_unchecked(what: str, unchecked: Sequence[str], target: Fingerprint) -> None:
-    """One line that says what of `target` could not be compared, where there is something."""
+    unchecked = meta.fingerprint.unchecked(fingerprint)
+    if meta.trained_on is None and not unchecked:
+        unchecked = ["every byte of the weights that it was trained on"]
     if unchecked:
-        warn(f"{what}: made when these were not recorded, so not checked of {target.target}: {', '.join(unchecked)}")
+        missing = ", ".join(unchecked)
+        warn(f"checkpoint={path}: made with no record of {missing}; not checked against {fingerprint.target}")
 
 
 def provenance() -> dict[str, str]:

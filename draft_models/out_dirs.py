@@ -105,7 +105,7 @@ def check_identity(before: Any, now: Mapping[str, Any], where: Path) -> None:
     """
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
-    found = differences(before, now)
+    found = differences(before, json.loads(json.dumps(now)))
     unknown = [key for key, old, _ in found if old is ABSENT and key in _RECORDED_LATER]
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in found if key not in unknown]
     if wrong:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,24 +56,25 @@ class TensorFiles:
 
         Of a tensor `_PIECES` pieces are read, spread evenly over it: a change is seen unless it is confined to
         the 32nd part of one tensor between two of them. whole: every byte is read instead, and any change is seen.
-        fetch: files that are not here yet are fetched, otherwise left out. `bytes_hashed` grows by what was read.
+        fetch: files that are not here yet are fetched; otherwise parts that are not all here are left out.
+        `bytes_hashed` grows by what was read. Raises `UserError`.
         """
         hashes: dict[str, bytes] = {}
+        incomplete: set[str] = set()
         with ThreadPoolExecutor() as pool:  # reading and hashing let go of the interpreter
             for file, wanted in self._by_file(names).items():
-                path = self._path(file, fetch)
-                if path is None and not fetch:
+                if not fetch and self._path(file, fetch) is None:
+                    incomplete |= {part_of(name) for name in wanted}
                     continue
-                with self._open(file):  # proves that the header is sound
-                    places = _places(str(path))
-                jobs = {name: pool.submit(_hash, str(path), name, places[self._stored(name)], whole) for name in wanted}
+                places = self._places(file, wanted)
+                jobs = {name: pool.submit(_hash, name, *place, whole) for name, place in places.items()}
                 for name, job in jobs.items():
                     hashes[name], size = job.result()
                     self.bytes_hashed += size
         parts: dict[str, Any] = {}
         for name in sorted(hashes):
             parts.setdefault(part_of(name), hashlib.sha256()).update(hashes[name])
-        return {part: digest.hexdigest()[:16] for part, digest in parts.items()}
+        return {part: digest.hexdigest()[:16] for part, digest in parts.items() if part not in incomplete}
 
     def digest(self, names: Iterable[str]) -> str:
         """A short hash of three rows (or the scalar) of each named tensor: all that earlier versions recorded."""
@@ -109,6 +110,21 @@ class TensorFiles:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=fetch,
         )
+
+    def _places(self, file: str, names: Iterable[str]) -> dict[str, tuple[str, str, int, int]]:
+        """Where tensors lie: path, type and shape, first byte, and the byte behind the last."""
+        with self._open(file):  # proves that the header is sound
+            path = str(self._path(file))
+        with open(path, "rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+        places = {}
+        for name in names:
+            if (entry := header.get(self._stored(name))) is None:
+                raise UserError(f"{path}: holds no tensor {name!r}, which {INDEX_FILE} says it does; fetch it again")
+            begin, end = (8 + size + at for at in entry["data_offsets"])
+            places[name] = (path, f"{entry['dtype']} {entry['shape']}", begin, end)
+        return places
 
     @contextmanager
     def _open(self, file: str) -> Iterator[Any]:
@@ -163,22 +179,11 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return found
 
 
-def _places(path: str) -> Mapping[str, tuple[str, int, int]]:
-    """Where the tensors of a safetensors file lie, by name: (type and shape, first byte, byte behind the last)."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    described = {name: f"{entry['dtype']} {entry['shape']}" for name, entry in header.items()}
-    return {name: (described[name], *(8 + size + at for at in header[name]["data_offsets"])) for name in header}
-
-
-def _hash(path: str, name: str, place: tuple[str, int, int], whole: bool) -> tuple[bytes, int]:
+def _hash(name: str, path: str, described: str, begin: int, end: int, whole: bool) -> tuple[bytes, int]:
     """sha256 of one tensor, or of its sample, and how many bytes of it were read.
 
     sha256 is the fastest of the standard library where the processor knows it, and half as fast as others elsewhere.
     """
-    described, begin, end = place
     digest, read = hashlib.sha256(f"{name} {described} ".encode()), 0
     with open(path, "rb", buffering=-1 if whole else 0) as file:
         for at, size in _pieces(begin, end, whole):

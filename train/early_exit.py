@@ -49,14 +49,14 @@ def train_early_exit(config: EesdConfig) -> None:
             plan = make_plan(config, target, exit_layer)
             print(describe_plan(plan, exit_layer, target.num_hidden_layers), flush=True)
             return
+        if config.decode_prompts:
+            sharding.refuse_fsdp(f"decode_prompts={config.decode_prompts}")
         state, out_dir = join_processes(), require_writable(config.out_dir)
         with only_run_of(state, out_dir, "a training"):
             _train(config, target, exit_layer, out_dir, state)
 
 
 def _train(config: EesdConfig, target: PreTrainedConfig, exit_layer: int, out_dir: Path, state: PartialState) -> None:
-    if config.decode_prompts:
-        sharding.refuse_fsdp(f"decode_prompts={config.decode_prompts}")
     run_dir.require_free(out_dir, config.resume)
     layers = exit_layers(target, exit_layer)
     if config.objective == "kl":

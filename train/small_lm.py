@@ -52,6 +52,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     target, drafter, data set or directory, before any weight is read.
     """
     transformers_logging.disable_progress_bar()
+    sharding.refuse_fsdp("finetune_drafter")
     with debugged(config, small_finetune) as config:
         state, out_dir = join_processes(), require_writable(config.out_dir)
         with only_run_of(state, out_dir, "a training"):
@@ -59,7 +60,6 @@ def finetune_drafter(config: FinetuneConfig) -> None:
 
 
 def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> None:
-    sharding.refuse_fsdp("finetune_drafter")
     run_dir.require_free(out_dir, config.resume)
     target = load_config(config.target, config.revision)
     files = open_target(config.target, config.revision)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data_prep.settings import DataConfig
 from draft_models.card import CARD_FILE, add_report
 from draft_models.errors import UserError
+from draft_models.out_dirs import LOCK_FILE
 from draft_models.processes import join_processes
 from draft_models.small_lm import load_small_lm
 from draft_models.target import load_config, load_tokenizer
@@ -298,6 +299,16 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path, target: Path, sma
     with pytest.raises(UserError, match="drafter_weights="):
         finetune_drafter(replace(run, resume=True))
     (tmp_path / "small" / "model.safetensors").write_bytes(stored)
+    for model, named in (("small", "drafter_model"), ("edited", "target")):
+        folder = tmp_path / model if model == "small" else shutil.copytree(target, tmp_path / model)
+        described = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(described.replace('"rope_theta": 10000.0', '"rope_theta": 500000.0'))
+        changed = str(folder) if model == "edited" else run.target
+        with pytest.raises(
+            UserError, match=rf"{named}\.config\.rope_parameters\.rope_theta=500000\.0 \(was 10000\.0\)"
+        ):
+            finetune_drafter(replace(run, resume=True, target=changed))
+        (folder / "config.json").write_text(described)
     before = weights(tmp_path / "out")
     add_report(tmp_path / "out", "# Measured since\n")
     finetune_drafter(replace(run, resume=True))  # finished: left alone
@@ -341,7 +352,7 @@ def test_bad_input_names_what_is_wrong_before_anything_is_written(
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):
             finetune_drafter(replace(finetuning(target, corpus, out_dir), **changes))
-        assert not list(out_dir.iterdir())
+        assert {path.name for path in out_dir.iterdir()} <= {LOCK_FILE}
     impossible = {
         "objective='kl': expected one of cross_entropy, forward_kl": {"objective": "kl"},
         r"on_policy=0.5: expected 0 without a target": {"on_policy": 0.5, "objective": "cross_entropy"},
