@@ -218,7 +218,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("qwen2", "static", "products"),
     ],
 )
-def test_graphs_replay_to_the_same_tokens(tmp_path: Path, architecture: str, structure: str, kernel: str | None) -> None:
+def test_graphs_replay_to_the_same_tokens(
+    tmp_path: Path, architecture: str, structure: str, kernel: str | None
+) -> None:
     """Laid out as for a GPU; the second generation captures nothing. kernel: of attention; None: as measured."""
     path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0)
     stack, small, drafter = open_stack(path)[1], open_stack(path)[1], make_drafter(path, LAYERS - 1, noise=0.3)
