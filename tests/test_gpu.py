@@ -29,6 +29,8 @@ from inference.evaluation import (
     prepare,
     synchronized_clock,
 )
+from inference.fixed_shapes import UPLOADS, Upload
+from inference.kernels import KernelChoice, attention_shape
 from inference.layout import Rows
 from inference.lossless import judge
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
@@ -67,22 +69,23 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=48) for t in r.tokens] == expected
 
 
-@pytest.mark.parametrize("kernels", [*((kernel,) for kernel in KERNELS), KERNELS])
+@pytest.mark.parametrize("kernel", [*KERNELS, None])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_graphs_decode_to_the_same_tokens_and_are_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, structure: str, kernels: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, structure: str, kernel: str | None
 ) -> None:
     """Texts cross the cache's buckets; with each attention kernel, and with the one that is measured to be best."""
     torch.backends.cuda.matmul.allow_tf32 = False
     monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
-    monkeypatch.setattr(graphed, "KERNELS", kernels)
     path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
     small = LayerStack(load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS),
                                    dtype=torch.float32, device=CUDA))  # fmt: skip
     method = method_of(STRUCTURES[structure], 3)
     runtime = graphed.Graphed()
+    chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack.config), 1, 16, kernel)]
+    runtime.prepare(70, chosen or runtime.choose_kernels([stack, small], 70))
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
         for turn, (length, count) in enumerate(((20, 48), (20, 48), (9, 30))):
             options = {"max_new_tokens": count, "runtime": runtime}
@@ -124,13 +127,13 @@ def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
 
 def test_uploads_do_not_overtake_each_other() -> None:
     """The device is busy while the host sends more layouts than there are pinned buffers."""
-    upload, rows = graphed.Upload(64, CUDA), Rows([-1])
+    upload, rows = Upload(64, CUDA), Rows([-1])
     torch.cuda._sleep(200_000_000)
     arrived = []
-    for base in range(3 * graphed.UPLOADS):
+    for base in range(3 * UPLOADS):
         upload.send(rows.layout(base, 0, 1), 1)
-        arrived.append(upload.facts[0].clone())
-    assert torch.stack(arrived).tolist() == list(range(3 * graphed.UPLOADS))
+        arrived.append(upload.base.clone())
+    assert torch.stack(arrived).tolist() == list(range(3 * UPLOADS))
 
 
 @pytest.mark.parametrize("structure", ["chain", "k_config"])
@@ -154,16 +157,15 @@ def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
     options = {"max_new_tokens": 64, "eos": ()}
     arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options)
 
-    def make(new_tokens: int, choosing: Choosing) -> dict[str, Arm]:
-        changed = options | {"max_new_tokens": new_tokens, "choosing": choosing}
-        return make_arms(stack, Drafters(early_exit=drafter), method, None, **changed)
+    def make(choosing: Choosing) -> dict[str, Arm]:
+        return make_arms(stack, Drafters(early_exit=drafter), method, None, **options, choosing=choosing)
 
     profilers = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, clock=synchronized_clock)
     del profilers[AUTOREGRESSIVE]
     for seed in range(4):
         prompt = random_prompt(16, seed)
         result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed, profilers=profilers)
-        found = measure_deviations(model, result, make)
+        found = measure_deviations(model, result, make, Streams(0, result.prompt_id))
         assert {name: judge([deviation]).faults for name, deviation in found.items()} == {AUTOREGRESSIVE: (), "m": ()}
         rounds = result.profiles["m"].rounds
         assert all(r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds for r in rounds)

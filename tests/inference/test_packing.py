@@ -186,12 +186,12 @@ def test_bf16_mismatches_are_ties(tmp_path: Path, architecture: str) -> None:
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
     arms = make_arms(stack, drafters, method, model, max_new_tokens=48, eos=())
 
-    def make(new_tokens: int, choosing: Choosing) -> dict[str, Arm]:
-        return make_arms(stack, drafters, method, None, max_new_tokens=new_tokens, eos=(), choosing=choosing)
+    def make(choosing: Choosing) -> dict[str, Arm]:
+        return make_arms(stack, drafters, method, None, max_new_tokens=48, eos=(), choosing=choosing)
 
     for seed in range(2):
         prompt = random_prompt(16, seed)
         result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed)
-        found = measure_deviations(model, result, make)
+        found = measure_deviations(model, result, make, Streams(0, result.prompt_id))
         assert {name: judge([deviation]).faults for name, deviation in found.items()} == {"autoregressive": (), "m": ()}
         assert all(max(generation.tokens) < VOCABULARY for generation in result.generations.values())

@@ -18,9 +18,10 @@ from inference.auto import LONGEST_CHAIN
 from inference.choosing import Chooser
 from inference.decode import Round, autoregressive
 from inference.evaluation import AUTOREGRESSIVE, Drafters, PromptResult, make_arms, make_drafting
-from inference.graphed import Graphed
+from inference.graphed import Graphed, GraphedSession
 from inference.measures import chosen_sizes
 from inference.report import build_report, markdown
+from inference.session import TargetSession
 from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.tree import DraftTree
@@ -69,6 +70,8 @@ class WorkClock:
         spend(SmallLMSource, "extend", of_step)
         spend(Chooser, "verify", of_pass)
         spend(Chooser, "next_token", lambda *_: 0.5)
+        spend(TargetSession, "step", lambda *_: 0.5)
+        spend(GraphedSession, "step", lambda *_: 0.5)
 
     def __call__(self) -> float:
         return self.now
