@@ -8,6 +8,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draft_models.early_exit import NoLayer
+from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_config, load_layers
 from draft_models.tensor_files import open_target
 from inference import evaluation
