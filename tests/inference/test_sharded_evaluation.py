@@ -22,10 +22,12 @@ from benchmarks.planted_faults import rope_scaled
 from data_prep.prompts import Prompt
 from draft_models.checkpoint import fingerprint_target, save_pretrained
 from draft_models.errors import UserError
-from draft_models.target import load_config, load_tokenizer
+from draft_models.target import LayerStack, load_config, load_tokenizer
 from draft_models.tensor_files import open_target
 from inference import compare
 from inference.evaluation import Arm
+from inference.graphed import Graphed
+from inference.kernels import KernelChoice, attention_shape
 from inference.prompt_results import Measured, append_result, read_results
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
@@ -398,6 +400,34 @@ def test_half_precision_and_sampling_are_judged(config: Callable[..., EvaluateCo
         for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
             assert report["verdict"] == "not lossless"
             assert "keys of layer 0" in report["lossless"]["judged"]["autoregressive"]["faults"][0]
+
+
+def test_kernels_are_chosen_once_for_a_run(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process measures them; a resumed run uses what it found, whatever it would find now."""
+    used: list[Sequence[KernelChoice]] = []
+    found = iter(["products", "fused", "fused"])
+    prepare = Graphed.prepare
+
+    def measured(_: object, stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
+        return (KernelChoice(*attention_shape(stacks[0].config), 1, positions, next(found)),)
+
+    def noted(runtime: Graphed, positions: int, choices: Sequence[KernelChoice]) -> None:
+        used.append(tuple(choices))
+        prepare(runtime, positions, choices)
+
+    monkeypatch.setattr(Graphed, "choose_kernels", measured)
+    monkeypatch.setattr(Graphed, "prepare", noted)
+    made = config("kernels", runtime="graphed", compare_transformers=False)
+    evaluate(made, QUESTIONS[:2])
+    first = used[-1]
+    assert [choice.kernel for choice in first] == ["products"]
+    (results,) = Path(made.out_dir).glob("results-*.jsonl")
+    results.write_bytes(results.read_bytes().splitlines(keepends=True)[0])
+    evaluate(replace(made, resume=True), QUESTIONS[:2])
+    assert used[-1] == first
+    assert next(found) == "fused"  # nobody asked again
 
 
 def test_one_run_at_a_time(config: Callable[..., EvaluateConfig]) -> None:
