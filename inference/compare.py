@@ -25,6 +25,7 @@ from draft_models.plain import construct
 from draft_models.processes import from_main, join_processes, only_run_of
 from draft_models.streams import Streams
 from draft_models.target import LayerStack
+from inference.attention_kernels import KernelChoice
 from inference.auto import Tuning
 from inference.decode import Clock
 from inference.evaluation import (
@@ -40,7 +41,6 @@ from inference.evaluation import (
     measure_deviations,
     synchronized_clock,
 )
-from inference.kernels import KernelChoice
 from inference.lossless import HALF
 from inference.lossless_report import is_lossless
 from inference.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
@@ -68,7 +68,7 @@ JUDGED = 12  # prompts, evenly spread, that are judged where texts alone do not 
 class Prepared:
     """What is measured once, by one process before the first prompt, and holds for all of them, in resumed runs too.
 
-    methods, tunings: see `tune`; kernels: of attention, which round differently (see `inference.kernels`).
+    methods, tunings: see `tune`; kernels: of attention, which round differently (see `inference.attention_kernels`).
     """
 
     methods: dict[str, MethodConfig]

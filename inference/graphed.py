@@ -21,10 +21,10 @@ from torch import Tensor
 from draft_models.attention import use_kernel
 from draft_models.early_exit import EarlyExit
 from draft_models.target import LayerStack
+from inference.attention_kernels import KernelChoice, kernel_for, measure_kernels
 from inference.cache import KVCache
 from inference.capture import GraphPool, can_capture
 from inference.fixed_shapes import WIDTHS, FixedView, Upload, bucket
-from inference.kernels import KernelChoice, kernel_for, measure_kernels
 from inference.layout import Layout, Rows
 from inference.sampling import likeliest
 from inference.session import Pass, TargetSession

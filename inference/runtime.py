@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 
 from draft_models.target import LayerStack
+from inference.attention_kernels import KernelChoice
 from inference.graphed import Graphed
-from inference.kernels import KernelChoice
 from inference.session import TargetSession
 
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from inference import graphed, kernels
+from inference import attention_kernels, graphed
 from inference.capture import GraphPool
 
 # The host waits for the device, or hands it memory of its own.
@@ -96,4 +96,4 @@ def record_graphs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graphed, "can_capture", lambda device: True)
     patch.setattr(GraphPool, "_capture", lambda _, run: Recording(run))
     patch.setattr(torch.cuda, "synchronize", lambda: None)
-    patch.setattr(kernels, "TRIALS", 1)
+    patch.setattr(attention_kernels, "TRIALS", 1)

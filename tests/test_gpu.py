@@ -16,6 +16,7 @@ from draft_models.streams import Streams
 from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
 from draft_models.tensor_files import open_target
 from inference import graphed
+from inference.attention_kernels import KernelChoice, attention_shape
 from inference.decode import autoregressive, speculative
 from inference.drafting import Chain, make_structure
 from inference.evaluation import (
@@ -30,7 +31,6 @@ from inference.evaluation import (
     synchronized_clock,
 )
 from inference.fixed_shapes import UPLOADS, Upload
-from inference.kernels import KernelChoice, attention_shape
 from inference.layout import Rows
 from inference.lossless import judge
 from inference.settings import MethodConfig, SamplingConfig, StopConfig

@@ -15,12 +15,12 @@ from draft_models.attention import KERNELS, grouped_attention, use_kernel
 from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from inference import graphed
+from inference.attention_kernels import KernelChoice, attention_shape
 from inference.capture import GraphPool
 from inference.decode import Round, autoregressive, speculative
 from inference.drafting import make_structure
 from inference.fixed_shapes import WIDTHS, FixedView, Upload
 from inference.graphed import Graphed
-from inference.kernels import KernelChoice, attention_shape
 from inference.layout import Rows
 from inference.packing import fuse_layers
 from inference.runtime import Eager, make_runtime

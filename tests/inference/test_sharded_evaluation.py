@@ -25,9 +25,9 @@ from draft_models.errors import UserError
 from draft_models.target import LayerStack, load_config, load_tokenizer
 from draft_models.tensor_files import open_target
 from inference import compare
+from inference.attention_kernels import KernelChoice, attention_shape
 from inference.evaluation import Arm
 from inference.graphed import Graphed
-from inference.kernels import KernelChoice, attention_shape
 from inference.prompt_results import Measured, append_result, read_results
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from draft_models.attention import KERNELS
-from inference import kernels
+from inference import attention_kernels
+from inference.attention_kernels import WIDTHS, KernelChoice, attention_shape, kernel_for, measure_kernels
 from inference.decode import autoregressive
 from inference.fixed_shapes import Upload
 from inference.graphed import Graphed
-from inference.kernels import WIDTHS, KernelChoice, attention_shape, kernel_for, measure_kernels
 from tests.recorded import Recording, record_graphs
 from tests.tiny import open_stack, random_prompt, save_target
 
@@ -28,7 +28,7 @@ def test_what_was_faster_is_chosen_for_every_shape(tmp_path: Path, monkeypatch: 
     wide = save_target(tmp_path / "wide", kv_heads=2)
     stacks = [open_stack(wide)[1], open_stack(wide)[1], open_stack(save_target(tmp_path / "small", "qwen3"))[1]]
     seconds = iter([1.0, 2.0, 1.0, 2.0, 2.0, 1.0, 2.0, 1.0] * 6)  # fused, products at each of the four widths
-    monkeypatch.setattr(kernels, "_seconds", lambda graph: next(seconds))
+    monkeypatch.setattr(attention_kernels, "_seconds", lambda graph: next(seconds))
     found = measure_kernels(stacks, 600)
     assert {(c.heads, c.key_heads, c.head_dim) for c in found} == {attention_shape(stack.config) for stack in stacks}
     assert {choice.keys for choice in found} == {128, 512, 600}
