@@ -4,6 +4,7 @@ Results are kept prompt by prompt (`inference.prompt_results`) and the report is
 was stopped goes on where it was, with as many processes as it then has.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from inference.evaluation import (
     Arm,
     PromptLike,
     PromptResult,
+    Skipped,
     excuse_ties,
     make_arms,
     measure,
@@ -122,8 +124,9 @@ def _evaluate(
     if models is not None:
         bench = make_bench(config, subject, models, prepared, rendered[share[0]])
         for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
-            turns = measure_prompt(config, prompts[position], position, render, subject, models, bench)
-            append_result(out_dir, number + state.process_index, Measured(position, state.num_processes, turns))
+            turns, skipped = measure_prompt(config, prompts[position], position, render, subject, models, bench)
+            measured = Measured(position, state.num_processes, turns, skipped)
+            append_result(out_dir, number + state.process_index, measured)
     state.wait_for_everyone()
     return from_main(state, lambda: report(config, subject, prepared, len(prompts), out_dir))
 
@@ -149,7 +152,7 @@ def prepare_methods(config: EvaluateConfig, models: Models, prompt: Sequence[int
 
 @dataclass(frozen=True)
 class Bench:
-    """The arms of an evaluation, warm. profilers: the methods once more, with a clock that waits for the device."""
+    """The arms of an evaluation, warm. profilers: our arms once more, with a clock that waits for the device."""
 
     arms: dict[str, Arm]
     profilers: dict[str, Arm]
@@ -172,7 +175,7 @@ def make_bench(
     profilers: dict[str, Arm] = {}
     if subject.device.type == "cuda":
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
-        profilers = {name: synchronized[name] for name in prepared.methods}
+        profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     return Bench(arms_for(config.max_new_tokens), profilers)
 
 
@@ -184,24 +187,29 @@ def measure_prompt(
     subject: Subject,
     models: Models,
     bench: Bench,
-) -> tuple[PromptResult, ...]:
-    """Every turn of a prompt through every arm; a later turn's history is the target's own answer.
+) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
+    """Every turn of a prompt through every arm, and what was left out; a later turn's history is the target's answer.
 
     position: the prompt's among all; it and the turn say which arm goes first, whichever process is at work.
     """
     results: list[PromptResult] = []
+    names = [prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{n}" for n in range(1, len(prompt.turns) + 1)]
     messages: Messages = []
+    context = context_length(subject, models.drafters)
     for number, turn in enumerate(prompt.turns):
         messages.append({"role": "user", "content": turn})
         ids = render(subject.tokenizer, messages, prompt.chat)
-        if len(ids) + config.max_new_tokens > context_length(subject, models.drafters):
+        if len(ids) + config.max_new_tokens > context:
             tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
-            break
+            room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
+            reasons = itertools.chain([room], itertools.repeat("a turn before it was left out"))
+            return tuple(results), tuple(map(Skipped, names[number:], reasons))
         result = measure(
             bench.arms,
             ids,
-            prompt_id=prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{number + 1}",
+            prompt_id=names[number],
             category=prompt.category,
+            conversation=prompt.id,
             repeats=config.repeats,
             turn=position + number,
             profilers=bench.profilers,
@@ -210,7 +218,7 @@ def measure_prompt(
         results.append(replace(result, excused=excused))
         answer = subject.tokenizer.decode(list(result.generations[AUTOREGRESSIVE].tokens), skip_special_tokens=True)
         messages.append({"role": "assistant", "content": str(answer)})
-    return tuple(results)
+    return tuple(results), ()
 
 
 def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts: int, out_dir: Path) -> list[str]:
@@ -230,6 +238,8 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.sampling.temperature,
         "sampling": asdict(config.sampling),
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if subject.device.type == "cuda" else None,
+        "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
     }
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed, prepared.tunings.get(name))

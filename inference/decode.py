@@ -28,7 +28,8 @@ class Round:
 
     tokens: committed ids, never beyond the first EOS or the budget; drafted: proposed tokens; accepted: how
     many of `tokens` came from the draft. Seconds: of the whole round, and of its parts (draft: the source's
-    forward passes; structure: everything else about drafting; verify: the target's pass and its transfer).
+    forward passes; structure: everything else about drafting; verify: the target's pass and its transfer, in plain
+    decoding the pass alone).
     """
 
     tokens: tuple[int, ...]
@@ -96,10 +97,11 @@ def autoregressive(
             started = clock()
             session.feed(root, (ROOT,))
             logits = session.finish()
+            passed = clock()
             session.commit((0,))
             root = chooser.next_token(logits)
             token = int(root)
-            yield Round((token,), 0, 0, clock() - started)
+            yield Round((token,), 0, 0, clock() - started, verify_seconds=passed - started)
 
 
 @torch.inference_mode()

@@ -60,8 +60,9 @@ class Generation:
 class PromptResult:
     """One prompt continued by every arm.
 
-    profiles: runs of the methods with a clock that waits for the device, where the timed ones' does not (CUDA);
-    they say how a round's time divides. excused: the arms whose first mismatch is a rounding tie.
+    profiles: runs of our arms with a clock that waits for the device, where the timed ones' does not (CUDA);
+    they say how a round's time divides. excused: the arms whose first mismatch is a rounding tie. conversation: the id
+    of the prompt that this is one of several turns of.
     """
 
     prompt_id: str
@@ -71,10 +72,24 @@ class PromptResult:
     reference: str
     profiles: Mapping[str, Generation] = field(default_factory=dict)
     excused: frozenset[str] = frozenset()
+    conversation: str | None = None
+
+    @property
+    def unit(self) -> str:
+        """What an interval takes for one observation: the conversation, as its turns are alike."""
+        return self.prompt_id if self.conversation is None else self.conversation
 
     def identical(self, arm: str) -> bool:
         """Whether `arm` emitted exactly the reference arm's tokens."""
         return self.generations[arm].tokens == self.generations[self.reference].tokens
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A turn that was not measured, and why."""
+
+    prompt_id: str
+    reason: str
 
 
 Arm = Callable[[Sequence[int]], Generation]
@@ -302,6 +317,7 @@ def measure(
     category: str,
     repeats: int,
     turn: int,
+    conversation: str | None = None,
     profilers: Mapping[str, Arm] | None = None,
 ) -> PromptResult:
     """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
@@ -320,7 +336,7 @@ def measure(
     }
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
     profiles = {name: profiler(prompt) for name, profiler in (profilers or {}).items()}
-    return PromptResult(prompt_id, category, tuple(prompt), middle, reference, profiles)
+    return PromptResult(prompt_id, category, tuple(prompt), middle, reference, profiles, conversation=conversation)
 
 
 def excuse_ties(judge: PreTrainedModel, result: PromptResult) -> frozenset[str]:

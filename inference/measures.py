@@ -92,11 +92,23 @@ def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, 
     return table
 
 
-def bootstrap_median(values: Sequence[float], seed: int, draws: int = 2000) -> tuple[float, list[float]]:
-    """The median of `values` and the 95 % bootstrap interval of it, resampling `values` with replacement."""
-    data = torch.tensor(values, dtype=torch.float64)
+def bootstrap_median(
+    values: Sequence[float], seed: int, draws: int = 2000, *, units: Sequence[str] | None = None
+) -> tuple[float, list[float]]:
+    """The median of `values` and the 95 % bootstrap interval of it, resampling with replacement.
+
+    units: by value, what it is an observation of; all values of a unit are drawn together (a cluster bootstrap: Davison
+    and Hinkley 1997, §3.8). None: each is one of its own.
+    """
+    names = {name: place for place, name in enumerate(dict.fromkeys(units or range(len(values))))}
+    owners = torch.tensor([names[name] for name in units or range(len(values))])
     generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(values), (draws, len(values)), generator=generator)
-    medians = data[picks].quantile(0.5, dim=1)
+    picks = torch.randint(len(names), (draws, len(names)), generator=generator)
+    data, order = torch.tensor(values, dtype=torch.float64).sort()
+    times = torch.zeros(draws, len(names), dtype=torch.long).scatter_add_(1, picks, torch.ones_like(picks))
+    counts = times[:, owners[order]].cumsum(1)  # [draws, values]: how many of a draw's values are at most this one
+    half = counts[:, -1:] / 2
+    lower, upper = (counts < half).sum(1), (counts <= half).sum(1)  # the two in the middle, or one twice
+    medians = (data[lower] + data[upper]) / 2
     low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return statistics.median(values), [low, high]

@@ -19,7 +19,7 @@ from draft_models.errors import UserError
 from draft_models.files import write_json
 from draft_models.out_dirs import check_identity
 from draft_models.plain import construct
-from inference.evaluation import PromptResult
+from inference.evaluation import PromptResult, Skipped
 from inference.report import REPORT_FILE
 
 RUN_FILE = "run.json"
@@ -28,7 +28,7 @@ _FILE = re.compile(r"results-(\d{5,})\.jsonl")
 
 @dataclass(frozen=True)
 class Measured:
-    """One prompt, measured: every turn of it, and how many processes were at work.
+    """One prompt, measured: every turn of it, those left out apart, and how many processes were at work.
 
     position: the prompt's in the run's list, by which results are found again.
     """
@@ -36,6 +36,7 @@ class Measured:
     position: int
     processes: int
     turns: tuple[PromptResult, ...]
+    skipped: tuple[Skipped, ...] = ()
 
 
 def open_run(folder: Path, settings: Mapping[str, Any], resume: bool) -> Any:

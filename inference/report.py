@@ -15,20 +15,31 @@ from matplotlib.ticker import MaxNLocator
 from draft_models.checkpoint import provenance
 from draft_models.files import require_writable, write_atomically, write_json
 from inference.auto import Tuning
-from inference.evaluation import AUTOREGRESSIVE, TRANSFORMERS, Generation, PromptResult
+from inference.evaluation import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measures import (
     acceptance_by_candidates,
     acceptance_by_position,
-    bootstrap_median,
     chosen_sizes,
     decode_statistics,
     structure_statistics,
 )
 from inference.settings import SamplingConfig
+from inference.speed import (
+    break_even,
+    conversations,
+    end_to_end,
+    parts_of_time,
+    prefill_seconds,
+    speedup,
+    speedups,
+    speedups_over_baselines,
+    time_of_a_plain_token,
+    tokens_per_second,
+)
 
 Report = dict[str, Any]
 REPORT_FILE = "report.json"
-MIN_PROMPTS = 5  # fewer have no interval worth the name, so no verdict
+MIN_PROMPTS = 5  # conversations, however many turns they have; fewer have no interval worth the name, so no verdict
 
 
 def build_report(
@@ -43,14 +54,14 @@ def build_report(
     tuning: what sizes of "auto" were chosen from.
     """
     mine = [r.generations[method] for r in results]
-    seconds = _seconds([r.profiles.get(method, r.generations[method]) for r in results])
-    speedups = _speedups(results, method, AUTOREGRESSIVE)
+    arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
     report: Report = {
         "method": method,
         **facts,
         "machine": describe_machine(facts["device"]),
         "made_with": provenance(),
-        "prompts": len(results),
+        "prompts": conversations(results),
+        "turns": len(results),
         "tokens": sum(len(g.tokens) for g in mine),
         "seed": seed,
         "lossless": _lossless(results, method, sampled=facts["temperature"] > 0),
@@ -58,34 +69,30 @@ def build_report(
         "structure": structure_statistics(mine),
         "acceptance_by_candidates": acceptance_by_candidates(mine),
         "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
-        "tokens_per_second": {
-            name: _tokens_per_second(results, arm)
-            for name, arm in (
-                ("autoregressive", AUTOREGRESSIVE),
-                (TRANSFORMERS, TRANSFORMERS),
-                ("speculative", method),
-            )
-        },
-        "prefill_seconds": {
-            name: sum(r.generations[arm].prefill_seconds for r in results) / len(results)
-            for name, arm in (("autoregressive", AUTOREGRESSIVE), ("speculative", method))
-        },
-        "speedup": _speedup(speedups, seed),
-        "break_even_acceptance": _break_even(results, method),
-        "seconds": seconds,
+        "tokens_per_second": {name: tokens_per_second(results, arm) for name, arm in arms.items()},
+        "prefill_seconds": {name: prefill_seconds(results, arm, seed) for name, arm in arms.items()},
+        "speedup": speedups_over_baselines(results, method, seed),
+        "end_to_end": speedups_over_baselines(results, method, seed, end_to_end),
+        "autoregressive": time_of_a_plain_token(results),
+        "break_even_acceptance": break_even(results, method),
+        "seconds": parts_of_time(results, method),
         "acceptance_by_position": acceptance_by_position(mine),
         "by_category": {},
     }
     if TRANSFORMERS in results[0].generations:
-        report["speedup"]["vs_transformers_generate"] = _speedup(_speedups(results, method, TRANSFORMERS), seed)
+        report[TRANSFORMERS] = {
+            "speedup": speedup(results, TRANSFORMERS, AUTOREGRESSIVE, seed),
+            "end_to_end": speedup(results, TRANSFORMERS, AUTOREGRESSIVE, seed, end_to_end),
+        }
     for category in sorted({r.category for r in results}):
         group = [r for r in results if r.category == category]
         report["by_category"][category] = {
-            "prompts": len(group),
+            "prompts": conversations(group),
+            "turns": len(group),
             **decode_statistics(r.generations[method] for r in group),
-            "speedup": _speedup(_speedups(group, method, AUTOREGRESSIVE), seed),
+            "speedup": speedup(group, method, AUTOREGRESSIVE, seed),
         }
-    report["speedup_per_prompt"] = {r.prompt_id: s for r, s in zip(_timed(results, method), speedups, strict=True)}
+    report["speedup_per_prompt"] = speedups(results, method, AUTOREGRESSIVE)
     report["verdict"] = _verdict(report)
     return report
 
@@ -124,15 +131,11 @@ def is_lossless(report: Report) -> bool:
 def markdown(reports: Sequence[Report]) -> str:
     """The table people read: one row per method, baselines first."""
     first = reports[0]
-    speeds, processes = first["tokens_per_second"], first["processes"]
-    together = f", {processes} processes at a time" if processes > 1 else ""
-    few = f" Undecided with fewer than {MIN_PROMPTS} prompts." if first["prompts"] < MIN_PROMPTS else ""
+    speeds = first["tokens_per_second"]
     lines = [
         f"# {first['drafter']} on {first['target']}",
         "",
-        f"{first['prompts']} prompts × up to {first['max_new_tokens']} tokens, {_choice(first)}, {first['dtype']} on "
-        f"{first['machine']['device']} ({first['machine']['threads']} threads), arms interleaved prompt by prompt"
-        f"{together}.{few}",
+        _conditions(reports),
         "",
         "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -143,7 +146,10 @@ def markdown(reports: Sequence[Report]) -> str:
         role = "sampled" if first["temperature"] else "reference"
         lines.append(f"| transformers generate | {role} | 1.00 | | | | | {_number(speeds[TRANSFORMERS])} | | 1.00 |")
     lines += [_row(report) for report in reports]
-    lines += ["", *(_sentence(report) for report in reports)]
+    lines += ["", *_prefill_table(reports)]
+    lines += ["", *_plain_sentence(first), *(_sentence(report) for report in reports)]
+    if first.get("skipped"):
+        lines += ["", f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}."]
     return "\n".join(lines) + "\n"
 
 
@@ -232,70 +238,57 @@ def _cpu_name() -> str:
     )
 
 
-def _timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
-    """Results in which every given arm decoded at least one token after the prefill's."""
-    return [r for r in results if all(len(r.generations[arm].tokens) > 1 for arm in arms)]
-
-
-def _speedups(results: Sequence[PromptResult], method: str, baseline: str) -> list[float]:
-    """Per prompt: the baseline's seconds per decoded token over the method's."""
-    return [
-        _seconds_per_token(r.generations[baseline]) / _seconds_per_token(r.generations[method])
-        for r in _timed(results, method)
-    ]
-
-
-def _seconds_per_token(generation: Generation) -> float:
-    return generation.decode_seconds / max(1, len(generation.tokens) - 1)
-
-
-def _speedup(values: Sequence[float], seed: int) -> dict[str, Any]:
-    if not values:
-        return {"median": None, "ci95": None}
-    median, interval = bootstrap_median(values, seed)
-    return {"median": median, "ci95": interval}
-
-
-def _tokens_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
-    if arm not in results[0].generations:
-        return None
-    generations = [r.generations[arm] for r in _timed(results, arm)]
-    seconds = sum(g.decode_seconds for g in generations)
-    return sum(len(g.tokens) - 1 for g in generations) / seconds if seconds else None
-
-
-def _seconds(generations: Sequence[Generation]) -> dict[str, float]:
-    rounds = [r for g in generations for r in g.rounds]
-    parts = {
-        "draft": sum(r.draft_seconds for r in rounds),
-        "verify": sum(r.verify_seconds for r in rounds),
-        "structure": sum(r.structure_seconds for r in rounds),
-    }
-    return {**parts, "other": sum(g.decode_seconds for g in generations) - sum(parts.values())}
-
-
-def _break_even(results: Sequence[PromptResult], method: str) -> float | None:
-    """The acceptance rate at which a round of this method costs what its tokens cost autoregressively.
-
-    A round with k drafted tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t a token.
-    They are even at v = (s/t − 1)/k.
-    """
-    timed = _timed(results, method, AUTOREGRESSIVE)
-    rounds = [r for result in timed for r in result.generations[method].rounds]
-    drafted = sum(r.drafted for r in rounds)
-    if not drafted:
-        return None
-    steps = sum(len(result.generations[AUTOREGRESSIVE].tokens) - 1 for result in timed)
-    step = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in timed) / steps
-    spent = sum(result.generations[method].decode_seconds for result in timed)
-    return (spent / step - len(rounds)) / drafted
-
-
 def _verdict(report: Report) -> str:
     interval = report["speedup"]["ci95"]
-    if interval is None or report["prompts"] < MIN_PROMPTS or interval[0] <= 1.0 <= interval[1]:
+    if interval is None or report["speedup"]["prompts"] < MIN_PROMPTS or interval[0] <= 1.0 <= interval[1]:
         return "undecided"
     return "faster" if interval[0] > 1.0 else "slower"
+
+
+def _conditions(reports: Sequence[Report]) -> str:
+    """What was measured, and how."""
+    first = reports[0]
+    turns = f", {first['turns']} turns" if first["turns"] > first["prompts"] else ""
+    together = f", {first['processes']} processes at a time" if first["processes"] > 1 else ""
+    sentences = [
+        f"{first['prompts']} prompts{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
+        f"{first['dtype']} on {first['machine']['device']} ({first['machine']['threads']} threads), arms interleaved "
+        f"prompt by prompt{together}."
+    ]
+    if any(report["speedup"]["prompts"] < MIN_PROMPTS for report in reports):
+        sentences.append(f"Undecided with fewer than {MIN_PROMPTS} prompts.")
+    for key, said in (
+        ("taken_over", "Taken over from the target's generation config, in all arms"),
+        ("ignored", "Left out of the target's generation config, in all arms"),
+    ):
+        fields = first.get("generation_config", {}).get(key)
+        if fields:
+            sentences.append(f"{said}: {', '.join(f'{name} {_short(value)}' for name, value in fields.items())}.")
+    if first.get("cudnn_attention") is False:
+        sentences.append("cuDNN's attention is off in all arms, transformers' too.")
+    return " ".join(sentences)
+
+
+def _prefill_table(reports: Sequence[Report]) -> list[str]:
+    """What an answer takes from the prompt on: the prefill, a drafter's own among it, and the decoding behind it."""
+    first = reports[0]
+    prefills = first["prefill_seconds"]
+    lines = [
+        "| from the prompt on | prefill ms [95 %] | decoding | prefill and decoding [95 %] | vs transformers |",
+        "|---|---|---|---|---|",
+        f"| autoregressive | {_milliseconds(prefills['autoregressive'])} | 1.00 | 1.00 | |",
+    ]
+    if prefills[TRANSFORMERS] is not None:
+        speed, whole = first[TRANSFORMERS]["speedup"], first[TRANSFORMERS]["end_to_end"]
+        milliseconds = _milliseconds(prefills[TRANSFORMERS])
+        lines.append(f"| transformers generate | {milliseconds} | {_times(speed)} | {_interval(whole)} | 1.00 |")
+    for report in reports:
+        whole = report["end_to_end"]
+        lines.append(
+            f"| {report['method']} | {_milliseconds(report['prefill_seconds']['speculative'])} | "
+            f"{_times(report['speedup'])} | {_interval(whole)} | {_interval(whole.get('vs_transformers_generate'))} |"
+        )
+    return lines
 
 
 def _row(report: Report) -> str:
@@ -310,6 +303,17 @@ def _row(report: Report) -> str:
         f"{report['drafted_tokens_per_round']:.2f} | {_number(speed)} | "
         f"{_interval(speedup)} | {_interval(speedup.get('vs_transformers_generate'))} |"
     )
+
+
+def _plain_sentence(report: Report) -> list[str]:
+    """What the baseline itself spends outside of the model; nothing where it decoded nothing."""
+    token = report["autoregressive"]
+    if token["token_us"] is None:
+        return []
+    return [
+        f"autoregressive: {token['token_us']:.0f} µs a token, of which {token['host_us']:.0f} µs "
+        f"({100 * token['host_share']:.1f} %) are not the model's pass."
+    ]
 
 
 def _sentence(report: Report) -> str:
@@ -356,7 +360,22 @@ def _interval(speedup: Mapping[str, Any] | None) -> str:
     if speedup is None or speedup["median"] is None:
         return "–"
     low, high = speedup["ci95"]
-    return f"{speedup['median']:.2f}× [{low:.2f}, {high:.2f}]"
+    return f"{_times(speedup)} [{low:.2f}, {high:.2f}]"
+
+
+def _times(speedup: Mapping[str, Any]) -> str:
+    return "–" if speedup["median"] is None else f"{speedup['median']:.2f}×"
+
+
+def _milliseconds(seconds: Mapping[str, Any]) -> str:
+    low, high = seconds["ci95"]
+    return f"{1e3 * seconds['median']:.1f} [{1e3 * low:.1f}, {1e3 * high:.1f}]"
+
+
+def _short(value: object) -> str:
+    """A field's value as JSON, its end left out where it is a long list; report.json has it whole."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -11,7 +11,7 @@ from inference import compare
 from inference.auto import Tuning
 from inference.costs import Costs
 from inference.decode import Round
-from inference.evaluation import Generation, PromptResult
+from inference.evaluation import Generation, PromptResult, Skipped
 from inference.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
 from inference.settings import MethodConfig, StopConfig, StructureConfig
 
@@ -21,7 +21,8 @@ def measured(position: int, processes: int = 1) -> Measured:
     generation = Generation((4, 5, 6, 7), 0.1, 2 / 3, rounds, {"expected_tau": 1.7})
     arms = {"autoregressive": replace(generation, rounds=(), totals={}), "m": generation}
     result = PromptResult("p/turn1", "c", (1, 2, 3), arms, "autoregressive", {"m": generation}, frozenset({"m"}))
-    return Measured(position, processes, (result, replace(result, prompt_id="p/turn2", profiles={})))
+    talk = (result, replace(result, prompt_id="p/turn2", profiles={}, conversation="p"))
+    return Measured(position, processes, talk, (Skipped("p/turn3", "too long"),))
 
 
 def test_what_was_kept_is_what_was_measured(tmp_path: Path) -> None:

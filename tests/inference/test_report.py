@@ -1,11 +1,15 @@
 """From what was measured to the report: every figure by hand."""
 
+import statistics
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inference.decode import Round
 from inference.evaluation import (
@@ -71,6 +75,61 @@ def test_bootstrap_interval() -> None:
     assert bootstrap_median([1.0, 2, 3, 4, 5, 6, 7, 8, 99], seed=0) == (5.0, [2.0, 8.0])
 
 
+@given(st.lists(st.tuples(st.integers(0, 6), st.floats(0.1, 9)), min_size=1, max_size=12), st.integers(0, 3))
+@settings(deadline=None, max_examples=50)
+def test_units_are_drawn_whole(observed: list[tuple[int, float]], seed: int) -> None:
+    """The interval over conversations, as the obvious program has it: draw conversations, pool their turns."""
+    units, values = [str(unit) for unit, _ in observed], [value for _, value in observed]
+    names = list(dict.fromkeys(units))
+    picks = torch.randint(len(names), (200, len(names)), generator=torch.Generator().manual_seed(seed))
+    drawn = [[v for name in row for u, v in zip(units, values, strict=True) if u == names[name]] for row in picks]
+    medians = np.quantile([statistics.median(values) for values in drawn], [0.025, 0.975])
+    median, interval = bootstrap_median(values, seed, draws=200, units=units)
+    assert median == statistics.median(values)
+    assert interval == pytest.approx(medians.tolist())
+    alone = bootstrap_median(values, seed, draws=200, units=[str(place) for place in range(len(values))])
+    assert alone == bootstrap_median(values, seed, draws=200)
+
+
+def test_turns_are_no_prompts() -> None:
+    """Turns of one conversation say the same thing again: they make an interval no narrower, and no verdict."""
+    made = results()
+    talks = [replace(r, prompt_id=f"{r.prompt_id}/turn{n}", conversation=r.prompt_id) for r in made for n in (1, 2, 3)]
+    report, alone = (build_report("m", results, facts(), seed=0) for results in (talks, made))
+    assert (report["prompts"], report["turns"], report["speedup"]["prompts"]) == (6, 18, 6)
+    for key in ("speedup", "end_to_end", "prefill_seconds"):
+        assert report[key] == alone[key]
+    assert report["by_category"]["code"]["speedup"] == alone["by_category"]["code"]["speedup"]
+    assert "6 prompts, 18 turns × up to 9 tokens" in markdown([report])
+    assert "6 prompts × up to 9 tokens" in markdown([alone])
+    few = build_report("m", talks[:12], facts(), seed=0)  # 12 turns, all of them faster, of 4 prompts
+    assert (few["verdict"], alone["verdict"]) == ("undecided", "faster")
+    assert "Undecided with fewer than 5 prompts." in markdown([few])
+
+
+@pytest.mark.parametrize("ended", [AUTOREGRESSIVE, TRANSFORMERS, "m"])
+def test_no_speedup_where_either_arm_decoded_nothing(ended: str) -> None:
+    """Sampled, one arm may end with the prefill's token where another does not: there is nothing to compare."""
+    made = [*results(), replace(results()[0], prompt_id="ended", generations=dict(results()[0].generations))]
+    made[-1].generations[ended] = Generation((7,), 0.5, 1e-7)
+    report, rest = (build_report("m", results, facts(), seed=0) for results in (made, made[:-1]))
+    against = report["speedup"].pop("vs_transformers_generate")
+    assert against["prompts"] == 6 + (ended == AUTOREGRESSIVE)
+    assert min(against["ci95"]) > 1
+    if ended != TRANSFORMERS:
+        assert report["speedup_per_prompt"] == rest["speedup_per_prompt"]
+        assert report["speedup"] == {key: rest["speedup"][key] for key in ("median", "ci95", "prompts")}
+        assert report["break_even_acceptance"] == rest["break_even_acceptance"]
+
+
+def test_a_verdict_needs_prompts_with_a_speed() -> None:
+    made = results()
+    for r in made[:2]:
+        r.generations["m"] = Generation((7,), 0.5, 0.0)
+    report = build_report("m", made, facts(), seed=0)
+    assert (report["prompts"], report["speedup"]["prompts"], report["verdict"]) == (6, 4, "undecided")
+
+
 def results() -> list[PromptResult]:
     made = []
     for index, (seconds, category) in enumerate([(2.0, "code"), (3.0, "code"), (4.0, "chat")] * 2):
@@ -99,7 +158,18 @@ def test_report_by_hand() -> None:
     assert report["tokens_per_second"]["speculative"] == pytest.approx(8.0)
     assert report["tokens_per_second"]["autoregressive"] == pytest.approx(24 / 9)
     assert report["tokens_per_second"]["transformers_generate"] == pytest.approx(12 / 9)
-    assert report["prefill_seconds"] == pytest.approx({"autoregressive": 0.4, "speculative": 0.5})
+    prefills = {name: (prefill["median"], prefill["ci95"]) for name, prefill in report["prefill_seconds"].items()}
+    assert prefills == {
+        "autoregressive": (0.4, [0.4, 0.4]),
+        "transformers_generate": (0.3, [0.3, 0.3]),
+        "speculative": (0.5, [0.5, 0.5]),
+    }
+    # Answers of 9 tokens: 0.5 + 1 s against 0.4 + 2, 3 or 4 s, and 0.3 + 4, 6 or 8 s.
+    assert report["end_to_end"]["median"] == pytest.approx(3.4 / 1.5)
+    assert report["end_to_end"]["ci95"] == pytest.approx([2.4 / 1.5, 4.4 / 1.5])
+    assert report["end_to_end"]["vs_transformers_generate"]["median"] == pytest.approx(6.3 / 1.5)
+    assert report["transformers_generate"]["speedup"]["median"] == pytest.approx(1 / 2)
+    assert report["transformers_generate"]["end_to_end"]["median"] == pytest.approx(3.4 / 6.3)
     # A round of 4 drafted tokens takes 1/3 s, a plain token 9/24 s: even where 1 + 4 v tokens cost the same.
     assert report["break_even_acceptance"] == pytest.approx((3 * 24 / 9 - 9) / 36)
     parts = {"draft": 18 / 40, "verify": 18 / 20, "structure": 18 / 80}
@@ -107,9 +177,56 @@ def test_report_by_hand() -> None:
     assert report["by_category"]["code"]["prompts"] == 4
     assert report["verdict"] == "faster"
     assert is_lossless(report)
-    assert "| m | 6/6 | 2.67 | 0.42 | 0.56 | 47.6 | 4.00 | 8.0 | 3.00× [2.00, 4.00] | 6.00× [" in markdown([report])
+    table = markdown([report])
+    assert "| m | 6/6 | 2.67 | 0.42 | 0.56 | 47.6 | 4.00 | 8.0 | 3.00× [2.00, 4.00] | 6.00× [" in table
+    assert "| autoregressive | 400.0 [400.0, 400.0] | 1.00 | 1.00 | |\n" in table
+    assert "| transformers generate | 300.0 [300.0, 300.0] | 0.50× | 0.54× [0.53, 0.56] | 1.00 |\n" in table
+    assert "| m | 500.0 [500.0, 500.0] | 3.00× | 2.27× [1.60, 2.93] | 4.20× [2.87, 5.53] |\n" in table
     profiled = [replace(r, profiles={"m": generation([(4, 4)], 2.0)}) for r in results()]
     assert build_report("m", profiled, facts(), seed=0)["seconds"]["draft"] == pytest.approx(6 * 2.0 / 40)
+
+
+def test_what_the_baseline_spends_outside_of_the_model() -> None:
+    """By the clock that waits for the device, where there is one; every round of it is a token."""
+
+    def plain(seconds: float, passes: float) -> Generation:
+        rounds = tuple(Round((7,), 0, 0, 0.2, verify_seconds=passes) for _ in range(4))
+        return Generation((7,) * 5, 0.1, seconds, rounds)
+
+    made = [replace(r, generations={**r.generations, AUTOREGRESSIVE: plain(1.0, 0.24)}) for r in results()]
+    report = build_report("m", made, facts(), seed=0)
+    assert report["autoregressive"] == pytest.approx(
+        {"token_us": 250_000, "pass_us": 240_000, "host_us": 10_000, "host_share": 0.04}
+    )
+    assert "autoregressive: 250000 µs a token, of which 10000 µs (4.0 %) are not the model's pass." in markdown(
+        [report]
+    )
+    profiled = [replace(r, profiles={AUTOREGRESSIVE: plain(2.0, 0.25)}) for r in made]
+    assert build_report("m", profiled, facts(), seed=0)["autoregressive"]["host_share"] == pytest.approx(0.5)
+    nothing = [replace(r, generations={**r.generations, AUTOREGRESSIVE: Generation((7,), 0.1, 0.0)}) for r in made]
+    report = build_report("m", nothing, facts(), seed=0)
+    assert report["autoregressive"]["host_us"] is None
+    assert "a token, of which" not in markdown([report])
+
+
+def test_what_was_left_out_or_taken_over_is_said() -> None:
+    left_out = [{"prompt_id": "a/turn2", "reason": "300 tokens"}, {"prompt_id": "a/turn3", "reason": "a turn before"}]
+    said = facts() | {
+        "skipped": left_out, "cudnn_attention": False,
+        "generation_config": {"from": "target", "taken_over": {"repetition_penalty": 1.05, "bad_words_ids": [[3]]},
+                              "ignored": {}},
+    }  # fmt: skip
+    report = build_report("m", results(), said, seed=0)
+    assert report["skipped"] == left_out
+    table = markdown([report])
+    assert "Left out: a/turn2 (300 tokens); a/turn3 (a turn before).\n" in table
+    assert "generation config, in all arms: repetition_penalty 1.05, bad_words_ids [[3]]. cuDNN's attention is" in table
+    ignored = {"from": "none", "taken_over": {}, "ignored": {"suppress_tokens": list(range(99))}}
+    table = markdown([build_report("m", results(), facts() | {"generation_config": ignored}, seed=0)])
+    assert "Left out of the target's generation config, in all arms: suppress_tokens [0, 1, 2" in table
+    assert "cuDNN" not in table
+    assert "Left out:" not in table
+    assert max(len(line) for line in table.splitlines()) < 400
 
 
 def test_a_category_is_reported_as_its_prompts_alone_would_be() -> None:

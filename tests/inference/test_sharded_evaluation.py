@@ -96,8 +96,9 @@ def facts(config: EvaluateConfig) -> list[dict[str, object]]:
     """What the reports say that is no time."""
     path = Path(config.out_dir) / "report.json"
     reports = json.loads(path.read_text())["reports"]
-    kept = ("method", "lossless", "prompts", "tokens", "tau", "acceptance_rate", "acceptance_by_position")
-    return [{key: report[key] for key in kept if report["method"] == "chain" or key in kept[:4]} for report in reports]
+    kept = ("method", "lossless", "prompts", "turns", "skipped", "tokens", "tau", "acceptance_rate",
+            "acceptance_by_position")  # fmt: skip
+    return [{key: report[key] for key in kept if report["method"] == "chain" or key in kept[:6]} for report in reports]
 
 
 def processes(config: EvaluateConfig) -> int:
@@ -176,6 +177,28 @@ def test_two_processes_equal_one(alone: EvaluateConfig, config: Callable[..., Ev
     table = (Path(made.out_dir) / "report.md").read_text()
     assert "interleaved prompt by prompt, 2 processes at a time." in table
     assert "at a time" not in (Path(alone.out_dir) / "report.md").read_text()
+
+
+@pytest.mark.parametrize("then", [1, 2])
+def test_what_was_left_out_is_known_to_the_report(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, then: int
+) -> None:
+    """Whichever process or run left it out: by name and reason, what was asked behind it too."""
+    monkeypatch.setattr(compare, "context_length", lambda *_: 45)  # second turns have 48 tokens and more
+    made = config("short", methods={"chain": METHODS["chain"]})
+    killed_after(made, 2, monkeypatch)
+    resumed = replace(made, resume=True)
+    if then == 1:
+        evaluate(resumed)
+    else:
+        assert together(resumed, then) == [0] * then
+    report = json.loads((Path(made.out_dir) / "report.json").read_text())
+    assert (report["prompts"], report["turns"]) == (5, 5)
+    assert [left_out["prompt_id"] for left_out in report["skipped"]] == ["b/turn2", "d/turn2"]
+    assert all(left_out["reason"].endswith("in a context of 45") for left_out in report["skipped"])
+    assert "Left out: b/turn2 (" in (Path(made.out_dir) / "report.md").read_text()
+    assert report["end_to_end"]["prompts"] == 5
+    assert report["autoregressive"]["host_us"] > 0
 
 
 @pytest.mark.parametrize("then", [1, 3])
@@ -311,12 +334,17 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     results = read_results(Path(made.out_dir))[0].turns
     assert [r.prompt_id for r in results] == ["p/turn1", "p/turn2"]
     assert [r.excused for r in results] == [frozenset({"other"})] * 2
+    assert [r.conversation for r in results] == ["p", "p"]
     tokenizer = load_tokenizer(str(models / "target"))
     said = [tokenizer.decode(list(r.generations["autoregressive"].tokens), skip_special_tokens=True) for r in results]
     talk = [("user", turns[0]), ("assistant", said[0]), ("user", turns[1]), ("assistant", said[1]), ("user", turns[2])]
     assert seen == [talk[:1], talk[:1], talk[:3], talk]  # the first time, to see whether it fits
     report = json.loads((Path(made.out_dir) / "report.json").read_text())
     assert set(report["auto"]["chosen"]) == {"max_draft"}
+    assert report["skipped"] == [
+        {"prompt_id": "p/turn3", "reason": "247 tokens and 10 new ones in a context of 256"},
+        {"prompt_id": "p/turn4", "reason": "a turn before it was left out"},
+    ]
 
 
 def test_one_run_at_a_time(config: Callable[..., EvaluateConfig]) -> None:
