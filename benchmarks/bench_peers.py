@@ -37,7 +37,8 @@ from transformers.generation.streamers import BaseStreamer
 from draft_models.files import write_json
 from draft_models.target import pick_device
 from inference.decode import Round
-from inference.evaluation import Arm, Generation, generate_options, make_arms, measure, stock_attention
+from inference.evaluation import Arm, Generation, make_arms, measure, stock_attention
+from inference.generation_config import generate_options
 from inference.measures import bootstrap_median
 from inference.report import describe_machine
 from inference.runtime import make_runtime

@@ -115,7 +115,7 @@ def _evaluate(
 
         def begin() -> Any:
             assert models is not None
-            plain = asdict(prepare_methods(config, models, rendered[0]))
+            plain = asdict(prepare_methods(config, subject, models, rendered[0]))
             begin_run(out_dir, settings, plain)
             return plain
 
@@ -142,11 +142,12 @@ def require_own_device(device: torch.device, state: PartialState) -> None:
         raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
 
 
-def prepare_methods(config: EvaluateConfig, models: Models, prompt: Sequence[int]) -> Prepared:
+def prepare_methods(config: EvaluateConfig, subject: Subject, models: Models, prompt: Sequence[int]) -> Prepared:
     """The methods of `config`, what they leave open measured on `prompt`."""
     stack = models.stack
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
     options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
+    options |= {"generation": subject.inherited.config, "eos": subject.eos}
     return Prepared(*tune(config.methods, stack, models.drafters, prompt, clock=clock, **options))
 
 
@@ -165,7 +166,8 @@ def make_bench(
 
     def arms_for(max_new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": subject.eos, "seed": config.seed}
-        options |= {"sampling": config.sampling, "stops": config.stop_strings, "tokenizer": subject.tokenizer}
+        options |= {"sampling": config.sampling, "generation": subject.inherited.config}
+        options |= {"stops": subject.stops, "tokenizer": subject.tokenizer}
         options |= {"clock": clock, "runtime": models.runtime, "tunings": prepared.tunings}
         reference = models.plain if config.compare_transformers else None
         return make_arms(models.stack, models.drafters, prepared.methods, reference, **options)
@@ -238,6 +240,11 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.sampling.temperature,
         "sampling": asdict(config.sampling),
+        "generation_config": {
+            "from": config.generation_config,
+            "taken_over": dict(subject.inherited.taken),
+            "ignored": dict(subject.inherited.ignored),
+        },
         "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if subject.device.type == "cuda" else None,
         "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
     }

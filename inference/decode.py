@@ -49,19 +49,19 @@ def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, 
     return tuple(tokens[:budget])
 
 
-def until(rounds: Iterator[Round], stops: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[Round]:
-    """`rounds` up to and including the token that completes one of the `stops` in the new text.
+def until(
+    rounds: Iterator[Round], prompt: Sequence[int], first_end: Callable[[Sequence[int], int], int | None]
+) -> Iterator[Round]:
+    """`rounds` up to and including the token with which the text ends; those behind it were never decoded.
 
-    Tokens behind it in the same round are dropped, as if they had never been decoded. decode: ids → text.
+    first_end: of the last n tokens of a text, prompt included, how many there are when it ends, None where it does
+    not (see `StopStrings.first_end`).
     """
-    ids: list[int] = []
+    text = list(prompt)
     for r in rounds:
-        before = len(ids)
-        ids += r.tokens
-        if any(stop in decode(ids) for stop in stops):
-            count = 1
-            while not any(stop in decode(ids[: before + count]) for stop in stops):
-                count += 1
+        text += r.tokens
+        count = first_end(text, len(r.tokens))
+        if count is not None:
             yield replace(r, tokens=r.tokens[:count], accepted=min(r.accepted, count))
             return
         yield r

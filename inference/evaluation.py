@@ -20,6 +20,7 @@ from inference.auto import Tuning
 from inference.choosing import Chooser
 from inference.decode import Clock, Round, autoregressive, cut, speculative, until
 from inference.drafting import Structure, make_structure
+from inference.generation_config import generate_settings, make_sampler
 from inference.lookup import PromptLookup
 from inference.ngrams import make_ngram_drafter
 from inference.packing import can_pack, fuse_layers, pack_linears
@@ -27,6 +28,7 @@ from inference.runtime import Runtime
 from inference.sampling import Sampler
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, number
 from inference.sources import Drafter, EarlyExitSource, SmallLMSource
+from inference.stop_strings import StopStrings
 
 GREEDY = SamplingConfig()
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
@@ -157,6 +159,7 @@ def make_arms(
     eos: Collection[int],
     seed: int,
     sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
     stops: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     runtime: Runtime | None = None,
@@ -165,26 +168,31 @@ def make_arms(
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
-    sampling: how all of them choose tokens; when it samples, every generation starts from `seed` again. stops:
-    strings that end a text, which need the `tokenizer`. runtime: how the passes of all but `generate` run; None:
-    eagerly. tunings: of the methods with sizes of "auto" (see `inference.tuning`).
+    sampling: how all of them choose tokens; when it samples, every generation starts from `seed` again. generation:
+    the target's own config, for what else acts on the choice. stops: strings that end a text, which need the
+    `tokenizer`. runtime: how the passes of all but `generate` run; None: eagerly. tunings: of the methods with sizes of
+    "auto" (see `inference.tuning`).
     """
-    sampler = None if sampling == GREEDY else Sampler(sampling)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
     ours: dict[str, Any] = {**options, "runtime": runtime, "clock": clock}
-
-    def run(rounds: Iterator[Round]) -> Generation:
-        if not stops:
-            return collect(rounds, clock)
+    settings = generate_settings(generation, sampling, **options)
+    ends = None
+    if stops:
         assert tokenizer is not None
-        return collect(until(rounds, stops, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))), clock)
+        ends = StopStrings(stops, tokenizer).first_end
+
+    def run(rounds: Iterator[Round], prompt: Sequence[int]) -> Generation:
+        return collect(rounds if ends is None else until(rounds, prompt, ends), clock)
+
+    def choose(prompt: Sequence[int]) -> Sampler | None:
+        return make_sampler(settings, sampling, prompt, stack.device)
 
     def fresh_generator() -> torch.Generator | None:
         return torch.Generator(stack.device).manual_seed(seed) if sampling.temperature else None
 
     def autoregress(prompt: Sequence[int]) -> Generation:
-        chooser = Chooser(sampler, fresh_generator())
-        return run(autoregressive(stack, prompt, chooser=chooser, **ours))
+        chooser = Chooser(choose(prompt), fresh_generator())
+        return run(autoregressive(stack, prompt, chooser=chooser, **ours), prompt)
 
     def drafting(name: str, method: MethodConfig) -> Arm:
         tuning = tunings.get(name) if tunings else None
@@ -192,9 +200,9 @@ def make_arms(
         def draft(prompt: Sequence[int]) -> Generation:
             generator = fresh_generator()
             source, structure = make_drafting(method, drafters, seed, generator, tuning)
-            chooser = Chooser(sampler, generator, naive=method.verify == "naive")
-            generation = run(speculative(stack, source, structure, prompt, chooser=chooser, **ours))
-            return replace(generation, totals=dict(structure.totals))
+            chooser = Chooser(choose(prompt), generator, naive=method.verify == "naive")
+            decoded = run(speculative(stack, source, structure, prompt, chooser=chooser, **ours), prompt)
+            return replace(decoded, totals=dict(structure.totals))
 
         return draft
 
@@ -203,7 +211,14 @@ def make_arms(
         arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
     if plain is not None:
         arms[TRANSFORMERS] = lambda prompt: transformers_generate(
-            plain, prompt, sampling=sampling, seed=seed, stops=stops, tokenizer=tokenizer, **options
+            plain,
+            prompt,
+            sampling=sampling,
+            generation=generation,
+            seed=seed,
+            stops=stops,
+            tokenizer=tokenizer,
+            **options,
         )
     return arms
 
@@ -267,21 +282,19 @@ def transformers_generate(
     max_new_tokens: int,
     eos: Collection[int],
     sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
     seed: int = 0,
     stops: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Generation:
-    """The target through transformers' own `generate`, with its own attention and cache."""
+    """The target through transformers' own `generate`, with its own attention and cache.
+
+    generation: the target's own config, of which it keeps what `generate_settings` does not replace.
+    """
     ids = torch.tensor([prompt], device=model.device)
-    ends_at = sorted(eos)
-    settings = GenerationConfig(
-        **generate_options(sampling),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=ends_at or None,
-        pad_token_id=ends_at[0] if ends_at else 0,
-    )
+    settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos, stops=stops)
     model.generation_config = settings
-    ends: dict[str, Any] = {"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}
+    ends: dict[str, Any] = {"tokenizer": tokenizer} if stops else {}
     first = _FirstToken()
     with stock_attention(model), torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -292,15 +305,6 @@ def transformers_generate(
         ended = time.perf_counter()
     tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
     return Generation(tokens, first.at - started, ended - first.at)
-
-
-def generate_options(sampling: SamplingConfig) -> dict[str, Any]:
-    """`sampling` as transformers' GenerationConfig names it."""
-    penalty = {"repetition_penalty": sampling.repetition_penalty}
-    if not sampling.temperature:
-        return {"do_sample": False, **penalty}
-    warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return {"do_sample": True, **warpers, "min_p": sampling.min_p or None, **penalty}
 
 
 def synchronized_clock() -> float:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import (
+    EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
@@ -44,18 +45,27 @@ _IGNORE_CONTEXT = (
 class Sampler:
     """`config` and the user's `processors`, ready to apply.
 
-    As in `generate`, a processor of the user replaces the one of its type that `config` would make, the others come
-    before the warpers, and greedy decoding has no warpers. A processor must be a function of its arguments: one that
-    remembers earlier calls would mix branches.
+    own: what the target's generation config asks for (see `inference.generation_config`), before what `config` does. As
+    in `generate`, a processor of the user replaces the one of its type among those, the others come before the warpers,
+    and greedy decoding has no warpers. A processor must be a function of its arguments: one that remembers earlier
+    calls would mix branches.
     """
 
-    def __init__(self, config: SamplingConfig, processors: Sequence[LogitsProcessor] = ()):
+    def __init__(
+        self,
+        config: SamplingConfig,
+        processors: Sequence[LogitsProcessor] = (),
+        *,
+        own: Sequence[LogitsProcessor] = (),
+    ):
         self.greedy = config.temperature == 0
-        ours = []
-        if config.repetition_penalty != 1:
+        ours = list(own)
+        if config.repetition_penalty not in (None, 1):
             ours.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
-        steps: list[LogitsProcessor] = [next((p for p in processors if type(p) is type(own)), own) for own in ours]
-        self._batched = [step for step in steps if step in ours]
+        steps: list[LogitsProcessor] = [next((p for p in processors if type(p) is type(mine)), mine) for mine in ours]
+        # All of transformers' own treat rows alike, but for one that in older versions sees the first row only.
+        alike = [step for step in ours if type(step) is not EncoderRepetitionPenaltyLogitsProcessor]
+        self._batched = [step for step in steps if step in alike]
         steps += [p for p in processors if p not in steps]
         self._steps = steps if self.greedy else [*steps, *_warpers(config)]
         self.reads_context = any(type(step) not in _IGNORE_CONTEXT for step in self._steps)

@@ -186,7 +186,8 @@ class SamplingConfig:
     top_k: int = 0  # keep the k likeliest tokens; 0: all
     top_p: float = 1.0  # keep the likeliest tokens that together have this probability; 1: all
     min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest; 0: all
-    repetition_penalty: float = 1.0  # divides positive logits of tokens in the text so far (prompt too); 1: none
+    # divides positive logits of tokens in the text so far (prompt too); 1: none; null: the target's own where its
+    repetition_penalty: float | None = None  # generation config is taken over, else none
 
     def __post_init__(self) -> None:
         require(
@@ -198,7 +199,8 @@ class SamplingConfig:
         require(self.top_k >= 0, "top_k", self.top_k, "an integer ≥ 0 (0: all tokens)")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
-        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "a number > 0")
+        penalty = self.repetition_penalty
+        require(penalty is None or 0 < penalty < math.inf, "repetition_penalty", penalty, "a number > 0, or null")
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ class EvaluateConfig:
     max_new_tokens: int = 128  # target=replay: the length of the recorded answer where that is longer
     ignore_eos: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    stop_strings: list[str] = field(default_factory=list)  # text also ends with the first of these
+    generation_config: str = "target"  # target: what acts on greedy decoding there is taken over | none: ignored
+    stop_strings: list[str] = field(default_factory=list)  # text also ends with the first of these; none: the target's
     repeats: int = 1  # timed passes over every prompt; their median counts
     compare_transformers: bool = True  # also time model.generate
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
@@ -254,6 +257,12 @@ class EvaluateConfig:
         require(not replayed or blind, "target", self.target, "a model: a recording has no hidden states or logits")
         for key, setting, expected in (
             ("sampling.temperature", self.sampling.temperature, "0 for target=replay: recordings are greedy"),
+            ("sampling.repetition_penalty", self.sampling.repetition_penalty, "null for target=replay: no logits"),
+            (
+                "generation_config",
+                self.generation_config.removeprefix("target"),
+                "target for target=replay: no model runs",
+            ),
             ("stop_strings", self.stop_strings, "none for target=replay: recordings are replayed whole"),
             ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
             ("runtime", self.runtime == "graphed", "auto for target=replay: no model runs"),
@@ -273,6 +282,7 @@ class EvaluateConfig:
         require(all(self.stop_strings), "stop_strings", self.stop_strings, "texts of at least one character")
         require(self.repeats >= 1, "repeats", self.repeats, "an integer ≥ 1")
         require(self.threads is None or self.threads >= 1, "threads", self.threads, "null or an integer ≥ 1")
+        require_choice("generation_config", self.generation_config, ("target", "none"))
         require_choice("template", self.template, ("auto", "tokenizer", "vicuna", "none"))
         require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
         require_choice("dtype", self.dtype, DTYPES)

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.attention import ATTENTION
 from draft_models.calibration import META_FILE, load_calibration
@@ -32,10 +26,12 @@ from draft_models.target import (
 from draft_models.tensor_files import TensorFiles, open_target
 from draft_models.trigram import TABLE_FILE, vocabulary_digest
 from inference.evaluation import Drafters, PromptLike, open_table, prepare
+from inference.generation_config import Inherited, inherit, read_generation_config
 from inference.packing import can_pack
 from inference.report import describe_machine
 from inference.runtime import Runtime, make_runtime
 from inference.settings import EvaluateConfig
+from inference.stop_strings import StopStrings
 
 # Options that say where something lies, which its content decides, or that decide no result.
 _NOT_DECIDING = {
@@ -46,7 +42,10 @@ _NOT_DECIDING = {
 
 @dataclass(frozen=True)
 class Subject:
-    """The target as far as it is known before its weights are read. eos: the ids that end a text."""
+    """The target as far as it is known before its weights are read.
+
+    eos: the ids that end a text; stops: the strings that do; inherited: what its generation config brings along.
+    """
 
     source: str
     revision: str | None
@@ -55,6 +54,8 @@ class Subject:
     tokenizer: PreTrainedTokenizerBase
     fingerprint: Fingerprint
     eos: frozenset[int]
+    stops: tuple[str, ...]
+    inherited: Inherited
     device: torch.device
     dtype: torch.dtype
 
@@ -76,9 +77,16 @@ def find_subject(config: EvaluateConfig) -> Subject:
     tokenizer = load_tokenizer(source, revision)
     fingerprint = fingerprint_target(files, target, tokenizer)
     eos = frozenset() if config.ignore_eos else end_tokens(source, revision, target, tokenizer)
+    inherited = inherit(
+        source, revision, config.sampling, config.stop_strings,
+        eos=eos, vocabulary=target.vocab_size, ignore=config.generation_config == "none",
+    )  # fmt: skip
+    stops = tuple(config.stop_strings or inherited.taken.get("stop_strings", ()))
+    if stops:
+        StopStrings(stops, tokenizer)  # refuses what it cannot look for
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, target, device)
-    return Subject(source, revision, target, files, tokenizer, fingerprint, eos, device, dtype)
+    return Subject(source, revision, target, files, tokenizer, fingerprint, eos, stops, inherited, device, dtype)
 
 
 def find_target(config: EvaluateConfig) -> tuple[str, str | None, PreTrainedConfig]:
@@ -102,10 +110,7 @@ def end_tokens(
     source: str, revision: str | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
     """The ids that end a text: generation_config.json's, else config.json's, else the tokenizer's."""
-    try:
-        listed = GenerationConfig.from_pretrained(source, revision=revision or "main").eos_token_id
-    except OSError:
-        listed = None
+    listed = read_generation_config(source, revision).eos_token_id
     for candidate in (listed, config.eos_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             return frozenset(candidate if isinstance(candidate, list) else [candidate])
@@ -132,6 +137,7 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
         "small_lm": None if small_lm is None else small_lm.digest(small_lm.file_of),
         "table": _digest_file(config.table, TABLE_FILE),
         "end_tokens": sorted(subject.eos),
+        "generation_config": subject.inherited.taken,
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
         "dtype": str(subject.dtype).removeprefix("torch."),
         "device": f"{subject.device.type} ({describe_machine(str(subject.device))['device']})",

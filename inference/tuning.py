@@ -2,12 +2,13 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from draft_models.target import LayerStack, position_limit
 from inference.auto import INDICES, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
@@ -16,8 +17,8 @@ from inference.costs import Costs, curve, typical
 from inference.decode import Clock, Round, autoregressive, speculative
 from inference.drafting import RoundSource, Structure
 from inference.evaluation import GREEDY, Drafters, make_drafting
+from inference.generation_config import generate_settings, make_sampler
 from inference.runtime import Runtime
-from inference.sampling import Sampler
 from inference.settings import AUTO, MethodConfig, SamplingConfig
 from inference.structures import ToProbs
 from inference.tree import DraftTree
@@ -56,6 +57,8 @@ def tune(
     prompt: Sequence[int],
     *,
     sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
+    eos: Collection[int] = (),
     seed: int = 0,
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
@@ -63,7 +66,8 @@ def tune(
     """`methods` ready to run, and what those with sizes of "auto" need besides, measured by decoding behind `prompt`.
 
     Of an OPT-Tree whose δ is null and whose depth is given, δ becomes μ = seconds of a draft step / of a decoding
-    step. clock: one that waits for the device.
+    step. generation, eos: what acts on the choice of tokens, as in `make_arms`; no text ends early here.
+    clock: one that waits for the device.
     """
     ready, tunings = dict(methods), {}
     for name, method in methods.items():
@@ -71,7 +75,8 @@ def tune(
         lacks_delta = tree.kind == "opt_tree" and tree.delta is None and tree.max_depth != AUTO
         if not (method.adapts or lacks_delta):
             continue
-        tuning = measure(method, stack, drafters, prompt, sampling=sampling, seed=seed, runtime=runtime, clock=clock)
+        options: dict[str, Any] = {"sampling": sampling, "generation": generation, "eos": eos, "seed": seed}
+        tuning = measure(method, stack, drafters, prompt, **options, runtime=runtime, clock=clock)
         if method.adapts:
             tunings[name] = tuning
         if lacks_delta:
@@ -87,6 +92,8 @@ def measure(
     prompt: Sequence[int],
     *,
     sampling: SamplingConfig,
+    generation: GenerationConfig | None,
+    eos: Collection[int],
     seed: int,
     runtime: Runtime | None,
     clock: Clock,
@@ -101,7 +108,8 @@ def measure(
         limits.append(position_limit(drafters.small_lm.config) or limits[0])
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
-    sampler = None if sampling == GREEDY else Sampler(sampling)
+    settings = generate_settings(generation, sampling, max_new_tokens=new_tokens, eos=eos)
+    sampler = make_sampler(settings, sampling, prompt, stack.device)
     generator = torch.Generator(stack.device).manual_seed(seed) if sampling.temperature else None
 
     def decode(arm: Callable[..., Iterator[Round]], *drafting: Any, tokens: int) -> Iterator[Round]:

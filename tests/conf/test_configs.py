@@ -94,6 +94,8 @@ def test_several_methods_at_once() -> None:
         ("calibrate", "new_tokens=2", "new_tokens=2: expected at least 3"),
         ("toy_target", "fit.lr=-1", r"fit\.lr=-1\.0: expected a positive"),
         ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected a positive number, or a path"),
+        ("evaluate_checkpoint", "generation_config=mine", "generation_config='mine': expected one of target, none"),
+        ("evaluate_checkpoint", "sampling.repetition_penalty=0", r"repetition_penalty=0\.0: expected .* or null"),
         (
             "evaluate_checkpoint",
             "methods.eesd_beta.stop.rule=never",
@@ -109,6 +111,14 @@ def test_several_methods_at_once() -> None:
 def test_impossible_values_name_the_key_and_what_is_allowed(command: str, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         compose_and_build(command, [*COMMANDS[command][2], override])
+
+
+def test_a_penalty_is_the_targets_own_unless_given() -> None:
+    own, given = (
+        compose_and_build("evaluate_checkpoint", ["checkpoint=c", *option]).sampling.repetition_penalty
+        for option in ([], ["sampling.repetition_penalty=1.2"])
+    )
+    assert (own, given) == (None, 1.2)
 
 
 def test_sizes_are_numbers_or_auto() -> None:

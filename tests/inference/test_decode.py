@@ -17,6 +17,7 @@ from inference.evaluation import Drafters, make_arms
 from inference.settings import MethodConfig
 from inference.sources import EarlyExitSource
 from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
+from inference.stop_strings import StopStrings
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 RULES = {
@@ -221,9 +222,8 @@ def test_stop_strings_anywhere_in_a_block(tmp_path: Path) -> None:
             tokenizer=tokenizer,
         )  # fmt: skip
         expected = out[0, len(prompt) :].tolist()
-        rounds = list(
-            until(iter(decode(stack, drafter, FixedLength(4), prompt, max_new_tokens=40)), [text], tokenizer.decode)
-        )
+        first_end = StopStrings([text], tokenizer).first_end
+        rounds = list(until(iter(decode(stack, drafter, FixedLength(4), prompt, max_new_tokens=40)), prompt, first_end))
         assert tokens_of(rounds) == expected
         assert rounds[-1].accepted <= len(rounds[-1].tokens)
         places.add(len(rounds[-1].tokens))
@@ -237,4 +237,5 @@ def test_stop_strings_anywhere_in_a_block(tmp_path: Path) -> None:
     assert {name: list(arm(prompt).tokens) for name, arm in arms.items()} == dict.fromkeys(arms, expected)
     assert len(expected) < 40
     untouched = decode(stack, drafter, FixedLength(4), prompt, max_new_tokens=40)
-    assert tokens_of(list(until(iter(untouched), ["no such text"], tokenizer.decode))) == full
+    first_end = StopStrings(["no such text"], tokenizer).first_end
+    assert tokens_of(list(until(iter(untouched), prompt, first_end))) == full

@@ -161,6 +161,11 @@ def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.
         (["method=ngrams", "table=nowhere"], "not an n-gram table"),
         (["method=ngrams", "table=null"], "table=None: expected an n-gram table directory (data_prep/build_trig"),
         (["method=ngrams", "sampling.temperature=1"], "sampling.temperature=1.0: expected 0 for target=replay"),
+        (
+            ["method=ngrams", "sampling.repetition_penalty=1.1"],
+            "repetition_penalty=1.1: expected null for target=replay",
+        ),
+        (["method=ngrams", "generation_config=none"], "generation_config='none': expected target for target=replay"),
         (["method=ngrams", "stop_strings=[cat]"], "stop_strings=['cat']: expected none for target=replay"),
         (["method=ngrams", "card=true"], "card=True: expected false for target=replay"),
         (["method=ngrams", "debug=true"], "debug=True: expected false for target=replay"),

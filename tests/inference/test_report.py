@@ -113,6 +113,7 @@ def test_no_speedup_where_either_arm_decoded_nothing(ended: str) -> None:
     made = [*results(), replace(results()[0], prompt_id="ended", generations=dict(results()[0].generations))]
     made[-1].generations[ended] = Generation((7,), 0.5, 1e-7)
     report, rest = (build_report("m", results, facts(), seed=0) for results in (made, made[:-1]))
+    assert ("ended" in report["speedup_per_prompt"]) == (ended == TRANSFORMERS)
     against = report["speedup"].pop("vs_transformers_generate")
     assert against["prompts"] == 6 + (ended == AUTOREGRESSIVE)
     assert min(against["ci95"]) > 1

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from draft_models.errors import UserError
-from inference.evaluation import generate_options
+from inference.generation_config import generate_options
 from inference.sampling import Sampler, branches
 from inference.settings import SamplingConfig
 from inference.tree import ROOT

@@ -1,0 +1,53 @@
+"""Where a text ends at a stop string: transformers' own rule, asked of every token of a round at once."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from draft_models.errors import UserError
+
+
+class StopStrings:
+    """Finds the token with which the first of `stops` is complete, as `generate(stop_strings=stops)` does.
+
+    The rule (`StopStringCriteria`) is a function of the last `span` tokens, prompt and new text alike: their pieces,
+    joined, hold a stop string whose end lies in the last piece. What a tokenizer's `decode` makes of a longer text,
+    where it cleans up spaces for one, is no part of it. Raises `UserError` for stops that no token can end.
+    """
+
+    def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase):
+        try:
+            self._rule = StopStringCriteria(tokenizer, list(stops))
+        except ValueError as error:
+            raise UserError(
+                f"stop_strings={list(stops)}: transformers cannot look for them with this tokenizer "
+                f"({str(error).splitlines()[0]}); give texts that its tokens can spell"
+            ) from None
+        self._span = self._rule.maximum_token_len
+        before = self._rule.max_valid_positions * self._rule.num_stop_strings
+        overlaps = self._rule.embedding_vec[:, before:-1]  # [tokens, …]: by how much each can be the end of a stop
+        self._may_end = frozenset((overlaps > 0).any(1).nonzero().flatten().tolist())
+
+    def first_end(self, text: Sequence[int], new: int) -> int | None:
+        """How many of the last `new` tokens of `text` there are when the text first ends; None: it goes on.
+
+        text: the prompt's tokens and all new ones. The rule is asked once, about all tokens that can be a stop's end,
+        but for the first few tokens of a text; most often there is none.
+        """
+        before = len(text) - new
+        counts = [count for count in range(1, new + 1) if text[before + count - 1] in self._may_end]
+        windows = [text[max(0, before + count - self._span) : before + count] for count in counts]
+        if not windows:
+            return None
+        if len(windows[0]) == len(windows[-1]):
+            ended = self._ends(windows)
+        else:
+            ended = [self._ends([window])[0] for window in windows]
+        return counts[ended.index(True)] if True in ended else None
+
+    def _ends(self, windows: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether a text ends with each of `windows`, all of one length."""
+        found: list[bool] = self._rule(torch.tensor(windows), None).tolist()
+        return found
