@@ -1,5 +1,6 @@
 """Arms taking turns on a prompt: what is timed."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
