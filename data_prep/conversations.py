@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from data_prep.pieces import encode_all
 from data_prep.records import ChatRecord, Message, Record
 from draft_models.errors import UserError, reason, require_choice
 
@@ -34,7 +35,7 @@ class Document(NamedTuple):
 
 
 def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
-    """Tokenise records, each in one call over its full text; order is kept.
+    """Tokenise records, each over its full text (a long one in pieces, see `data_prep.pieces`); order is kept.
 
     Plain text: begins with the BOS token where the tokenizer adds one, ends with the EOS token where there is
     one (a truncated text does not), and every token is supervised. A conversation is rendered by `template`
@@ -55,16 +56,25 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
             f"{_name(tokenizer)}: conversations need a fast tokenizer (tokenizer.json), which reports where "
             "in the text each token begins; convert this one with AutoTokenizer and save_pretrained"
         )
-    encoded = _tokenize(tokenizer, [text for text, _ in rendered], return_offsets_mapping=chat)
+
+    def rows_of(texts: list[str]) -> list[np.ndarray]:
+        """Of each text, id (and begin and end in the text) of its tokens: int64 [n, 1 or 3]."""
+        found = _tokenize(tokenizer, texts, return_offsets_mapping=chat)
+        rows = [np.array(ids, np.int64).reshape(-1, 1) for ids in found["input_ids"]]
+        if not chat:
+            return rows
+        places = (np.array(offsets, np.int64).reshape(-1, 2) for offsets in found["offset_mapping"])
+        return [np.concatenate(pair, axis=1) for pair in zip(rows, places, strict=True)]
+
+    encoded = encode_all([text for text, _ in rendered], rows_of)
     bos, documents = adds_bos(tokenizer), []
     for i, (_, spans) in enumerate(rendered):
-        ids = np.asarray(encoded["input_ids"][i], np.int64)
+        ids = encoded[i][:, 0]
         if spans is None:
             ids = _with_ends(ids, tokenizer, bos, eos=not records[i].get("truncated"))
             documents.append(Document(ids, np.ones(len(ids), bool), whole=False))
         else:
-            offsets = np.asarray(encoded["offset_mapping"][i], np.int64).reshape(-1, 2)
-            supervised = _inside(offsets, spans)
+            supervised = _inside(encoded[i][:, 1:], spans)
             if template == "vicuna" and bos:  # a chat template writes its own BOS
                 ids, supervised = np.r_[tokenizer.bos_token_id, ids], np.r_[False, supervised]
             documents.append(Document(ids, supervised, whole=True))

@@ -20,11 +20,12 @@ from numba import njit
 from tqdm import tqdm
 
 from data_prep.corpus import read_records
+from data_prep.ngram_blocks import blocks
 from data_prep.settings import TrigramConfig
-from data_prep.token_shards import Encoder, Shards, open_encoder, passages, read_shard, tokenise
+from data_prep.token_shards import Encoder, Shards, open_encoder, passages, tokenise
 from draft_models.errors import UserError
 from draft_models.files import require_writable
-from draft_models.ngrams import Grams, group, merge_grams, mix
+from draft_models.ngrams import Grams, group, merge_grams
 from draft_models.out_dirs import only_run
 from draft_models.table_files import (
     TABLE_FILE,
@@ -201,7 +202,7 @@ def count_order(
 ) -> dict[str, Described]:
     """Write the array files of one order to work/table; what table.json says of them, by name.
 
-    memory: bytes for blocks and ranges; one shard, and a 1024th of the n-grams, is taken at once in any case.
+    memory: bytes for blocks and ranges; a shard's ids, and a 1024th of the n-grams, are taken at once in any case.
     Temporary files come and go in work/runs.
     """
     runs = _write_runs(shards, order, vocabulary, memory, work / "runs")
@@ -234,59 +235,13 @@ def _write_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder
     bounds, written = [], 0
     bar = tqdm(desc=f"counting order {order}", total=shards.tokens, unit=" tokens", unit_scale=True, disable=None)
     with bar, _Files({name: folder / name for name in Grams._fields}, _RUN_TYPES) as files:
-        for keys, tokens in _blocks(shards, order, bits, narrow, capacity, bar):
+        for keys, tokens in blocks(shards, order, bits, narrow, capacity, bar):
             grams = _aggregate(keys, tokens, bits, narrow)
             for name, array in grams._asdict().items():
                 files.append(name, array)
             bounds.append(written + np.r_[0, np.searchsorted(grams.keys, edges), len(grams.keys)])
             written += len(grams.keys)
     return _Runs(folder, np.array(bounds, np.int64).reshape(len(bounds), 2**cuts + 1))
-
-
-def _blocks(
-    shards: Shards, order: int, bits: int, narrow: bool, capacity: int, bar: Any
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The n-grams of whole shards, at most `capacity` at a time (a shard of more is a block of its own).
-
-    (keys uint64, last tokens uint32), unsorted; in the narrow form the token is in the key's low bits, and the
-    second array is empty.
-    """
-    keys = np.empty(capacity, np.uint64)
-    tokens = np.empty(0 if narrow else capacity, np.uint32)
-    filled = 0
-    for path in shards.paths:
-        ids, lengths = read_shard(path, shards.dtype)
-        size = int(np.maximum(lengths.astype(np.int64) - order + 1, 0).sum())
-        if filled and filled + size > len(keys):
-            yield keys[:filled], tokens[:filled]
-            filled = 0
-        if size > len(keys):
-            keys, tokens = np.empty(size, np.uint64), np.empty(0 if narrow else size, np.uint32)
-        _fill(ids, lengths, order, bits, narrow, keys[filled : filled + size], tokens[filled : filled + size])
-        filled += size
-        bar.update(len(ids))
-    if filled:
-        yield keys[:filled], tokens[:filled]
-
-
-@njit(cache=True, nogil=True)
-def _fill(ids, lengths, order, bits, narrow, keys, tokens):  # type: ignore[no-untyped-def]
-    key_bits = (order - 1) * bits
-    mask = (np.uint64(1) << np.uint64(key_bits)) - np.uint64(1)
-    begin, out = 0, 0
-    for length in lengths:
-        packed = np.uint64(0)
-        for i in range(begin, begin + np.int64(length)):
-            token = np.uint64(ids[i])
-            if i - begin >= order - 1:
-                key = mix(packed, key_bits)
-                if narrow:
-                    keys[out] = (key << np.uint64(bits)) | token
-                else:
-                    keys[out], tokens[out] = key, token
-                out += 1
-            packed = ((packed << np.uint64(bits)) | token) & mask
-        begin += np.int64(length)
 
 
 def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) -> Grams:

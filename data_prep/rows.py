@@ -22,6 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.conversations import Document, encode
 from data_prep.corpus import Split, content_digest, read_records
 from data_prep.mixing import interleave, rows_taken
+from data_prep.pieces import batches
+from data_prep.records import Record
 from data_prep.row_cache import (
     ARRAYS,
     COUNTS,
@@ -39,7 +41,7 @@ from draft_models.losses import IGNORE
 from draft_models.target import tokenizer_digest
 
 FORMAT = 2  # part of every cache key: raise it when the same input would give other rows
-_RECORDS_A_BATCH = 256
+_RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
 _ROWS_A_WRITE = 1024
 
 
@@ -236,8 +238,7 @@ def _documents(
     """Tokenised records; conversations clipped to seq_len, those without a label left out, both counted."""
     # disable=None: no bar where stderr is not a terminal
     records = tqdm(read_records(config, split, counts), desc=f"tokenising {split}", unit=" records", disable=None)
-    remaining = iter(records)
-    while batch := list(islice(remaining, _RECORDS_A_BATCH)):
+    for batch in batches(records, _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
         for ids, supervised, whole in encode(batch, tokenizer, config.template):
             if whole:
                 counts["clipped"] += len(ids) > seq_len
@@ -246,6 +247,10 @@ def _documents(
                     counts["unsupervised"] += 1
                     continue
             yield Document(ids, supervised, whole)
+
+
+def _characters(record: Record) -> int:
+    return len(record["text"]) if "text" in record else sum(len(message["content"]) for message in record["messages"])
 
 
 def _build(

@@ -197,7 +197,7 @@ class TrigramConfig:
     max_successors: int | None = None  # only this many successors of a context, the most frequent; null: all
     merge: tuple[str, ...] = ()  # finished tables whose counts are added to the corpus's own, in memory
     workers: int | None = None  # tokenising processes; null: one for each CPU core
-    memory_gb: float = 1.0  # what counting may take, beside program and largest record
+    memory_gb: float = 1.0  # what counting may take, beside the program and the text of the largest record
     out_dir: str = "runs/trigrams"
     resume: bool = False
     debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data

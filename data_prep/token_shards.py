@@ -1,8 +1,8 @@
 """Text → token ids in shards on disk, by several processes; the part of a table's build that a kill does not undo.
 
-A shard holds whole documents, about `SHARD_CHARACTERS` of text. Its name is its place in the corpus and a hash of
-what it was made of, it appears by a rename, and where it begins depends on the text alone: so a shard that is there
-is right, whoever wrote it, and the bytes do not depend on the number of processes.
+A shard holds about `SHARD_CHARACTERS` of text; long documents go on in the next one. Its name is its place in the
+corpus and a hash of what it was made of, it appears by a rename, and where it begins depends on text and tokenizer
+alone: so a shard that is there is right, whoever wrote it, and the bytes do not depend on the number of processes.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import chain
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from data_prep.pieces import PIECE, batches, spans
 from data_prep.records import Record
 from draft_models.errors import UserError
 from draft_models.files import write_atomically
@@ -45,16 +45,22 @@ class Encoder(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A document as text; `ends`: the EOS token follows it, as it follows what a target generates."""
+    """A document as text, or a piece of a long one; `ends`: the EOS token follows it, as it follows what a target
+    generates; `continues`: the document of the passage before it goes on."""
 
     text: str
     ends: bool
+    continues: bool = False
 
 
 class Shards(NamedTuple):
-    """Finished shards in the order of the corpus; `digest` identifies the tokenised corpus."""
+    """Finished shards in the order of the corpus; `digest` identifies the tokenised corpus.
+
+    continued: for each shard, whether its first document goes on with the last one of the shard before.
+    """
 
     paths: list[Path]
+    continued: list[bool]
     dtype: np.dtype
     tokens: int
     documents: int
@@ -107,13 +113,15 @@ def tokenise(
     """
     dtype = np.dtype(np.uint16 if encoder.vocabulary <= 2**16 else np.uint32)
     identity = f"{_FORMAT} {encoder.digest} {encoder.eos}"
-    paths, digest, tokens, count = [], hashlib.sha256(), 0, 0
+    paths, continued, digest, tokens, count = [], [], hashlib.sha256(), 0, 0
     with _Pool(workers, source, revision, encoder, dtype) as pool, _bar() as bar:
-        for number, batch in enumerate(_batches(documents)):
+        pieces = _pieces(documents, encoder)
+        for number, batch in enumerate(batches(pieces, lambda passage: len(passage.text), SHARD_CHARACTERS)):
             name = _digest(identity, batch)
             digest.update(name.encode())
             paths.append(folder / f"{number:06d}-{name[:32]}.tokens")
-            count += len(batch)
+            continued.append(batch[0].continues)
+            count += sum(not passage.continues for passage in batch)
             if paths[-1].exists():
                 finished: Iterable[int] = [_header(paths[-1])[1]]
             else:
@@ -126,7 +134,7 @@ def tokenise(
             bar.update(found)
     for stale in set(folder.iterdir()) - set(paths):
         stale.unlink()
-    return Shards(paths, dtype, tokens, count, digest.hexdigest())
+    return Shards(paths, continued, dtype, tokens, count, digest.hexdigest())
 
 
 def read_shard(path: Path, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -207,14 +215,19 @@ def _write_in_process(path: Path, batch: list[Passage], dtype: np.dtype) -> int:
 
 def _write_shard(path: Path, batch: list[Passage], encoder: Encoder, dtype: np.dtype) -> int:
     """Layout: documents and tokens (int64), length of each document (uint32), the ids of all (dtype)."""
-    encoded = encoder.encode([passage.text for passage in batch])
     end = () if encoder.eos is None else (encoder.eos,)
-    ids = [(*document, *end) if passage.ends else document for document, passage in zip(encoded, batch, strict=True)]
-    lengths = np.fromiter(map(len, ids), np.uint32, len(ids))
-    tokens = int(lengths.sum(dtype=np.int64))
-    flat = np.fromiter(chain.from_iterable(ids), dtype, tokens)
-    header = np.array([len(ids), tokens], np.int64)
-    write_atomically(path, header.tobytes() + lengths.tobytes() + flat.tobytes())
+    lengths: list[int] = []
+    parts: list[np.ndarray] = []
+    for part in batches(batch, lambda passage: len(passage.text), PIECE):
+        for ids, passage in zip(encoder.encode([passage.text for passage in part]), part, strict=True):
+            parts.append(np.array([*ids, *end] if passage.ends else ids, dtype))
+            if passage.continues and lengths:
+                lengths[-1] += len(parts[-1])
+            else:
+                lengths.append(len(parts[-1]))
+    tokens = sum(lengths)
+    header, sizes = np.array([len(lengths), tokens], np.int64), np.array(lengths, np.uint32)
+    write_atomically(path, b"".join([header.tobytes(), sizes.tobytes(), *(ids.tobytes() for ids in parts)]))
     return tokens
 
 
@@ -223,24 +236,24 @@ def _header(path: Path) -> tuple[int, int]:
     return int(documents), int(tokens)
 
 
-def _batches(documents: Iterable[Passage]) -> Iterator[list[Passage]]:
-    batch: list[Passage] = []
-    characters = 0
-    for passage in documents:
-        batch.append(passage)
-        characters += len(passage.text)
-        if characters >= SHARD_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _pieces(documents: Iterable[Passage], encoder: Encoder) -> Iterator[Passage]:
+    """The documents, long ones cut (see `data_prep.pieces`)."""
+
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        return [np.array(ids, np.int64).reshape(-1, 1) for ids in encoder.encode(texts)]
+
+    for document in documents:
+        text = document.text
+        for start, stop in spans(text, encode):
+            last = stop == len(text)
+            yield document if start == 0 and last else Passage(text[start:stop], document.ends and last, start > 0)
 
 
 def _digest(identity: str, batch: list[Passage]) -> str:
     digest = hashlib.sha256(identity.encode())
-    for text, ends in batch:
+    for text, ends, continues in batch:
         content = text.encode()
-        digest.update(f"{len(content)} {ends} ".encode())
+        digest.update(f"{len(content)} {ends} {'continues ' if continues else ''}".encode())
         digest.update(content)
     return digest.hexdigest()
 

@@ -8,6 +8,7 @@ that is changed while it is mapped goes unnoticed, but nothing beyond an array i
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -157,10 +158,11 @@ def _require_size(file: Path, expected: int) -> None:
 
 def _map(file: Path, kind: str, length: int, sha256: str | None = None) -> np.ndarray:
     try:
-        mapped = np.memmap(file, kind, "r", shape=(length,)) if length else np.empty(0, kind)
+        with open(file, "rb") as handle:
+            mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if length else b""
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: no readable part of an n-gram table ({error}); {_AGAIN}") from None
-    array = np.asarray(mapped)  # a plain view: memmap's own class is slow to slice
+    array = np.frombuffer(mapped, kind, length)
     if sha256 is not None and sha256 != describe(array)[2]:
         raise UserError(f"{file.parent}: damaged n-gram table ({file.name} is altered: another sha256); {_AGAIN}")
     return array
