@@ -61,8 +61,10 @@ def chain(rule: str, source: str = "small_lm", **settings: float) -> MethodConfi
     return MethodConfig(source, stop=StopConfig(rule, **settings))
 
 
-def tree(kind: str, verify: str = "exact", source: str = "small_lm", **settings: object) -> MethodConfig:
-    return MethodConfig(source, StructureConfig(kind, **settings), verify=verify)
+def tree(
+    kind: str, verify: str = "exact", source: str = "small_lm", stop: str = "fixed", **settings: object
+) -> MethodConfig:
+    return MethodConfig(source, StructureConfig(kind, **settings), StopConfig(stop), verify=verify)
 
 
 def ngrams(**settings: object) -> MethodConfig:
@@ -78,6 +80,10 @@ CASES = {
     "k_config, without_replacement": Case(tree("k_config", widths=(2, 2))),
     "k_config, top_k": Case(tree("k_config", widths=(2, 2), draw="top_k")),
     "k_config, naive": Case(tree("k_config", "naive", widths=(2, 2))),
+    "k_config, beta": Case(tree("k_config", stop="beta", widths=(2, 1, 1)), 11),
+    "opt_tree, calibrated": Case(
+        tree("opt_tree", source="early_exit", stop="calibrated", nodes=6, max_depth=4, delta=0.0), 11
+    ),
     "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0)),
     "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1)),
     "binary": Case(tree("static", shape="binary", nodes=6)),
