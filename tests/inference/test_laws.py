@@ -117,13 +117,19 @@ def draw(arm: Arm, tokens: int, draws: int) -> list[Text]:
 # ------------------------------------------------------------------------------------------------------------- χ² test
 
 
-def p_values(texts: Sequence[Text], law: Callable[[Text], Sequence[float]]) -> tuple[float, float]:
+def p_values(texts: Sequence[Text], law: Callable[[Text], Sequence[float]]) -> list[float]:
     """How likely tokens deviate from `law` of the text before them as much as here, or more, if it is their law.
 
-    First by context of ORDER tokens, where there are as many, then by context of one. Given its context each token is
-    a draw of its own, so the sum over contexts has the law of χ² (Billingsley 1961, for the counts of Markov chains).
+    By context of ORDER tokens, where there are as many; by context of one; and by that and the place, since what is
+    wrong at the third token only is lost among the others. Given its context each token is a draw of its own, so the
+    sum over contexts has the law of χ² (Billingsley 1961, for the counts of Markov chains).
     """
-    return tuple(p_value(texts, law, lambda text, n=order: text[-n:]) for order in (ORDER, 1))  # type: ignore[misc]
+    contexts: list[Callable[[Text], Hashable]] = [
+        lambda text: text[-ORDER:],
+        lambda text: text[-1],
+        lambda text: (text[-1], min(len(text), ORDER + 2)),
+    ]
+    return [p_value(texts, law, context) for context in contexts]
 
 
 def p_value(
@@ -232,6 +238,16 @@ def streams_known_by(*parts: str) -> Plant:
     return plant
 
 
+def choosing_by_the_same_words(patch: pytest.MonkeyPatch) -> None:
+    """The stop rule's coins are the verifier's, which chooses by 52 bits: so it was while two seeds were equal."""
+    stopping_by_the_verifiers_coins(patch)
+
+    def choose(chance: verify.RandomChance, weights: torch.Tensor) -> int:
+        return int(invert(weights[None], chance._random.getrandbits(52) * 2.0**-52))
+
+    patch.setattr(verify.RandomChance, "choose", choose)
+
+
 def stopping_by_the_verifiers_coins(patch: pytest.MonkeyPatch) -> None:
     """As two generators seeded alike: the stop rule's coins are the verifier's."""
     number = Streams.number
@@ -299,6 +315,7 @@ def reading_the_row_above(patch: pytest.MonkeyPatch) -> None:
 
 WIDE = Case(tree("k_config", widths=(3,)))
 FAULTS: dict[str, tuple[Case, Plant, int]] = {  # where, how, and the draws that show it
+    "stop and verification share, as they did": (CASES["chain, beta"], choosing_by_the_same_words, DRAWS),
     "stop and verification share": (CASES["chain, beta"], stopping_by_the_verifiers_coins, 10_000),
     "stop and verification share, calibrated": (CASES["chain, calibrated"], stopping_by_the_verifiers_coins, 3_000),
     "all uses share": (CASES["chain, fixed"], streams_known_by("prompt", "repeat"), 10_000),
