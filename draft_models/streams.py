@@ -34,13 +34,13 @@ class Streams:
         return random.Random(self.number(*purpose))
 
     def arrays(self, *purpose: str | int) -> np.random.Generator:
-        """The same for many numbers at a time. Not the numbers of `of`, but for one purpose take one of them."""
+        """As `of`, to draw many numbers at a time. These are other numbers, but take one of the two for a purpose."""
         return np.random.default_rng(self.number(*purpose))
 
     def number(self, *purpose: str | int, bits: int = 256) -> int:
-        """`bits` of the stream's digest, to begin a generator of another kind with.
+        """`bits` of the stream's digest, to seed a generator of another kind with.
 
-        torch's looks at 64 bits on CUDA and at 32 on a CPU: too few to keep many streams apart for certain.
+        torch's look at 64 of them on CUDA and at 32 on a CPU: too few to keep many streams apart for certain.
         """
         name = json.dumps([self.seed, self.prompt, self.repeat, *self.path, *purpose])
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[: bits // 8], "big")

@@ -5,8 +5,6 @@ import itertools
 import pytest
 
 from draft_models.streams import Streams
-from train.row_order import epoch_order
-from train.small_lm_student import OnPolicy
 
 
 def names() -> list[tuple[Streams, tuple[str | int, ...]]]:
@@ -42,12 +40,3 @@ def test_numbers_use_all_their_bits(bits: int) -> None:
         assert 0 <= number < 2**bits
         union |= number
     assert union == 2**bits - 1
-
-
-def test_training_draws_by_seed_and_step_alone() -> None:
-    orders = {(seed, epoch): epoch_order(50, seed, epoch) for seed in (0, 1) for epoch in (0, 1)}
-    assert all(sorted(order) == list(range(50)) for order in orders.values())
-    assert len({tuple(order) for order in orders.values()}) == 4
-    assert orders == {key: epoch_order(50, *key) for key in reversed(orders)}
-    due = [OnPolicy(0.5, 8, 0, None).due(step) for step in range(64)]
-    assert due == [OnPolicy(0.5, 8, 0, None).due(step) for step in range(64)]

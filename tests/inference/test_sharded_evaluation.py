@@ -178,6 +178,23 @@ def test_two_processes_equal_one(alone: EvaluateConfig, config: Callable[..., Ev
     assert "at a time" not in (Path(alone.out_dir) / "report.md").read_text()
 
 
+def test_sampled_texts_do_not_depend_on_who_measured(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process, two, or one that was killed and three that went on: an id has its text."""
+    methods = {
+        "beta": MethodConfig(stop=StopConfig(rule="beta")),
+        "tree": MethodConfig(structure=StructureConfig(kind="k_config", widths=(2, 2))),
+    }
+    options = {"methods": methods, "sampling": SamplingConfig(temperature=1.0), "seed": 3}
+    one, two, killed = (config(name, **options) for name in ("one", "two", "killed"))
+    evaluate(one)
+    assert together(two, 2) == [0, 0]
+    killed_after(killed, 2, monkeypatch)
+    assert together(replace(killed, resume=True), 3) == [0, 0, 0]
+    assert tokens(one) == tokens(two) == tokens(killed)
+
+
 @pytest.mark.parametrize("then", [1, 3])
 def test_killed_and_resumed(
     alone: EvaluateConfig,

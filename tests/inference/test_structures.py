@@ -236,6 +236,8 @@ def test_draws_see_tiny_and_huge_vocabularies() -> None:
 def test_k_config_refuses_an_unknown_mode() -> None:
     with pytest.raises(UserError, match="mode='topk'"):
         k_config(KnownSource(random_q(0)), root(), limit=3, mode="topk")
+    with pytest.raises(ValueError, match="needs a generator"):
+        k_config(KnownSource(random_q(0)), root(), limit=3)
 
 
 # --- fixed shapes ------------------------------------------------------------------------------------------------
