@@ -7,6 +7,7 @@ from the same fields, in `generate`'s order (`make_processors`). What is another
 """
 
 import copy
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -151,7 +152,8 @@ def inherit(
     if own.stop_strings:
         taken["stop_strings"] = [own.stop_strings] if isinstance(own.stop_strings, str) else list(own.stop_strings)
     if ignore:
-        return Inherited(GenerationConfig(), {}, taken | refused)
+        plain = json.loads(own.to_json_string(use_diff=False))  # a watermark is an object of its own
+        return Inherited(GenerationConfig(), {}, {name: plain[name] for name in taken | refused})
     for name, value in refused.items():
         raise _unusable(source, name, value, "which is a way of decoding that no arm here has")
     if sampling.repetition_penalty is not None:
@@ -167,9 +169,7 @@ def inherit(
             if step is not None:
                 step(text.prompt, torch.zeros(1, vocabulary))
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            raise _unusable(
-                source, name, value, f"which transformers cannot use ({str(error).splitlines()[0]})"
-            ) from None
+            raise _unusable(source, name, value, f"which transformers cannot use ({_first_line(error)})") from None
     return Inherited(own, taken, {})
 
 
@@ -190,7 +190,7 @@ def read_generation_config(source: str, revision: str | None) -> GenerationConfi
                 source, config_file_name="config.json", revision=revision or "main", _from_model_config=True
             )
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"target={source}: no usable generation_config.json ({str(error).splitlines()[0]})") from None
+        raise UserError(f"target={source}: no usable generation_config.json ({_first_line(error)})") from None
 
 
 def acting(config: GenerationConfig) -> dict[str, Any]:
@@ -275,6 +275,10 @@ def make_sampler(
     if not own and not sampling.temperature:
         return None
     return Sampler(replace(sampling, repetition_penalty=None), own=own)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _end_tensor(eos: Collection[int], device: torch.device | None = None) -> Tensor | None:
