@@ -7,6 +7,7 @@ from the same fields, in `generate`'s order (`make_processors`). What is another
 """
 
 import copy
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -152,7 +153,8 @@ def inherit(
     if own.stop_strings:
         taken["stop_strings"] = [own.stop_strings] if isinstance(own.stop_strings, str) else list(own.stop_strings)
     if ignore:
-        return Inherited(GenerationConfig(), {}, taken | refused)
+        plain = json.loads(own.to_json_string(use_diff=False))  # a watermark is an object of its own
+        return Inherited(GenerationConfig(), {}, {name: plain[name] for name in taken | refused})
     for name, value in refused.items():
         raise _unusable(source, name, value, "which is a way of decoding that no arm here has")
     if sampling.repetition_penalty is not None:
@@ -168,9 +170,7 @@ def inherit(
             if step is not None:
                 step(text.prompt, torch.zeros(1, vocabulary))
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            raise _unusable(
-                source, name, value, f"which transformers cannot use ({str(error).splitlines()[0]})"
-            ) from None
+            raise _unusable(source, name, value, f"which transformers cannot use ({reason(error)})") from None
     return Inherited(own, taken, {})
 
 

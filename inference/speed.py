@@ -87,7 +87,7 @@ def time_of_a_plain_token(results: Sequence[PromptResult]) -> dict[str, float | 
     """What a token of the autoregressive arm takes on average, and how much of that is not the model's pass.
 
     host: choosing the token and bringing it to the host, the caches' books, stop strings, the loop itself, in
-    microseconds and as a share. On CUDA the pass is timed by a clock that waits for the device, which only adds to it.
+    microseconds and as a share. On CUDA by a clock that waits for the device, which makes both longer.
     """
     parts = parts_of_time(results, AUTOREGRESSIVE)
     count = sum(len(r.profiles.get(AUTOREGRESSIVE, r.generations[AUTOREGRESSIVE]).rounds) for r in results)

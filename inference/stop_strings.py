@@ -23,7 +23,7 @@ class StopStrings:
         except ValueError as error:
             raise UserError(
                 f"stop_strings={list(stops)}: transformers cannot look for them with this tokenizer "
-                f"({str(error).splitlines()[0]}); give texts that its tokens can spell"
+                f"({error}); give texts that its tokens can spell"
             ) from None
         self._span = self._rule.maximum_token_len
         before = self._rule.max_valid_positions * self._rule.num_stop_strings
