@@ -80,6 +80,7 @@ def timers(watch: Stopwatch, source: Drafter | None, structure: Structure | None
         (EarlyExit, "logits", "forward"),
         (PlainLM, "rows", "forward"),
         (GraphedSession, "_run", "forward"),
+        (GraphedSession, "_step", "forward"),
         (TargetSession, "feed", "rows"),
         (TargetSession, "extend", "rows"),
         (TargetSession, "run_exit", "rows"),
