@@ -18,7 +18,7 @@ import argparse
 import statistics
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -122,7 +122,13 @@ class Watched:
 
     def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
         session: Any = self.runtime.session(stack, split, capacity, context)
-        run, owner = type(session)._run, weakref.ref(session)  # a session that held itself would be seen as in use
+        for name in ("_run", "_step"):
+            if hasattr(session, name):
+                setattr(session, name, self._watch(getattr(type(session), name), weakref.ref(session)))
+        return session
+
+    def _watch(self, run: Callable[..., Any], owner: weakref.ref[Any]) -> Callable[..., Any]:
+        """`run` of a session, noted; by a weak reference, as a session that held itself would be seen as in use."""
 
         def watched(*args: Any) -> Any:
             begin = self._now()
@@ -130,8 +136,7 @@ class Watched:
             self.spans.append((begin, self._now()))
             return outputs
 
-        session._run = watched
-        return session
+        return watched
 
     def lap(self) -> float:
         """Seconds of the passes since the last lap."""

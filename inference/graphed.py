@@ -178,7 +178,6 @@ class GraphedSession(TargetSession):
         self._arena = arena
         self._beside: list[TargetSession] = []
         self.first, self.rest = arena.first, arena.rest
-        self.step = None if self.split else self._step
         arena.enter(self)
 
     def beside(self, stack: LayerStack) -> TargetSession:
@@ -193,6 +192,10 @@ class GraphedSession(TargetSession):
 
     def exit_cache(self, drafter: EarlyExit) -> KVCache:
         return self._arena.exit_cache(drafter)
+
+    @property
+    def step(self) -> Callable[[Tensor], Tensor] | None:
+        return None if self.split else self._step
 
     def _step(self, token: Tensor) -> Tensor:
         """From token to token: the host launches a graph and reads what comes out, and nothing else."""

@@ -51,9 +51,6 @@ class TargetSession:
     """
 
     target_hidden: Tensor
-    # A round of plain greedy decoding in one graph, where there is one: commits a token [1] and returns the `likeliest`
-    # one after it [1], which holds until the next call. `target_hidden`, for those who draft, is undefined afterwards.
-    step: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, stack: LayerStack, split: int, capacity: int, context: int | None = None):
         self.stack = stack
@@ -77,6 +74,15 @@ class TargetSession:
     def beside(self, stack: LayerStack) -> "TargetSession":
         """A session of the same kind and size for another model, run through by `extend`."""
         return TargetSession(stack, len(stack.layers), self.capacity, self.context)
+
+    @property
+    def step(self) -> Callable[[Tensor], Tensor] | None:
+        """A round of plain greedy decoding in one graph, where there is one.
+
+        It commits a token [1] and returns the `likeliest` one after it [1], which holds until the next call;
+        `target_hidden`, which is for those who draft, is undefined afterwards.
+        """
+        return None
 
     def close(self) -> None:
         """The generation is over: what it worked in may serve another one."""
