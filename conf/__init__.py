@@ -78,7 +78,7 @@ def reported() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        _fail(" ".join(str(error).splitlines()))
+        _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
     except OSError as error:
         if error.errno not in _STORAGE_ERRORS:
             raise

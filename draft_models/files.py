@@ -44,9 +44,12 @@ def read_json(path: Path | str, what: str, remedy: str) -> Any:
     if len(content) > _LARGEST:
         raise UserError(f"{path}: damaged {what} (more than {_LARGEST} bytes); {remedy}")
     try:
-        return parse_json(content)
+        value = parse_json(content)
+        if not is_text(json.dumps(value, ensure_ascii=False)):
+            raise UserError("a lone surrogate in a text")
     except UserError as error:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
+    return value
 
 
 def parse_json(content: bytes | str) -> Any:

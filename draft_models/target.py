@@ -188,9 +188,11 @@ def load_layers(
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
     """The target's tokenizer; role: the option that names it. Raises `UserError` where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are looked at only now
     except Exception as error:  # whatever the Hub client or a tokenizer's own files raise
         raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
+    return tokenizer
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

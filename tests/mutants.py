@@ -34,7 +34,22 @@ def _damaged_bytes(content: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"cut at {share}", content[: int(share * len(content))]
     for size in (1, 40):
         yield f"cut by {size}", content[:-size]
-    for text in ("null", "true", "3", '""', '"x"', "[]", "{}", "[[]]", "[null]", "NaN", "1e999", "9" * 5000, "\0", "\n"):
+    for text in (
+        "null",
+        "true",
+        "3",
+        '""',
+        '"x"',
+        "[]",
+        "{}",
+        "[[]]",
+        "[null]",
+        "NaN",
+        "1e999",
+        "9" * 5000,
+        "\0",
+        "\n",
+    ):
         yield f"only {text[:9]!r}", text.encode()
     yield "200,000 brackets", b"[" * 200_000
     yield "200,000 closed brackets", b"[" * 200_000 + b"]" * 200_000

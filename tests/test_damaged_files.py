@@ -7,8 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ import torch
 
 from conf import reported
 from data_prep.conversations import render_prompt
+from data_prep.corpus import read_records
 from data_prep.prompts import read_prompts
 from data_prep.response_files import answered, check_run, read_shard, summarise
 from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
+from data_prep.token_shards import open_encoder, passages, tokenise
 from draft_models.calibration import load_calibration
-from draft_models.checkpoint import from_pretrained, read_meta, target_of
+from draft_models.checkpoint import read_meta
+from draft_models.errors import UserError
+from draft_models.files import require_writable
 from draft_models.plain import construct
 from draft_models.target import load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
 from draft_models.tiny_model import EARLY_EXIT, TABLE, TARGET, save_tiny_models
 from draft_models.trigram import TrigramTable
 from inference import compare
@@ -36,6 +39,13 @@ from inference.structures import read_shape
 from inference.subject import find_subject, heldout_fraction, load_drafters, load_models, load_plain, run_settings
 from tests.inference.test_prompt_results import measured
 from tests.mutants import mutants
+from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
+from train import pipeline_run, run_dir
+from train.fit import fit
+from train.pipeline_run import run_pipeline
+from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
+from train.time_budget import steps_for_minutes
+from train.trainer_state import read_trainer_state
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,3 +124,277 @@ def test_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str], name: str) 
         render_prompt(["to be or not to be </s>"], tokenizer)
 
     require_named(folder / TARGET / name, read, capsys, 150)
+
+
+def shard(folder: Path) -> Path:
+    """The target's weights in several files; the index of them."""
+    model = load_plain(str(folder / TARGET), None, torch.float32, torch.device("cpu"))
+    (folder / TARGET / "model.safetensors").unlink()
+    model.save_pretrained(folder / TARGET, max_shard_size="200KB")
+    return folder / TARGET / "model.safetensors.index.json"
+
+
+def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = shard(folder)
+
+    def read() -> None:
+        subject = find_subject(on_target(folder))
+        load_layers(subject.files, subject.config, range(subject.config.num_hidden_layers), dtype=torch.float32)
+        load_plain(subject.source, None, subject.dtype, subject.device)
+
+    require_named(index, read, capsys, 100)
+
+
+def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / EARLY_EXIT / "drafter.json"
+    meta = json.loads(file.read_text())
+    part = {"source": "python_stdlib", "mix": {}, "heldout_fraction": 0.1}
+    file.write_text(json.dumps({**meta, "training": {"data": {**part, "mix": {"a": part}}, "lr": 0.1}}))
+    config = on_target(folder, checkpoint=str(file.parent), target=None, methods={"m": MethodConfig()})
+
+    def read() -> None:
+        heldout_fraction(config, 0.5)
+        subject = find_subject(config)
+        load_drafters(config, subject)
+        run_settings(config, subject, [])
+
+    meta = read_meta(file.parent)
+    file.write_text(file.read_text().replace(meta.fingerprint.target, str(folder / TARGET)))
+    require_named(file, read, capsys, 150)
+
+
+def test_calibration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sha256 = read_meta(folder / EARLY_EXIT).weights_sha256
+    file = folder / EARLY_EXIT / "calibration.json"
+    require_named(file, lambda: load_calibration(file.parent, sha256, hidden_size=64), capsys, 60)
+
+
+def test_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / TABLE / "table.json"
+    require_named(file, lambda: TrigramTable.open(file.parent), capsys, 200)
+    meta = json.loads(file.read_text())  # as an earlier version wrote it
+    levels = {order: {name: value[:2] for name, value in arrays.items()} for order, arrays in meta["levels"].items()}
+    file.write_text(json.dumps({**meta, "format": 1, "levels": levels}).replace(f', "sha256": "{meta["sha256"]}"', ""))
+    require_named(file, lambda: TrigramTable.open(file.parent), capsys, 200)
+
+
+# ------------------------------------------------------------------------------------------------- runs
+
+
+def test_results_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin_run(tmp_path, {"seed": 0, "methods": {"m": 1}}, asdict(compare.Prepared({"m": MethodConfig()}, {})))
+    append_result(tmp_path, 0, measured(0))
+
+    def read() -> None:
+        construct(compare.Prepared, open_run(tmp_path, {"seed": 0, "methods": {"m": 1}}, resume=True))
+        assert set(read_results(tmp_path)) <= {0}
+
+    require_named(tmp_path / "run.json", read, capsys, 100)
+    file = tmp_path / "results-00000.jsonl"
+
+    def as_lines() -> None:
+        file.write_bytes(b" ".join(file.read_bytes().split(b"\n")) + b"\n")  # mutants are indented
+        read()
+
+    require_named(file, as_lines, capsys, 200)
+
+
+def test_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from data_prep.response_files import open_run as begin
+
+    begin(tmp_path, {"seed": 0})
+    talk = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]
+    (tmp_path / "skipped-00000.jsonl").write_text('{"id": "p", "reason": "empty", "detail": ""}\n')
+    file = tmp_path / "responses-00000.jsonl"
+    record = {"id": "1", "messages": talk, "unanswered_turns": 0, "tokens": 2, "finish": "end"}
+    file.write_text(json.dumps(record) + "\n")
+
+    def read() -> None:
+        for path in (file, tmp_path / "skipped-00000.jsonl"):
+            path.write_bytes(b" ".join(path.read_bytes().split(b"\n")))
+        check_run(tmp_path, {"seed": 0}, resume=True)
+        answered(tmp_path)
+        summarise(tmp_path)
+        list(read_shard(file))
+
+    require_named(tmp_path / "run.json", read, capsys, 20)
+    require_named(file, read, capsys, 150)
+    require_named(tmp_path / "skipped-00000.jsonl", read, capsys, 40)
+
+
+def test_a_training_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out_dir = tmp_path / "run"
+
+    def train(resume: bool = True) -> None:
+        options = {"resume": resume, "identity": {"data": [1, {"seed": 0}]}, "evaluate": lambda *_: {"tau": 1.5}}
+        fit(TinyModel(), tiny_rows(), tiny_config(steps=2, save_every=1), out_dir, **options)
+
+    train(resume=False)
+    finished, middle = (run_dir.checkpoints(out_dir)[i] for i in (-1, 0))
+    require_named(finished / "run.json", train, capsys, 20)
+    require_named(finished / "trainer_state.json", train, capsys, 60)
+    require_named(middle / "trainer_state.json", lambda: read_trainer_state(middle), capsys, 100)
+    shutil.rmtree(finished)
+    (middle / "trainer_state.json").write_text('{"global_step": "1"}')
+    with pytest.raises(UserError, match=r"trainer_state\.json: damaged state of a training .*remove .*checkpoint-1"):
+        train()
+
+
+def test_steps_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "steps.json").write_text(json.dumps({"minutes": 2.0, "seconds_per_step": 0.5, "steps": 240}))
+
+    def steps() -> None:
+        steps_for_minutes(1.0, TinyModel, tiny_rows(), tiny_config(steps=2), tmp_path, resume=True)
+
+    require_named(tmp_path / "steps.json", steps, capsys, 60)
+    (tmp_path / "report.json").write_text(json.dumps({"settings": {"seed": 0, "data": {"path": ["x"]}}, "tau": 1.0}))
+    same = {"seed": 0, "data": {"path": ["x"]}}
+    require_named(tmp_path / "report.json", lambda: run_dir.finished(tmp_path, "report.json", same, True), capsys, 60)
+
+
+def test_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(*_: object) -> None:
+        raise UserError("a step is run again")
+
+    monkeypatch.setattr(pipeline_run, "_run_step", again)
+    out_dir = require_writable(tmp_path / "run")
+    config = PipelineConfig({"target": StepConfig(), "report": StepConfig()}, out_dir=str(out_dir), resume=True)
+    figures = {"tau": 2.0, "lossless": {"checked": 1}, "speedup": {"median": 1.0}, "tokens_per_second": {"a": 1.0}}
+    figures |= dict.fromkeys(pipeline_run.FIGURES, 0) | figures
+    products = {"target": {"parameters": 1, "steps": 2, "bits_per_byte": 3.0},
+                "report": {"reports": [{"method": name, **figures} for name in "ab"]}}  # fmt: skip
+    for number, (name, product) in enumerate(products.items()):
+        made_from = {} if name == "target" else {"target": 0.0}
+        record = pipeline_run.Record(config.options(name), 1.0, float(number), made_from)
+        (out_dir / "logs").mkdir(exist_ok=True)
+        (out_dir / "logs" / f"{name}.json").write_text(json.dumps(asdict(record)))
+        path = out_dir / STEPS[name].product
+        path.parent.mkdir()
+        path.write_text(json.dumps(product))
+        (path.parent / "report.md").write_text("# report")
+    kept = Path(shutil.copytree(out_dir, tmp_path / "kept"))
+
+    def run() -> None:
+        try:
+            run_pipeline(config)
+        finally:
+            for name in products:  # an outdated step's directory is cleared before it is run again
+                if not (out_dir / name).exists():
+                    shutil.copytree(kept / name, out_dir / name)
+
+    for file in (out_dir / "logs/target.json", out_dir / "logs/report.json"):
+        require_named(file, run, capsys, 60)
+    for name in products:
+        require_named(out_dir / STEPS[name].product, run, capsys, 60)
+    path = out_dir / STEPS["report"].product
+    with pytest.raises(UserError, match=r"damaged report .*remove it, and resume=true does the step again"):
+        pipeline_run.give_report(path, tmp_path, "a")
+
+
+# ------------------------------------------------------------------------------------------------- text
+
+
+PROMPTS = [{"question_id": 1, "category": "c", "turns": ["how", "are"]}, {"task_id": "a/1", "prompt": "def f"},
+           {"question": "why"}, {"instruction": "do", "input": "it"}, {"text": "t"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_prompts(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
+    tokenizer = load_tokenizer(str(models / TARGET))
+    file = tmp_path / f"prompts.{suffix}"
+    file.write_text(json.dumps(PROMPTS if suffix == "json" else PROMPTS[0]) + "\n")
+
+    def read() -> None:
+        if suffix == "jsonl":
+            file.write_bytes(b" ".join(file.read_bytes().split(b"\n")) + b"\n")
+        for prompt in read_prompts(str(file)):
+            print(prompt.id, prompt.category, render_prompt(prompt.turns[:1], tokenizer, "none"))
+
+    require_named(file, read, capsys, 200)
+
+
+TALK = {"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}], "id": "x"}
+RECORDS = {
+    "text": {"text": "to be or not to be", "meta": {"n": 1}},
+    "sharegpt": TALK,
+    "messages": {"messages": [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]},
+    "alpaca": {"instruction": "do", "input": "it", "output": "done"},
+    "turns": {"data": ["how", "so"]},
+}
+
+
+@pytest.mark.parametrize("layout", RECORDS)
+def test_training_text(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
+    """As rows and as passages of an n-gram table."""
+    tokenizer = load_tokenizer(str(models / TARGET))
+    encoder = open_encoder(str(models / TARGET), None)
+    file, shards = tmp_path / "data.jsonl", require_writable(tmp_path / "shards")
+    file.write_text(json.dumps(RECORDS[layout]))
+    data = DataConfig(
+        source="local", path=str(file), template="vicuna", heldout_fraction=0.0, cache_dir=str(tmp_path / "cache")
+    )  # fmt: skip
+
+    def read() -> None:
+        good = json.dumps(RECORDS[layout]).encode() + b"\n"
+        damaged = file.read_bytes()
+        file.write_bytes(good + b" ".join(damaged.split(b"\n")) + b"\n")
+        try:
+            tokenise(passages(read_records(data, "train"), "all"), str(models / TARGET), None, encoder, shards, 1)
+            load_rows(data, tokenizer, 400, "train")
+        finally:
+            file.write_bytes(damaged)
+
+    require_named(file, read, capsys, 40)
+
+
+def test_cached_rows(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged entry is made again."""
+    tokenizer = load_tokenizer(str(models / TARGET))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "to be or not to be"}) + "\n")
+    data = DataConfig(
+        source="local", path=str(tmp_path / "data.jsonl"), heldout_fraction=0.0, cache_dir=str(tmp_path / "cache")
+    )  # fmt: skip
+    rows = load_rows(data, tokenizer, 32, "train")
+    (file,) = (tmp_path / "cache").rglob("meta.json")
+    for name, content in mutants(file.read_bytes(), 60):
+        file.write_bytes(content)
+        with reported():
+            again = load_rows(data, tokenizer, 32, "train")
+        assert len(again) == len(rows), name
+        assert again[0]["input_ids"].tolist() == rows[0]["input_ids"].tolist(), name
+
+
+def test_transcripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(json.dumps({"question_id": 81, "choices": [{"index": 0, "turns": ["so", "and so"]}]}))
+
+    def read() -> None:
+        file.write_bytes(b" ".join(file.read_bytes().split(b"\n")))
+        read_transcripts(str(file))
+
+    require_named(file, read, capsys, 150)
+
+
+def test_shape_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([[0], [1], [0, 0], [0, 1], [1, 0]]))
+    require_named(file, lambda: read_shape(file), capsys, 150)
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+def test_commands_end_with_status_2_and_one_line(folder: Path, tmp_path: Path) -> None:
+    (folder / EARLY_EXIT / "drafter.json").write_bytes(b"[" * 200_000)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "to be \ud800"}) + "\n")
+    for options, said in (
+        ([f"checkpoint={folder / EARLY_EXIT}"], "drafter.json: damaged drafter description (not valid JSON (nested"),
+        ([f"target={folder / TARGET}", "method=prompt_lookup", f"prompts={prompts}"], "has a lone surrogate"),
+    ):  # fmt: skip
+        command = [sys.executable, "inference/evaluate_checkpoint.py", *options, f"out_dir={tmp_path / 'out'}"]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        (line,) = run.stderr.splitlines()
+        assert run.returncode == 2
+        assert line.startswith("error: ")
+        assert said in line

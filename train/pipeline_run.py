@@ -178,7 +178,10 @@ def reports_in(path: Path) -> list[dict[str, Any]]:
     reports = content.get("reports", [content])
     if not isinstance(reports, list) or not reports:
         raise UserError(f"{path}: damaged report (reports={reports!r}: expected a list); {_AGAIN}")
-    return [_mapping(report, path, ("method",)) for report in reports]
+    found = [_mapping(report, path, ("method",)) for report in reports]
+    if not all(isinstance(report["method"], str) for report in found):
+        raise UserError(f"{path}: damaged report (method: expected a text); {_AGAIN}")
+    return found
 
 
 def _mapping(value: Any, path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:

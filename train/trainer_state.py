@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from draft_models.errors import UserError
+from draft_models.errors import UserError, reason
 from draft_models.files import read_json
 from draft_models.plain import construct
 from train import run_dir
@@ -19,6 +19,10 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
     file, what = checkpoint / TRAINER_STATE_NAME, "state of a training"
     remedy = f"remove {checkpoint}: resume=true goes on from the one before"
     values = read_json(file, what, remedy)
+    try:
+        TrainerState.load_from_json(str(file))
+    except Exception as error:  # it reads by itself, and takes what it finds for its arguments
+        raise UserError(f"{file}: damaged {what} ({reason(error)}); {remedy}") from None
     try:
         state: dict[str, Any] = construct(dict[str, Any], values)
         for key, value in state.items():
