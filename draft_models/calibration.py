@@ -64,9 +64,11 @@ def load_calibration(
     except OSError as error:
         raise UserError(f"checkpoint={path}: no calibration head there ({error.strerror}); {remedy}") from None
     meta = read_json(Path(path) / META_FILE, "description of a calibration head", remedy)
-    if not isinstance(meta, dict) or meta.get("drafter_sha256") != drafter_sha256:
+    if not isinstance(meta, dict) or not {"drafter_sha256", "weights_sha256"} <= meta.keys():
+        raise UserError(f"{Path(path) / META_FILE}: damaged (it names no digests); {remedy}")
+    if meta["drafter_sha256"] != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
-    if hashlib.sha256(blob).hexdigest() != meta.get("weights_sha256"):
+    if hashlib.sha256(blob).hexdigest() != meta["weights_sha256"]:
         raise UserError(f"{Path(path) / WEIGHTS_FILE}: truncated or altered; {remedy}")
     try:
         weights = load(blob)
