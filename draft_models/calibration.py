@@ -72,7 +72,9 @@ def load_calibration(
     except OSError as error:
         raise UserError(f"checkpoint={path}: no calibration head there ({error.strerror}); {remedy}") from None
     meta = read_json(Path(path) / META_FILE, "description of a calibration head", remedy)
-    if not isinstance(meta, dict) or meta.get("drafter_sha256") != drafter_sha256:
+    if not isinstance(meta, dict) or not {"drafter_sha256", "weights_sha256"} <= meta.keys():
+        raise UserError(f"{Path(path) / META_FILE}: damaged (it names no digests); {remedy}")
+    if meta["drafter_sha256"] != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
     made_on = meta.get("target")
     if made_on is not None and not _is_identity(made_on):
