@@ -64,3 +64,20 @@ def test_no_module_shadows_another_when_its_folder_is_the_script_path(package: s
     for path in (ROOT / package).glob("*.py"):
         assert path.stem not in sys.stdlib_module_names
         assert path.stem in ("__init__",) or importlib.util.find_spec(path.stem) is None, path
+
+
+LOADERS = ("from_pretrained", "from_config")
+
+
+def test_code_of_a_model_is_never_run() -> None:
+    """Whatever transformers loads is told not to trust code beside it: left open, it would ask on a terminal."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS:
+                    owner = ast.unparse(node.func.value)
+                    trusts = {word.arg: ast.unparse(word.value) for word in node.keywords}.get("trust_remote_code")
+                    found.append((f"{path.relative_to(ROOT)}:{node.lineno} {owner}", trusts))
+    assert len(found) >= 6
+    assert [place for place, trusts in found if trusts != "False"] == []

@@ -162,7 +162,7 @@ def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.
     ("overrides", "message"),
     [
         (["method=ngrams", "table={other_table}"], "built with another tokenizer"),
-        (["method=ngrams", "table=nowhere"], "not an n-gram table"),
+        (["method=ngrams", "table=nowhere"], "no readable n-gram table"),
         (["method=ngrams", "table=null"], "table=None: expected an n-gram table directory (data_prep/build_trig"),
         (["method=ngrams", "sampling.temperature=1"], "sampling.temperature=1.0: expected 0 for target=replay"),
         (

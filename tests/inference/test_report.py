@@ -128,7 +128,7 @@ def test_no_speedup_where_either_arm_decoded_nothing(ended: str) -> None:
 def test_a_verdict_needs_prompts_with_a_speed() -> None:
     made = results()
     for r in made[:2]:
-        r.generations["m"] = Generation((7,), 0.5, 0.0)
+        r.generations.update(dict.fromkeys(r.generations, Generation((7,), 0.5, 0.0)))
     report = build_report("m", made, facts(), seed=0)
     assert (report["prompts"], report["speedup"]["prompts"], report["verdict"]) == (6, 4, "undecided")
 
@@ -193,7 +193,7 @@ def test_what_the_baseline_spends_outside_of_the_model() -> None:
     """By the clock that waits for the device, where there is one; every round of it is a token."""
 
     def plain(seconds: float, passes: float) -> Generation:
-        rounds = tuple(Round((7,), 0, 0, 0.2, verify_seconds=passes) for _ in range(4))
+        rounds = tuple(Round((7,), 0, 0, 0, 0.2, verify_seconds=passes) for _ in range(4))
         return Generation((7,) * 5, 0.1, seconds, rounds)
 
     made = [replace(r, generations={**r.generations, AUTOREGRESSIVE: plain(1.0, 0.24)}) for r in results()]
