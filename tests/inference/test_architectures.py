@@ -227,5 +227,5 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         load_small_lm(str(tmp_path / "nowhere"), byte_tokenizer(), dtype=torch.float32)
     path = save_plain(tmp_path, GPT2)
     (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="no model.safetensors"):
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
         load(path)

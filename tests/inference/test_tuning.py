@@ -21,7 +21,6 @@ from inference.evaluation import AUTOREGRESSIVE, Drafters, PromptResult, make_ar
 from inference.graphed import Graphed, GraphedSession
 from inference.measures import chosen_sizes
 from inference.report import build_report, markdown
-from inference.session import TargetSession
 from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.sources import EarlyExitSource, SmallLMSource
 from inference.tree import DraftTree
@@ -70,8 +69,7 @@ class WorkClock:
         spend(SmallLMSource, "extend", of_step)
         spend(Chooser, "verify", of_pass)
         spend(Chooser, "next_token", lambda *_: 0.5)
-        spend(TargetSession, "step", lambda *_: 0.5)
-        spend(GraphedSession, "step", lambda *_: 0.5)
+        spend(GraphedSession, "_step", lambda *_: 0.5)
 
     def __call__(self) -> float:
         return self.now
