@@ -2,9 +2,9 @@
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from draft_models.errors import warn
 
@@ -29,15 +29,16 @@ def code_version() -> str:
     return f"{package_version()}+{digest.hexdigest()[:12]}"
 
 
-def code_history(before: Sequence[str], where: Path) -> list[str]:
+def code_history(before: Any, where: Path) -> list[str]:
     """The versions of the code by which a run that goes on in `where` was made, `before` and now.
 
     Another version than the last is said on one line and not refused: a run of a week is to survive the repair of
     something that it does not use, and whoever reads the line knows whether it is that.
     """
     now = code_version()
-    if list(before[-1:]) == [now]:
-        return list(before)
+    before = before if isinstance(before, list) else []  # whatever a damaged record says
+    if before[-1:] == [now]:
+        return before
     last = before[-1] if before else "one that was not recorded"
     warn(f"{where}: made by another version of this project's code, {last}; goes on with {now}")
     return [*before, now]

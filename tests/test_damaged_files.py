@@ -98,7 +98,7 @@ def evaluate_shortly(config: EvaluateConfig) -> None:
     ids = render_prompt(["to be or not to be"], subject.tokenizer)
     drafters = load_drafters(config, subject)
     prepared = compare.Prepared(config.methods, {})
-    compare.make_bench(config, subject, load_models(config, subject, drafters), prepared, ids)
+    compare.make_bench(config, subject, load_models(config, subject, drafters), prepared, ids, 1)
 
 
 # ----------------------------------------------------------------------------------------------- models

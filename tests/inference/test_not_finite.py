@@ -4,6 +4,7 @@ A mask does not hide them from attention: 0 · NaN is NaN.
 """
 
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from draft_models.errors import UserError
 from draft_models.plain_lm import PlainLM
+from draft_models.streams import Streams
 from draft_models.target import LayerStack
 from inference import graphed
 from inference.choosing import Chooser
@@ -88,8 +90,9 @@ def plain(models: Models, count: int, runtime: Runtime | None = None, chooser: C
 def draft(
     models: Models, source: Any, structure: str, count: int, runtime: Runtime, sampler: Sampler | None = None
 ) -> Iterator[Round]:
-    generator = None if sampler is None or sampler.greedy else torch.Generator().manual_seed(4)
-    shape = make_structure(replace(METHOD, structure=STRUCTURES[structure]), 0, generator)
+    drawn = sampler is not None and not sampler.greedy
+    shape = make_structure(replace(METHOD, structure=STRUCTURES[structure]), Streams(4), drawn)
+    generator = random.Random(4) if drawn else None
     options: dict[str, Any] = {"max_new_tokens": count, "runtime": runtime, "chooser": Chooser(sampler, generator)}
     return speculative(models.stack, source, shape, PROMPT, **options)
 
@@ -196,7 +199,7 @@ def test_logits_that_are_no_numbers_are_an_error(
     def run() -> Iterator[Round]:
         if arm != "plain":
             return draft(models, EarlyExitSource(models.exit), arm, 12, runtime, sampler)
-        chooser = Chooser(sampler, torch.Generator().manual_seed(4) if sampled else None)
+        chooser = Chooser(sampler, random.Random(4) if sampled else None)
         return autoregressive(models.stack, PROMPT, max_new_tokens=12, runtime=runtime, chooser=chooser)
 
     models.stack.reserve(500)
