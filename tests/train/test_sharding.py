@@ -96,8 +96,11 @@ def test_processes_that_share_equal_one(
         for name in ("loss", "lr", "grad_norm", "eval_loss"):
             assert curve(ours, name) == pytest.approx(curve(theirs, name), rel=10 * tolerance)
         trained = load_file(ours / "trained.safetensors")
+        # Adam moves a weight by lr whichever way its gradient points, be that but rounding: in bf16 a few may part.
+        few = 0.02 if run == "bf16" else 0.0
         for name, value in load_file(theirs / "trained.safetensors").items():
-            torch.testing.assert_close(trained[name], value, rtol=0, atol=tolerance)
+            assert ((trained[name] - value).abs() > tolerance).float().mean() <= few
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=10 * tolerance)
             assert (value - start[name]).abs().max() > 5 * tolerance
 
     whole, resumed = (load_file(tmp_path / run / "trained.safetensors") for run in ("whole", "resumed"))
