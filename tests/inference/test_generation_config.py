@@ -340,7 +340,7 @@ def test_what_no_arm_can_do_is_refused(
         return
     with pytest.raises(UserError, match=message) as refusal:
         evaluate(path, tmp_path / "out")
-        assert str(path) in str(refusal.value)
+    assert str(path) in str(refusal.value)
     assert not (tmp_path / "out/results-00000.jsonl").exists()
 
 
