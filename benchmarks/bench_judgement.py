@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--checkpoint", help="an early-exit drafter; default: the target's last layer, untrained")
     parser.add_argument("--prompts", default="python_stdlib", help="see evaluate-checkpoint")
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--num-prompts", type=int, default=12, help="of every seed")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
@@ -55,7 +55,7 @@ def main() -> None:
     subject = Subject(options)
     prompts = subject.prompts(options.prompts)
     rows: list[dict[str, Any]] = []
-    for seed in tqdm(range(options.seeds), unit="seed"):
+    for seed in tqdm(options.seeds, unit="seed"):
         chosen = random.Random(seed).sample(prompts, options.num_prompts)
         references = [subject.reference(prompt, options.max_new_tokens) for prompt in chosen]
         for fault in (None, *options.faults):

@@ -48,7 +48,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
             f"out_dir={folder}: another run is writing {what} there: {_held_by(holder)}; wait for it, or give another "
             "out_dir"
         ) from None
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError) as error:  # the latter: what older filelocks make of ENOSYS
         raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
     try:
         if holder.exists():

@@ -13,13 +13,11 @@ def main(config: EvaluateConfig) -> None:
     from data_prep.conversations import VICUNA_SYSTEM, render_prompt
     from data_prep.prompts import read_prompts
     from data_prep.settings import DataConfig
-    from draft_models.tiny_model import debugged
     from inference.compare import evaluate_checkpoint
-    from inference.debug import small_evaluation
     from inference.replay import evaluate_replay
     from inference.subject import heldout_fraction
 
-    with debugged(config, small_evaluation) as run:
+    def evaluate(run: EvaluateConfig) -> None:
         prompts = read_prompts(
             run.prompt_text or run.prompts,
             limit=run.num_prompts,
@@ -27,13 +25,20 @@ def main(config: EvaluateConfig) -> None:
             heldout_fraction=heldout_fraction(run, DataConfig.heldout_fraction),
         )
         if run.target == "replay":
-            evaluate_replay(run, prompts, VICUNA_SYSTEM)
-            return
-        evaluate_checkpoint(
+            return evaluate_replay(run, prompts, VICUNA_SYSTEM)
+        return evaluate_checkpoint(
             run,
             prompts,
             lambda tokenizer, messages, chat: render_prompt(messages, tokenizer, run.template if chat else "none"),
         )
+
+    if config.debug:
+        from draft_models.tiny_model import debugged
+        from inference.debug import small_evaluation
+
+        with debugged(config, small_evaluation) as small:
+            return evaluate(small)
+    return evaluate(config)
 
 
 if __name__ == "__main__":

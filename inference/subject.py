@@ -149,14 +149,13 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
     target = {key: value for key, value in asdict(subject.fingerprint).items() if key not in ("target", "revision")}
     meta = None if config.checkpoint is None else read_meta(config.checkpoint)
     small_lm = None if config.small_lm is None else open_target(config.small_lm)
-    uses_table = any(method.source == "ngrams" for method in config.methods.values())
     return {
         **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
         "target": target,
         "checkpoint": None if meta is None else meta.weights_sha256[:16],
         "calibration": _digest_file(config.checkpoint, META_FILE),
         "small_lm": None if small_lm is None else model_identity(small_lm),
-        "table": table_digest(Path(config.table))[:16] if uses_table and config.table is not None else None,
+        "table": None if config.table is None else table_digest(Path(config.table))[:16],
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(subject.eos),
         "generation_config": subject.inherited.taken,

@@ -29,7 +29,7 @@ from draft_models.errors import UserError
 from draft_models.files import require_writable
 from draft_models.plain import construct
 from draft_models.target import load_layers, load_tokenizer
-from draft_models.tiny_model import EARLY_EXIT, TABLE, TARGET, save_tiny_models
+from draft_models.tiny_model import EARLY_EXIT, TABLE, TARGET
 from draft_models.trigram import TrigramTable
 from inference import compare
 from inference.prompt_results import append_result, begin_run, open_run, read_results
@@ -50,17 +50,10 @@ from train.trainer_state import read_trainer_state
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_tiny_models(folder, "llama")
-    return folder
-
-
 @pytest.fixture
-def folder(tmp_path: Path, models: Path) -> Path:
+def folder(tmp_path: Path, tiny_models: Path) -> Path:
     """A copy of the models to damage."""
-    return Path(shutil.copytree(models, tmp_path / "models"))
+    return Path(shutil.copytree(tiny_models, tmp_path / "models"))
 
 
 def require_named(file: Path, run: Callable[[], Any], capsys: pytest.CaptureFixture[str], count: int) -> None:
@@ -299,8 +292,8 @@ PROMPTS = [{"question_id": 1, "category": "c", "turns": ["how", "are"]}, {"task_
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_prompts(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
-    tokenizer = load_tokenizer(str(models / TARGET))
+def test_prompts(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
+    tokenizer = load_tokenizer(str(tiny_models / TARGET))
     file = tmp_path / f"prompts.{suffix}"
     file.write_text(json.dumps(PROMPTS if suffix == "json" else PROMPTS[0]) + "\n")
 
@@ -324,10 +317,10 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("layout", RECORDS)
-def test_training_text(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
+def test_training_text(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
     """As rows and as passages of an n-gram table."""
-    tokenizer = load_tokenizer(str(models / TARGET))
-    encoder = open_encoder(str(models / TARGET), None)
+    tokenizer = load_tokenizer(str(tiny_models / TARGET))
+    encoder = open_encoder(str(tiny_models / TARGET), None)
     file, shards = tmp_path / "data.jsonl", require_writable(tmp_path / "shards")
     file.write_text(json.dumps(RECORDS[layout]))
     data = DataConfig(
@@ -339,7 +332,7 @@ def test_training_text(models: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         damaged = file.read_bytes()
         file.write_bytes(good + b" ".join(damaged.split(b"\n")) + b"\n")
         try:
-            tokenise(passages(read_records(data, "train"), "all"), str(models / TARGET), None, encoder, shards, 1)
+            tokenise(passages(read_records(data, "train"), "all"), str(tiny_models / TARGET), None, encoder, shards, 1)
             load_rows(data, tokenizer, 400, "train")
         finally:
             file.write_bytes(damaged)
@@ -347,9 +340,9 @@ def test_training_text(models: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     require_named(file, read, capsys, 40)
 
 
-def test_cached_rows(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cached_rows(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A damaged entry is made again."""
-    tokenizer = load_tokenizer(str(models / TARGET))
+    tokenizer = load_tokenizer(str(tiny_models / TARGET))
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "to be or not to be"}) + "\n")
     data = DataConfig(
         source="local", path=str(tmp_path / "data.jsonl"), heldout_fraction=0.0, cache_dir=str(tmp_path / "cache")

@@ -5,14 +5,12 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import PartialState
 from tokenizers import processors
 
 from data_prep import generation, response_files
@@ -27,6 +25,7 @@ from draft_models.errors import UserError
 from draft_models.losses import IGNORE
 from inference.sampling import Sampler
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary, talk
+from tests.launched import launched
 from tests.tiny import byte_tokenizer
 
 # ------------------------------------------------------------------------------------------------ invariance
@@ -90,30 +89,15 @@ def test_killed_at_any_file_and_resumed_gives_the_same_responses(make):
         assert all(name.replace("safetensors", "jsonl") in names for name in names if name.endswith(".safetensors"))
 
 
-def _launched(config, rank, port):
-    """What a launcher starts, without the imports' seconds."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-    PartialState._reset_state()
-    state = PartialState(cpu=True)
-    responses_module.join_processes = lambda: state
-    generate_responses(config)
-    state.destroy_process_group()
-
-
 def test_two_processes_give_what_one_gives(make):
     one, two = make(name="one"), make(name="two")
     generate_responses(one)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    jobs = [fork.Process(target=_launched, args=(two, rank, port)) for rank in range(2)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(timeout=120)
-    assert [job.exitcode for job in jobs] == [0, 0]
+
+    def respond(state):
+        responses_module.join_processes = lambda: state
+        generate_responses(two)
+
+    assert launched(2, respond) == [0, 0]
     assert responses(two) == responses(one)
     assert summary(two) == summary(one)
     numbers = {int(path.stem.rpartition("-")[2]) % 2 for path in Path(two.out_dir).glob("responses-*.jsonl")}

@@ -1,23 +1,22 @@
 """The lock of an out_dir: who holds it is named, it ends with its process, all processes of a launcher share it."""
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate import PartialState
 
 from draft_models.errors import UserError
 from draft_models.out_dirs import HOLDER_FILE, LOCK_FILE, check_identity, clear, only_run, recorded_at_first
 from draft_models.processes import only_run_of
+from tests.launched import launched
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -82,41 +81,16 @@ def test_what_cannot_be_locked_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             pass
 
 
-def launched(count: int, work: Callable[[PartialState], None]) -> list[int]:
-    """Exit statuses of `count` processes that do `work` as under a launcher."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
-    def run(rank: int) -> None:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
-                       "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port)}  # fmt: skip
-        torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0  # a fork has no CUDA
-        PartialState._reset_state()
-        state = PartialState(cpu=True)
-        try:
-            work(state)
-        except UserError as error:
-            os._exit(2 if f"process {os.getppid()} on" in str(error) else 3)
-        state.destroy_process_group()
-
-    fork = multiprocessing.get_context("fork")
-    jobs = [fork.Process(target=run, args=(rank,)) for rank in range(count)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(timeout=120)
-    return [job.exitcode for job in jobs]
-
-
 def test_all_processes_of_a_launcher_are_one_run(tmp_path: Path) -> None:
     """The main one holds the directory; refused, all of them end, and all can say by whom."""
 
     def work(state: PartialState) -> None:
-        with only_run_of(state, tmp_path, "results"):
-            state.wait_for_everyone()
-            (tmp_path / f"{state.process_index}").touch()
+        try:
+            with only_run_of(state, tmp_path, "results"):
+                state.wait_for_everyone()
+                (tmp_path / f"{state.process_index}").touch()
+        except UserError as error:
+            os._exit(2 if f"process {os.getppid()} on" in str(error) else 3)
 
     with only_run(tmp_path, "results"):
         assert launched(3, work) == [2, 2, 2]
