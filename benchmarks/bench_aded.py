@@ -28,15 +28,15 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from data_prep.conversations import VICUNA_SYSTEM
-from data_prep.prompts import read_prompts
-from draft_models.trigram import TrigramTable
+from data_prep.text.chat import VICUNA_SYSTEM
+from data_prep.text.prompts import read_prompts
+from draft_models.ngrams.table import TrigramTable
 from inference.decode import Round
-from inference.evaluation import Drafters, Generation
-from inference.measures import decode_statistics
-from inference.ngrams import make_ngram_drafter
-from inference.replay import Recording, load_vocabulary, read_transcripts, recordings, replay, replay_turns
-from inference.report import describe_machine
+from inference.drafters.ngrams import make_ngram_drafter
+from inference.evaluate.arms import Drafters, Generation
+from inference.evaluate.replay import Recording, load_vocabulary, read_transcripts, recordings, replay, replay_turns
+from inference.evaluate.report import describe_machine
+from inference.evaluate.statistics import decode_statistics
 from inference.settings import MethodConfig, NgramConfig
 
 MAX_NEW_TOKENS = 1024  # the limit under which MT-Bench answers are recorded

@@ -30,17 +30,17 @@ from floor_shapes import SHAPES, Target, free_bytes, make_target, needed_bytes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from draft_models.files import write_json
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, pick_device
+from draft_models.target.stack import LayerStack, pick_device
 from inference.decode import autoregressive, speculative
-from inference.evaluation import Drafters, make_drafting
-from inference.report import describe_machine
+from inference.drafters.models import EarlyExitSource
+from inference.evaluate.arms import Drafters, make_drafting
+from inference.evaluate.report import describe_machine
 from inference.runtime import Runtime, make_runtime
 from inference.session import TargetSession
 from inference.settings import RUNTIMES, MethodConfig, StopConfig, StructureConfig
-from inference.sources import EarlyExitSource
 from inference.tree import ROOT, chain_parents
+from outrider.files import write_json
+from outrider.streams import Streams
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

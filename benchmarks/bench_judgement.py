@@ -16,24 +16,24 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.planted_faults import FAULTS, REACHED, planted
-from data_prep.conversations import render_prompt
-from data_prep.prompts import read_prompts
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
 from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.files import write_json
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
-from inference.choosing import Chooser
+from draft_models.target.stack import LayerStack, load_config, load_layers, load_tokenizer
+from draft_models.target.tensor_files import open_target
+from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
-from inference.drafting import make_structure
-from inference.evaluation import AUTOREGRESSIVE, Drafters, prepare, transformers_generate
-from inference.lookup import PromptLookup
-from inference.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
-from inference.report import describe_machine
+from inference.drafters.lookup import PromptLookup
+from inference.drafters.models import EarlyExitSource
+from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, prepare, transformers_generate
+from inference.evaluate.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
+from inference.evaluate.report import describe_machine
+from inference.evaluate.subject import end_tokens, load_plain
 from inference.settings import MethodConfig, StructureConfig
-from inference.sources import EarlyExitSource
-from inference.subject import end_tokens, load_plain
+from inference.structures.factory import make_structure
+from outrider.files import write_json
+from outrider.streams import Streams
 
 ARMS = REACHED["passes"]
 TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=16, max_depth=5, delta=0.0))

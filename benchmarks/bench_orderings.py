@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
+from data_prep.text.rows import load_rows
 from draft_models.calibration import load_calibration
 from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance, read_meta
 from draft_models.small_lm import load_small_lm
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
-from inference.evaluation import Drafters, Generation, make_arms, prepare
-from inference.measures import acceptance_by_candidates
-from inference.report import describe_machine
+from draft_models.target.stack import LayerStack, load_config, load_layers, load_tokenizer
+from draft_models.target.tensor_files import open_target
+from inference.evaluate.arms import Drafters, Generation, make_arms, prepare
+from inference.evaluate.report import describe_machine
+from inference.evaluate.statistics import acceptance_by_candidates
 from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from outrider.streams import Streams
 
 TEMPERATURES = (1.0, 0.7, 0.5, 0.4, 0.3, 0.2)
 DRAWS = 2000

@@ -34,16 +34,16 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from draft_models.files import write_json
-from draft_models.streams import Streams
-from draft_models.target import pick_device
+from draft_models.target.stack import pick_device
 from inference.decode import Round
-from inference.evaluation import Arm, Generation, make_arms, measure, stock_attention
+from inference.evaluate.arms import Arm, Generation, make_arms, measure, stock_attention
+from inference.evaluate.report import describe_machine
+from inference.evaluate.statistics import bootstrap_median
 from inference.generation_config import generate_options
-from inference.measures import bootstrap_median
-from inference.report import describe_machine
 from inference.runtime import make_runtime
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
+from outrider.files import write_json
+from outrider.streams import Streams
 
 RESULTS = Path(__file__).parent / "results"
 PAIRS = (

@@ -21,9 +21,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.target import load_config, load_layers
-from draft_models.tensor_files import open_target
-from inference.report import describe_machine
+from draft_models.target.stack import load_config, load_layers
+from draft_models.target.tensor_files import open_target
+from inference.evaluate.report import describe_machine
 from train.early_exit import default_exit_layer
 
 RESULTS = Path(__file__).parent / "results" / "train_step_cpu.json"

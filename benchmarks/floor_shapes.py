@@ -9,8 +9,8 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draft_models.early_exit import EarlyExit
-from draft_models.target import LayerStack, empty_model
-from inference.evaluation import Drafters, prepare
+from draft_models.target.stack import LayerStack, empty_model
+from inference.evaluate.arms import Drafters, prepare
 from train.early_exit import default_exit_layer
 
 

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from data_prep.conversations import render_prompt
-from data_prep.prompts import read_prompts
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
 from draft_models.checkpoint import fingerprint_target, from_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
 from draft_models.small_lm import load_small_lm
-from draft_models.target import LayerStack, backbone, final_norm, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import LayerStack, backbone, final_norm, load_config, load_layers, load_tokenizer
+from draft_models.target.tensor_files import open_target
 from inference.decode import autoregressive
-from inference.evaluation import Drafters, prepare
-from inference.packing import can_pack
+from inference.evaluate.arms import Drafters, prepare
+from inference.evaluate.subject import load_plain
+from inference.fused_layers import can_pack
 from inference.settings import RUNTIMES
-from inference.subject import load_plain
 
 RANDOM: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,

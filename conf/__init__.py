@@ -24,8 +24,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from draft_models.errors import UserError
-from draft_models.plain import construct
+from outrider.errors import UserError
+from outrider.settings import construct
 
 Config = TypeVar("Config")
 CONF_DIR = Path(__file__).resolve().parent

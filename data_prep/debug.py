@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from data_prep.settings import DataConfig, GenerateConfig, MixPart, TrigramConfig
-from draft_models.tiny_model import TARGET
+from draft_models.tiny_models import TARGET
 
 RECORDS = 10  # files of the standard library; half of them held out
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from draft_models.errors import UserError, require, require_choice
 from inference.settings import ARCHITECTURES, DTYPES, SamplingConfig
+from outrider.errors import UserError, require, require_choice
 
 SOURCES = ("python_stdlib", "hub", "local", "mix")
 LAYOUTS = ("auto", "text", "code", "sharegpt", "messages", "turns", "alpaca")

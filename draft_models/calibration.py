@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from draft_models.errors import UserError, warn
-from draft_models.files import read_json, write_atomically, write_json
-from draft_models.model_identity import model_differences
+from draft_models.target.model_identity import model_differences
+from outrider.errors import UserError, warn
+from outrider.files import read_json, write_atomically, write_json
 
 POSITIONS = 10  # draft positions with weights of their own; later ones share the last
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draft_models.files import write_atomically
+from outrider.files import write_atomically
 
 CARD_FILE = "README.md"
 REPORT_HEADING = "## Measured"

@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
-from draft_models.errors import UserError, warn
-from draft_models.files import read_json, require_writable, write_atomically, write_json
-from draft_models.model_identity import changed_parts, model_differences, model_identity
-from draft_models.plain import construct, listed
-from draft_models.target import anatomy, load_config, tokenizer_digest
-from draft_models.tensor_files import TensorFiles, open_target, part_of
-from draft_models.versions import code_version, package_version
+from draft_models.target.model_identity import changed_parts, model_differences, model_identity
+from draft_models.target.stack import anatomy, load_config, tokenizer_digest
+from draft_models.target.tensor_files import TensorFiles, open_target, part_of
+from outrider.errors import UserError, warn
+from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.settings import construct, listed
+from outrider.versions import code_version, package_version
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
 FORMAT = 1

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE, linear_cross_entropy, linear_kl
-from draft_models.target import LayerStack, backbone, empty_model, final_norm, layer_windows, select_layers
+from draft_models.target.stack import LayerStack, backbone, empty_model, final_norm, layer_windows, select_layers
+from outrider.errors import UserError
 
 
 def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
@@ -148,7 +148,7 @@ class EarlyExitStudent(nn.Module):
         return self.drafter.norm(hidden), target
 
     def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
-        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.rows`); labels are
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
         shifted already and `IGNORE` where unsupervised."""
         hidden, target = self.hidden(input_ids, positions, documents)
         weight = self.drafter.output_head.weight

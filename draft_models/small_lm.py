@@ -3,10 +3,17 @@
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draft_models.errors import UserError
-from draft_models.plain_lm import PlainLM, load_plain_lm
-from draft_models.target import LayerStack, layer_windows, load_layers, load_tokenizer, read_config, why_not_by_layers
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import (
+    LayerStack,
+    layer_windows,
+    load_layers,
+    load_tokenizer,
+    read_config,
+    why_not_by_layers,
+)
+from draft_models.target.tensor_files import open_target
+from draft_models.target.whole_model import PlainLM, load_plain_lm
+from outrider.errors import UserError
 
 SmallLM = LayerStack | PlainLM
 

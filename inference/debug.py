@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from draft_models.tiny_model import EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from draft_models.tiny_models import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from inference.settings import EvaluateConfig
 
 

@@ -10,12 +10,12 @@ from inference.settings import EvaluateConfig
 @entry("evaluate_checkpoint", EvaluateConfig)
 def main(config: EvaluateConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
-    from data_prep.conversations import VICUNA_SYSTEM, render_prompt
-    from data_prep.prompts import read_prompts
     from data_prep.settings import DataConfig
-    from inference.compare import evaluate_checkpoint
-    from inference.replay import evaluate_replay
-    from inference.subject import heldout_fraction
+    from data_prep.text.chat import VICUNA_SYSTEM, render_prompt
+    from data_prep.text.prompts import read_prompts
+    from inference.evaluate.compare import evaluate_checkpoint
+    from inference.evaluate.replay import evaluate_replay
+    from inference.evaluate.subject import heldout_fraction
 
     def evaluate(run: EvaluateConfig) -> None:
         prompts = read_prompts(
@@ -33,7 +33,7 @@ def main(config: EvaluateConfig) -> None:
         )
 
     if config.debug:
-        from draft_models.tiny_model import debugged
+        from draft_models.tiny_models import debugged
         from inference.debug import small_evaluation
 
         with debugged(config, small_evaluation) as small:

@@ -5,12 +5,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from draft_models.errors import require, require_choice
+from outrider.errors import require, require_choice
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ARCHITECTURES = ("llama", "mistral", "opt", "qwen2", "qwen3")  # of the random models of debug=true
 RUNTIMES = ("auto", "eager", "graphed")
-# A size that is chosen from costs measured at start and from acceptance (see inference/auto.py). Greedy tokens never
+# A size that is chosen from costs measured at start and from acceptance (see inference/auto/). Greedy tokens never
 # depend on it, nor does the law of sampled ones; but which tokens a seed draws does, and so on the machine's speed.
 AUTO = "auto"
 MOST_NODES = 63  # that "auto" considers: with the root 64 rows
@@ -58,7 +58,7 @@ _EVIDENCE_READS: Readers = {
 
 @dataclass(frozen=True)
 class StopConfig:
-    """When a draft is long enough, or a tree deep enough (see inference/stop_rules.py)."""
+    """When a draft is long enough, or a tree deep enough (see inference/stopping.py)."""
 
     rule: str = "fixed"  # fixed | confidence | beta | calibrated (early_exit, after train/calibrate.py)
     # Tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts exactly so many, or chooses:
@@ -105,7 +105,7 @@ _KIND_READS: Readers = {
 
 @dataclass(frozen=True)
 class StructureConfig:
-    """The shape of a draft (see inference/structures.py)."""
+    """The shape of a draft (see inference/structures/shapes.py)."""
 
     kind: str = "chain"  # chain | k_config | opt_tree | token_graph | static
     max_depth: int | str = 10  # opt_tree, token_graph: drafting steps at most; opt_tree: or auto
@@ -163,7 +163,7 @@ _ADAPT_READS: Readers = {True: ("increment", "max_probability")}
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Drafting from an n-gram table (see inference/ngrams.py)."""
+    """Drafting from an n-gram table (see inference/drafters/ngrams.py)."""
 
     evidence: str = "table"  # table: one order of it, adapted (ADED) | mixed: its orders 2 to 4 and the text so far
     nodes: int = 64  # node budget
@@ -281,7 +281,7 @@ class EvaluateConfig:
     small_lm: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
     table: str | None = None  # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
     target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for; or "replay":
-    transcripts: str | None = None  # recorded greedy answers to `prompts` (see inference/replay.py), and
+    transcripts: str | None = None  # recorded greedy answers to `prompts` (see inference/evaluate/replay.py), and
     tokenizer: str | None = None  # their tokenizer, a Hugging Face directory or a SentencePiece .model
     revision: str | None = None
     methods: dict[str, MethodConfig] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_models.tiny_model import save_tiny_models
+from draft_models.tiny_models import save_tiny_models
 
 
 @pytest.fixture(scope="session")

@@ -16,28 +16,35 @@ import pytest
 import torch
 
 from conf import reported
-from data_prep.conversations import render_prompt
-from data_prep.corpus import read_records
-from data_prep.prompts import read_prompts
-from data_prep.response_files import answered, check_run, read_shard, summarise
-from data_prep.rows import load_rows
+from data_prep.ngrams.token_shards import open_encoder, passages, tokenise
+from data_prep.responses.directory import answered, check_run, read_shard, summarise
 from data_prep.settings import DataConfig
-from data_prep.token_shards import open_encoder, passages, tokenise
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
+from data_prep.text.rows import load_rows
+from data_prep.text.sources import read_records
 from draft_models.calibration import load_calibration
 from draft_models.checkpoint import read_meta
-from draft_models.errors import UserError
-from draft_models.files import require_writable
-from draft_models.plain import construct
-from draft_models.target import load_layers, load_tokenizer
-from draft_models.tiny_model import EARLY_EXIT, TABLE, TARGET
-from draft_models.trigram import TrigramTable
-from inference import compare
-from inference.prompt_results import append_result, begin_run, open_run, read_results
-from inference.replay import read_transcripts
+from draft_models.ngrams.table import TrigramTable
+from draft_models.target.stack import load_layers, load_tokenizer
+from draft_models.tiny_models import EARLY_EXIT, TABLE, TARGET
+from inference.evaluate import compare
+from inference.evaluate.prompt_results import append_result, begin_run, open_run, read_results
+from inference.evaluate.replay import read_transcripts
+from inference.evaluate.subject import (
+    find_subject,
+    heldout_fraction,
+    load_drafters,
+    load_models,
+    load_plain,
+    run_settings,
+)
 from inference.settings import EvaluateConfig, MethodConfig
-from inference.structures import read_shape
-from inference.subject import find_subject, heldout_fraction, load_drafters, load_models, load_plain, run_settings
-from tests.inference.test_prompt_results import measured
+from inference.structures.shapes import read_shape
+from outrider.errors import UserError
+from outrider.files import require_writable
+from outrider.settings import construct
+from tests.inference.evaluate.test_prompt_results import measured
 from tests.mutants import mutants
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from train import pipeline_run, run_dir
@@ -193,7 +200,7 @@ def test_results_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from data_prep.response_files import open_run as begin
+    from data_prep.responses.directory import open_run as begin
 
     begin(tmp_path, {"seed": 0})
     talk = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]

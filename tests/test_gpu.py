@@ -9,17 +9,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_prep.settings import DataConfig
-from draft_models.attention import KERNELS
 from draft_models.checkpoint import fingerprint_target, from_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
-from inference import graphed
+from draft_models.target.attention import KERNELS
+from draft_models.target.stack import LayerStack, load_config, load_layers, load_tokenizer
+from draft_models.target.tensor_files import open_target
+from inference import cuda_graphs
 from inference.attention_kernels import KernelChoice, attention_shape
 from inference.decode import autoregressive, speculative
-from inference.drafting import Chain, make_structure
-from inference.evaluation import (
+from inference.drafters.models import EarlyExitSource, SmallLMSource
+from inference.evaluate.arms import (
     AUTOREGRESSIVE,
     Arm,
     Choosing,
@@ -30,12 +29,13 @@ from inference.evaluation import (
     prepare,
     synchronized_clock,
 )
+from inference.evaluate.lossless import judge
 from inference.fixed_shapes import UPLOADS, Upload
-from inference.layout import Rows
-from inference.lossless import judge
+from inference.rows import Rows
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
-from inference.sources import EarlyExitSource, SmallLMSource
-from inference.stop_rules import FixedLength
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain, make_structure
+from outrider.streams import Streams
 from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, method_of, random_prompt, reference_generate, save_target
 from train.early_exit import train_early_exit
 from train.fit_settings import FitConfig, WandbConfig
@@ -77,13 +77,13 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
 ) -> None:
     """Texts cross the cache's buckets; with each attention kernel, and with the one that is measured to be best."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
     small = LayerStack(load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS),
                                    dtype=torch.float32, device=CUDA))  # fmt: skip
     method = method_of(STRUCTURES[structure], 3)
-    runtime = graphed.Graphed()
+    runtime = cuda_graphs.Graphed()
     chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack.config), 1, 16, kernel)]
     runtime.prepare(70, chosen or runtime.choose_kernels([stack, small], 70))
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
@@ -106,7 +106,7 @@ def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
     path = save_target(tmp_path, peak=6.0, hidden_size=512, intermediate_size=2048)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
     method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
-    runtime = graphed.Graphed()
+    runtime = cuda_graphs.Graphed()
 
     def plain() -> list[int]:
         rounds = autoregressive(stack, random_prompt(5), max_new_tokens=40, runtime=runtime)
@@ -143,7 +143,7 @@ def test_sampling_draws_on_the_device(tmp_path: Path, structure: str) -> None:
     method = {"m": method_of(STRUCTURES[structure], 3)}
     options = {"max_new_tokens": 32, "eos": (), "sampling": SamplingConfig(temperature=1.0, top_k=20)}
     texts = []
-    for runtime in (None, graphed.Graphed(), None):
+    for runtime in (None, cuda_graphs.Graphed(), None):
         arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, runtime=runtime)
         texts.append({name: arm(random_prompt(16), Streams(0)).tokens for name, arm in arms.items()})
     assert texts[0] == texts[1] == texts[2]

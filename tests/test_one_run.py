@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.errors import UserError
-from draft_models.out_dirs import only_run
-from draft_models.tiny_model import EARLY_EXIT, TABLE, TARGET
+from draft_models.tiny_models import EARLY_EXIT, TABLE, TARGET
+from outrider.errors import UserError
+from outrider.run_dirs import only_run
 
 ROOT = Path(__file__).parent.parent
 ENTRIES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("conf", "data_prep", "draft_models", "inference", "train")
+PACKAGES = ("conf", "data_prep", "draft_models", "inference", "outrider", "train")
 ENTRIES = {
     "data_prep/build_trigrams.py",
     "data_prep/generate_responses.py",
@@ -20,11 +20,12 @@ ENTRIES = {
     "train/toy_target.py",
 }
 MAY_IMPORT = {
-    "draft_models": {"draft_models"},
-    "inference": {"inference", "draft_models"},
-    "data_prep": {"data_prep", "draft_models", "inference"},
-    "train": {"train", "data_prep", "draft_models", "inference"},
-    "conf": {"draft_models"},
+    "outrider": {"outrider"},
+    "draft_models": {"draft_models", "outrider"},
+    "inference": {"inference", "draft_models", "outrider"},
+    "data_prep": {"data_prep", "draft_models", "inference", "outrider"},
+    "train": {"train", "data_prep", "draft_models", "inference", "outrider"},
+    "conf": {"outrider"},
 }
 
 

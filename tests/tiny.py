@@ -16,14 +16,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from draft_models import tiny_model
+from draft_models import tiny_models
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target import LayerStack, load_config, load_layers
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import LayerStack, load_config, load_layers
+from draft_models.target.tensor_files import open_target
 from inference.settings import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4
-VOCABULARY = tiny_model.VOCABULARY
+VOCABULARY = tiny_models.VOCABULARY
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": 12}),
@@ -74,7 +74,7 @@ def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, 
 
 def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """One token per byte, no merges, plus <s>, </s> and <pad>."""
-    tokenizer = tiny_model.byte_tokenizer()
+    tokenizer = tiny_models.byte_tokenizer()
     tokenizer.chat_template = chat_template
     return tokenizer
 

@@ -17,23 +17,23 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data_prep.corpus import Split
-from data_prep.rows import load_rows
+from data_prep.text.rows import load_rows
+from data_prep.text.sources import Split
 from draft_models.calibration import CalibrationHead, save_calibration
 from draft_models.checkpoint import fingerprint_target, from_pretrained, read_meta, target_of
 from draft_models.early_exit import EarlyExit
-from draft_models.errors import UserError
-from draft_models.files import require_writable, write_atomically, write_json
 from draft_models.losses import IGNORE
-from draft_models.processes import from_main, join_processes, only_run_of
-from draft_models.target import LayerStack, load_layers, load_tokenizer, pick_dtype
-from draft_models.tensor_files import open_target
-from draft_models.tiny_model import debugged
+from draft_models.target.stack import LayerStack, load_layers, load_tokenizer, pick_dtype
+from draft_models.target.tensor_files import open_target
+from draft_models.tiny_models import debugged
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.evaluation import Drafters, prepare
-from inference.sources import EarlyExitSource
-from inference.stop_rules import Step
+from inference.drafters.models import EarlyExitSource
+from inference.evaluate.arms import Drafters, prepare
+from inference.stopping import Step
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from outrider.files import require_writable, write_atomically, write_json
+from outrider.processes import from_main, join_processes, only_run_of
 from train import run_dir
 from train.debug import small_calibrate
 from train.fit import fit

@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
-from data_prep.rows import Rows, load_rows
+from data_prep.text.rows import Rows, load_rows
 from draft_models.card import CARD_FILE, write_card
 from draft_models.checkpoint import Fingerprint, fingerprint_target, parts_below, save_pretrained
 from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.errors import UserError
-from draft_models.files import require_writable
 from draft_models.losses import IGNORE
-from draft_models.out_dirs import recorded_at_first
-from draft_models.processes import from_main, join_processes, only_run_of
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
-from draft_models.tensor_files import TensorFiles, open_target
-from draft_models.tiny_model import debugged
-from inference.evaluation import Drafters, prepare
-from inference.sources import EarlyExitSource
+from draft_models.target.stack import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
+from draft_models.target.tensor_files import TensorFiles, open_target
+from draft_models.tiny_models import debugged
+from inference.drafters.models import EarlyExitSource
+from inference.evaluate.arms import Drafters, prepare
+from outrider.errors import UserError
+from outrider.files import require_writable
+from outrider.processes import from_main, join_processes, only_run_of
+from outrider.run_dirs import recorded_at_first
 from train import run_dir, sharding
 from train.best import BEST_FOLDER, Best
 from train.debug import small_eesd

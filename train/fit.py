@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 
-from draft_models.errors import UserError
-from draft_models.files import write_json
 from draft_models.losses import IGNORE
-from draft_models.processes import from_main, join_processes
+from outrider.errors import UserError
+from outrider.files import write_json
+from outrider.processes import from_main, join_processes
 from train import run_dir, sharding
 from train.fit_settings import FitConfig
 from train.optimizers import build_optimizer
@@ -54,7 +54,7 @@ class FitResult:
 
 
 class Rows(Protocol):
-    """What `fit` needs of a data set: `data_prep.rows.Rows`, or anything that maps like it."""
+    """What `fit` needs of a data set: `data_prep.text.rows.Rows`, or anything that maps like it."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from draft_models.errors import UserError, require, require_choice
+from outrider.errors import UserError, require, require_choice
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draft_models.errors import require, require_choice
+from outrider.errors import require, require_choice
 
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
 

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainingArguments
 
-from draft_models.errors import UserError
+from outrider.errors import UserError
 from train.fit_settings import WandbConfig
 
 LOG_FILE = "log.jsonl"

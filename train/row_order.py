@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from draft_models.streams import Streams
+from outrider.streams import Streams
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:

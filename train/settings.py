@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from data_prep.settings import DataConfig
-from draft_models.errors import require, require_choice
 from inference.settings import ARCHITECTURES
+from outrider.errors import require, require_choice
 from train.fit_settings import FitConfig
 
 TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from draft_models.errors import UserError
+from outrider.errors import UserError
 
 
 def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:

@@ -17,21 +17,21 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from data_prep.rows import Rows, load_rows
-from draft_models.attention import ATTENTION
+from data_prep.text.rows import Rows, load_rows
 from draft_models.card import write_card
 from draft_models.checkpoint import fingerprint_target, provenance
-from draft_models.errors import UserError
-from draft_models.files import require_writable, write_json
-from draft_models.model_identity import model_identity
-from draft_models.out_dirs import recorded_at_first
-from draft_models.processes import from_main, join_processes, only_run_of
 from draft_models.small_lm import require_same_vocabulary
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
-from draft_models.tensor_files import open_target
-from draft_models.tiny_model import debugged
-from inference.sources import SmallLMSource
+from draft_models.target.attention import ATTENTION
+from draft_models.target.model_identity import model_identity
+from draft_models.target.stack import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
+from draft_models.target.tensor_files import open_target
+from draft_models.tiny_models import debugged
+from inference.drafters.models import SmallLMSource
+from outrider.errors import UserError
+from outrider.files import require_writable, write_json
+from outrider.processes import from_main, join_processes, only_run_of
+from outrider.run_dirs import recorded_at_first
+from outrider.streams import Streams
 from train import run_dir, sharding
 from train.best import BEST_FOLDER, Best
 from train.debug import small_finetune

@@ -6,9 +6,9 @@ from typing import Any, get_type_hints
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from draft_models.errors import UserError, reason
-from draft_models.files import read_json
-from draft_models.plain import construct
+from outrider.errors import UserError, reason
+from outrider.files import read_json
+from outrider.settings import construct
 from train import run_dir
 
 _KINDS = {**get_type_hints(TrainerState), "log_history": list[dict[str, Any]], "stateful_callbacks": dict[str, Any]}

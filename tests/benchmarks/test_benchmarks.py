@@ -12,10 +12,10 @@ from transformers import LlamaConfig
 
 from draft_models.checkpoint import fingerprint_target, save_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer
-from draft_models.target import LayerStack, load_config, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import LayerStack, load_config, load_tokenizer
+from draft_models.target.tensor_files import open_target
+from inference.drafters.models import EarlyExitSource
 from inference.session import TargetSession
-from inference.sources import EarlyExitSource
 from inference.tree import ROOT, chain_parents
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 

@@ -14,8 +14,8 @@ from hydra.errors import HydraException
 
 from conf import CONF_DIR, build, explain, register
 from data_prep.settings import GenerateConfig, TrigramConfig
-from draft_models.errors import UserError
 from inference.settings import EvaluateConfig
+from outrider.errors import UserError
 from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig
 

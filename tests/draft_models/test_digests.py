@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from draft_models.checkpoint import parts_below
-from draft_models.target import load_config
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import load_config
+from draft_models.target.tensor_files import open_target
 from tests.tiny import save_target
 
 SAMPLE = 2**14  # bytes read of a tensor that is larger

@@ -16,10 +16,10 @@ from draft_models.checkpoint import (
     save_pretrained,
 )
 from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import LayerStack, load_config, load_layers, load_tokenizer
+from draft_models.target.tensor_files import open_target
+from outrider.errors import UserError
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,

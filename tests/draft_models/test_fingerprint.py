@@ -15,9 +15,9 @@ from draft_models.calibration import META_FILE as CALIBRATION_FILE
 from draft_models.calibration import CalibrationHead, load_calibration, save_calibration
 from draft_models.checkpoint import META_FILE, fingerprint_target, from_pretrained, read_meta, save_pretrained
 from draft_models.early_exit import EarlyExit
-from draft_models.errors import UserError
-from draft_models.target import load_config, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import load_config, load_tokenizer
+from draft_models.target.tensor_files import open_target
+from outrider.errors import UserError
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_target
 
 EXIT = 1  # so that of the layers only the first and, at first, the last are in the drafter
@@ -145,7 +145,7 @@ def other(value: Any) -> Any:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_field_decides_but_those_that_are_known_not_to(trained: Callable[..., Path], architecture: str) -> None:
     """Whatever config.json holds: of some fields it is known that they decide no number; all others count."""
-    from draft_models.model_identity import NOT_DECIDING, config_differences, deciding_config
+    from draft_models.target.model_identity import NOT_DECIDING, config_differences, deciding_config
 
     path = trained(architecture) / "target"
     before, stored = deciding_config(str(path), None), json.loads((path / "config.json").read_text())

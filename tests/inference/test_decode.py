@@ -10,16 +10,16 @@ import torch
 
 from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
-from draft_models.errors import UserError
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_tokenizer
+from draft_models.target.stack import LayerStack, load_tokenizer
 from inference.decode import Round, autoregressive, cut, speculative, until
-from inference.drafting import Chain
-from inference.evaluation import Drafters, make_arms
+from inference.drafters.models import EarlyExitSource
+from inference.evaluate.arms import Drafters, make_arms
 from inference.settings import MethodConfig
-from inference.sources import EarlyExitSource
-from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
 from inference.stop_strings import StopStrings
+from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from outrider.streams import Streams
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 RULES = {

@@ -11,18 +11,18 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from draft_models.small_lm import load_small_lm
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_tokenizer
-from inference.choosing import Chooser
+from draft_models.target.stack import LayerStack, load_tokenizer
+from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
-from inference.drafting import Structure, make_structure, make_tree
-from inference.evaluation import Drafters, make_arms
+from inference.drafters.models import DraftModel, EarlyExitSource, SmallLMSource
+from inference.evaluate.arms import Drafters, make_arms
 from inference.sampling import Sampler
 from inference.settings import MethodConfig, SamplingConfig, StructureConfig
-from inference.sources import DraftModel, EarlyExitSource, SmallLMSource
-from inference.structures import K_CONFIG_MODES
+from inference.structures.factory import Structure, make_structure, make_tree
+from inference.structures.shapes import K_CONFIG_MODES
 from inference.tree import DraftTree
 from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
+from outrider.streams import Streams
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -243,7 +243,7 @@ def test_the_rule_that_verifies_belongs_to_the_draft(tiny_vocabulary: tuple, mon
             seen.append((rule, bool(q), bool(given["draws"])))
         return verify_sampled(tokens, parents, q, p, rule, chance, **given)
 
-    monkeypatch.setattr("inference.choosing.verify_sampled", noted)
+    monkeypatch.setattr("inference.acceptance.verify_sampled", noted)
     used = {}
     for name in methods:
         seen.clear()

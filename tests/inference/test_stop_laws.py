@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.stop_rules import Step
-from inference.structures import chain, k_config
+from inference.stopping import Step
+from inference.structures.shapes import chain, k_config
 from inference.verify import Chance, Rejection
 from tests.exact_laws import Draft, Drafter, Model, emitted, plain, random_model, ships
 from tests.known_source import KnownSource, paths_of, root
@@ -63,8 +63,8 @@ def drafted_by(
 
         generator = random.Random(0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("inference.structures._draw", draw)
-            patch.setattr("inference.structures.invert", lambda probs, _: draw(probs, 1))
+            patch.setattr("inference.structures.shapes._draw", draw)
+            patch.setattr("inference.structures.shapes.invert", lambda probs, _: draw(probs, 1))
             if widths is None:
                 tree = chain(source, root(), rule, limit=2, generator=generator)
             else:

@@ -13,20 +13,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from draft_models.calibration import CalibrationHead
-from draft_models.streams import Streams
-from draft_models.target import LayerStack
-from inference import graphed
+from draft_models.target.stack import LayerStack
+from inference import cuda_graphs
 from inference.decode import speculative
-from inference.drafting import Tree, make_structure
-from inference.evaluation import AUTOREGRESSIVE, Arm, Drafters, make_arms
-from inference.opt_tree import opt_tree
+from inference.drafters.models import EarlyExitSource, SmallLMSource
+from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
 from inference.runtime import Eager
 from inference.settings import MethodConfig, StopConfig, StructureConfig
-from inference.sources import EarlyExitSource, SmallLMSource
-from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
-from inference.structures import EAGLE_25, k_config, static
-from inference.token_graph import token_graph
+from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
+from inference.structures.factory import Tree, make_structure
+from inference.structures.opt_tree import opt_tree
+from inference.structures.shapes import EAGLE_25, k_config, static
+from inference.structures.token_graph import token_graph
 from inference.tree import DraftTree
+from outrider.streams import Streams
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.tiny import LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
 
@@ -306,8 +306,8 @@ def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack
 
 @pytest.fixture(params=["eager", "graphed"])
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
-    return Eager() if request.param == "eager" else graphed.Graphed()
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    return Eager() if request.param == "eager" else cuda_graphs.Graphed()
 
 
 @pytest.mark.parametrize("structure", TREES)

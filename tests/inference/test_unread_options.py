@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
-from draft_models.errors import UserError
-from draft_models.streams import Streams
-from inference.auto import Tuning
-from inference.costs import Costs
-from inference.drafting import make_structure
-from inference.evaluation import Drafters, make_drafting
+from inference.auto.costs import Costs
+from inference.auto.policy import Tuning
+from inference.evaluate.arms import Drafters, make_drafting
 from inference.settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.structures import plain_probs
+from inference.structures.factory import make_structure
+from inference.structures.shapes import plain_probs
+from outrider.errors import UserError
+from outrider.streams import Streams
 from tests.inference.ngram_cases import TABLE, FakeSession
 from tests.known_source import KnownSource, random_q, root
 

@@ -11,8 +11,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import nn
 
-from draft_models.errors import UserError
-from draft_models.processes import join_processes
+from outrider.errors import UserError
+from outrider.processes import join_processes
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from train import sharding
 from train.fit import fit

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from data_prep.settings import DataConfig
 from draft_models.calibration import META_FILE, WEIGHTS_FILE, CalibrationHead, load_calibration, save_calibration
 from draft_models.checkpoint import fingerprint_target, read_meta, save_pretrained
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.target import load_config, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import load_config, load_tokenizer
+from draft_models.target.tensor_files import open_target
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.sources import EarlyExitSource
-from inference.stop_rules import FixedLength
+from inference.drafters.models import EarlyExitSource
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
+from outrider.errors import UserError
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 from tests.train import jobs
 from tests.train.jobs import TORCHRUN, finish, kill_when, launch

@@ -11,19 +11,19 @@ from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
+from data_prep.text.rows import load_rows
 from draft_models.checkpoint import WEIGHTS_FILE, fingerprint_target, from_pretrained, read_meta
 from draft_models.early_exit import EarlyExitStudent
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.out_dirs import LOCK_FILE
-from draft_models.target import load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import load_config, load_layers, load_tokenizer
+from draft_models.target.tensor_files import open_target
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.sources import EarlyExitSource
-from inference.stop_rules import FixedLength
+from inference.drafters.models import EarlyExitSource
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from outrider.run_dirs import LOCK_FILE
 from tests.launched import free_port
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train import jobs

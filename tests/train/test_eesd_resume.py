@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from data_prep.settings import DataConfig
 from draft_models.card import CARD_FILE, add_report
 from draft_models.checkpoint import META_FILE, WEIGHTS_FILE
-from draft_models.errors import UserError
-from draft_models.out_dirs import LOCK_FILE, recorded_at_first
-from draft_models.versions import code_version
+from outrider.errors import UserError
+from outrider.run_dirs import LOCK_FILE, recorded_at_first
+from outrider.versions import code_version
 from tests.tiny import save_target
 from tests.train import jobs
 from tests.train.jobs import distilling, finish, kill_when, launch, same
@@ -122,7 +122,7 @@ def test_another_version_of_the_code_goes_on_and_says_so(
     before = json.loads(record.read_text())
     assert before.pop("code") == [code_version()]
     record.write_text(json.dumps(recorded_at_first(before)))
-    monkeypatch.setattr("draft_models.versions.code_version", lambda: "0.2+abc")
+    monkeypatch.setattr("outrider.versions.code_version", lambda: "0.2+abc")
     capsys.readouterr()
     train_early_exit(replace(cut, resume=True))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.settings import DataConfig
 from draft_models.card import CARD_FILE, add_report
-from draft_models.errors import UserError
-from draft_models.out_dirs import LOCK_FILE
-from draft_models.processes import join_processes
 from draft_models.small_lm import load_small_lm
-from draft_models.target import load_config, load_tokenizer
+from draft_models.target.stack import load_config, load_tokenizer
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.sources import SmallLMSource
-from inference.stop_rules import FixedLength
+from inference.drafters.models import SmallLMSource
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from outrider.processes import join_processes
+from outrider.run_dirs import LOCK_FILE
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, TORCHRUN, finetuning, finish, kill_when, launch, log, same
 from train.best import BEST_FOLDER, Best

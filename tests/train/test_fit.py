@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import default_collate
 
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE
+from outrider.errors import UserError
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import TORCHRUN, finish, kill_when
 from train import run_dir

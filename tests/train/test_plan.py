@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from data_prep.settings import DataConfig
 from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.target import load_config, load_layers
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import load_config, load_layers
+from draft_models.target.tensor_files import open_target
 from tests.tiny import save_target
 from train.early_exit import train_early_exit
 from train.fit_settings import FitConfig

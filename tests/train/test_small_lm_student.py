@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.target import LayerStack, load_config, load_layers
-from draft_models.tensor_files import open_target
+from draft_models.target.stack import LayerStack, load_config, load_layers
+from draft_models.target.tensor_files import open_target
+from outrider.errors import UserError
 from tests.tiny import VOCABULARY, open_stack, random_prompt, save_target
 from train.small_lm_student import (
     OnPolicy,

@@ -1,0 +1,1 @@
+"""The plumbing that every folder stands on: errors, settings, files, run directories, processes, random streams."""
