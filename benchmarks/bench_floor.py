@@ -30,7 +30,8 @@ from floor_shapes import SHAPES, Target, free_bytes, make_target, needed_bytes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from draft_models.target.stack import LayerStack, pick_device
+from draft_models.target.open_target import pick_device
+from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive, speculative
 from inference.drafters.models import EarlyExitSource
 from inference.evaluate.arms import Drafters, make_drafting

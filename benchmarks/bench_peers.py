@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from draft_models.target.stack import pick_device
+from draft_models.target.open_target import pick_device
 from inference.decode import Round
 from inference.evaluate.arms import Arm, Generation, make_arms, measure, stock_attention
 from inference.evaluate.report import describe_machine

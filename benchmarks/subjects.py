@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.checkpoint import fingerprint_target, from_pretrained
+from draft_models.checkpoint import from_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
 from draft_models.small_lm import load_small_lm
-from draft_models.target.stack import LayerStack, backbone, final_norm, load_config, load_layers, load_tokenizer
-from draft_models.target.tensor_files import open_target
+from draft_models.target.open_target import open_target
+from draft_models.target.stack import LayerStack, backbone, final_norm
 from inference.decode import autoregressive
 from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.subject import load_plain
@@ -120,11 +120,10 @@ def random_subject(folder: Path, prompts: int, **placed: Any) -> Subject:
 
 def trained_subject(options: argparse.Namespace, device: torch.device) -> Subject:
     """The target, early-exit checkpoint and small LM of the command line."""
-    config, files = load_config(options.target), open_target(options.target)
-    tokenizer = load_tokenizer(options.target)
-    fingerprint = fingerprint_target(files, config, tokenizer)
+    target = open_target(options.target)
+    tokenizer = target.tokenizer
     placed = pick(options, device)
-    early_exit = from_pretrained(options.checkpoint, config, fingerprint, **placed)
+    early_exit = from_pretrained(options.checkpoint, target.config, target.fingerprint, **placed)
     drafters = Drafters(early_exit, load_small_lm(options.drafter, tokenizer, **placed))
     prompts = read_prompts(options.prompts, limit=options.num_prompts)
     rendered = [
@@ -140,7 +139,7 @@ def _make_subject(
 ) -> Subject:  # fmt: skip
     """Everything loaded and laid out as evaluate-checkpoint does it, and transformers' own copies beside it."""
     assert drafters.early_exit is not None
-    plain, assistant = (load_plain(source, None, dtype, device) for source in (target, drafter))
+    plain, assistant = (load_plain(open_target(source), dtype, device) for source in (target, drafter))
     exit_model = as_model(target, drafters.early_exit, device, dtype)
     stack = LayerStack(_load(target, device, dtype) if can_pack(device, dtype) else plain)
     prepare(stack, drafters)
@@ -164,6 +163,7 @@ def as_model(target: str, drafter: EarlyExit, device: torch.device, dtype: torch
 
 def _load(source: str, device: torch.device, dtype: torch.dtype, exit_layer: int | None = None) -> PreTrainedModel:
     """The model in `source` with all its layers, or with the first `exit_layer` and the last."""
-    config = load_config(source)
-    layers = range(config.num_hidden_layers) if exit_layer is None else exit_layers(config, exit_layer)
-    return load_layers(open_target(source), config, layers, dtype=dtype, device=device)
+    target = open_target(source)
+    return target.layers(
+        None if exit_layer is None else exit_layers(target.config, exit_layer), dtype=dtype, device=device
+    )

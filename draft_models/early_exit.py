@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.losses import IGNORE, linear_cross_entropy, linear_kl
-from draft_models.target.stack import LayerStack, backbone, empty_model, final_norm, layer_windows, select_layers
+from draft_models.target.architectures import layer_windows, select_layers
+from draft_models.target.stack import LayerStack, backbone, empty_model, final_norm
 from outrider.errors import UserError
 
 

@@ -3,15 +3,10 @@
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draft_models.target.stack import (
-    LayerStack,
-    layer_windows,
-    load_layers,
-    load_tokenizer,
-    read_config,
-    why_not_by_layers,
-)
-from draft_models.target.tensor_files import open_target
+from draft_models.target.architectures import layer_windows, read_config, why_not_by_layers
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM, load_plain_lm
 from outrider.errors import UserError
 
@@ -37,7 +32,7 @@ def load_small_lm(
     if why_not_by_layers(config) is not None:
         return load_plain_lm(source, config, revision, dtype, device)
     layer_windows(config)
-    files = open_target(source, revision)
+    files = open_tensors(source, revision)
     return LayerStack(load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device))
 
 

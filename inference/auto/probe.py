@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from draft_models.target.stack import LayerStack, position_limit
+from draft_models.target.architectures import position_limit
+from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.costs import Costs, curve, typical
 from inference.auto.policy import INDICES, Tuning, trials_at_nodes, trials_by_band, trials_in_chain

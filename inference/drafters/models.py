@@ -9,8 +9,8 @@ from torch import Tensor
 
 from draft_models.early_exit import EarlyExit
 from draft_models.small_lm import SmallLM
+from draft_models.target.architectures import position_limit
 from draft_models.target.attention import Band
-from draft_models.target.stack import position_limit
 from draft_models.target.whole_model import PlainLM, RowCache
 from inference.rows import Rows, unpack
 from inference.session import TargetSession

@@ -281,7 +281,7 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         raise UserError(f"out_dir={out_dir}: results of {missing} prompts are not to be seen there; resume=true")
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
     facts: dict[str, Any] = {
-        "target": subject.source,
+        "target": subject.target.source,
         "drafter": " + ".join(name for name in (config.checkpoint, config.small_lm, config.table) if name) or "none",
         "dtype": str(subject.dtype).removeprefix("torch."),
         "device": str(subject.device),

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from draft_models.checkpoint import provenance
 from draft_models.ngrams.table import vocabulary_digest
-from draft_models.target.stack import load_tokenizer
+from draft_models.target.open_target import load_tokenizer
 from inference.decode import Clock, Round, cut
 from inference.drafters.models import Drafter
 from inference.evaluate.arms import Drafters, Generation, PromptLike, collect, make_drafting, open_table

@@ -10,7 +10,8 @@ import torch
 
 from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
-from draft_models.target.stack import LayerStack, load_tokenizer
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
 from inference.decode import Round, autoregressive, cut, speculative, until
 from inference.drafters.models import EarlyExitSource
 from inference.evaluate.arms import Drafters, make_arms

@@ -8,8 +8,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draft_models.early_exit import NoLayer
-from draft_models.target.stack import LayerStack, load_config, load_layers
-from draft_models.target.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
 from inference.decode import autoregressive, speculative
 from inference.drafters.models import EarlyExitSource
 from inference.evaluate import arms
@@ -46,7 +47,7 @@ def test_fused_layers_equal_transformers(tmp_path: Path, architecture: str, dtyp
     path = save_target(
         tmp_path, architecture, kv_heads=2, **({"attention_bias": True} if architecture == "llama" else {})
     )
-    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=dtype)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim == 1:
@@ -107,7 +108,7 @@ def test_decoding_without_packing_equals_generate(
     """As on a GPU, where the stack is made from the very model that transformers runs."""
     monkeypatch.setattr(arms, "can_pack", lambda *_: False)
     path = save_target(tmp_path, architecture, kv_heads=2)
-    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
     stack, prompt = LayerStack(model), random_prompt(20)
     expected = reference_generate(model, prompt, 40)
     check_decoding(stack, path, prompt, expected)

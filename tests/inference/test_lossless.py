@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from draft_models.small_lm import load_small_lm
-from draft_models.target.stack import LayerStack, load_tokenizer
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.models import DraftModel, EarlyExitSource, SmallLMSource

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draft_models.small_lm import load_small_lm
-from draft_models.target.stack import LayerStack, load_tokenizer
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import LONGEST_CHAIN
 from inference.auto.probe import probes, tune

@@ -11,7 +11,7 @@ from sentencepiece import SentencePieceTrainer
 
 from benchmarks import bench_aded
 from draft_models.ngrams.table import TrigramTable, vocabulary_digest
-from draft_models.target.stack import load_tokenizer
+from draft_models.target.open_target import load_tokenizer
 from inference.decode import speculative
 from inference.evaluate.arms import Drafters, make_drafting
 from inference.evaluate.replay import (
