@@ -23,9 +23,9 @@ from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target.open_target import open_target
 from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.lookup import PromptLookup
-from inference.drafters.models import EarlyExitSource
-from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, prepare, transformers_generate
+from inference.evaluate.arms import AUTOREGRESSIVE, prepare, transformers_generate
 from inference.evaluate.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
 from inference.evaluate.report import describe_machine
 from inference.evaluate.subject import end_tokens, load_plain
@@ -88,7 +88,7 @@ class Subject:
             exit_layer = max(1, target.config.num_hidden_layers // 3)
             few = target.layers(exit_layers(target.config, exit_layer), dtype=dtype)
             self.drafter = EarlyExit.from_model(few, exit_layer, own_head=True).requires_grad_(False)
-        prepare(self.stack, Drafters(early_exit=self.drafter))
+        prepare(self.stack, {"early_exit": Calibrated(self.drafter)})
 
     def prompts(self, source: str) -> list[list[int]]:
         return [

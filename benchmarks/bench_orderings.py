@@ -25,6 +25,7 @@ from draft_models.checkpoint import from_pretrained, provenance, read_meta
 from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
+from inference.drafters.early_exit import Calibrated
 from inference.evaluate.arms import Drafters, Generation, make_arms, prepare
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_candidates
@@ -177,11 +178,11 @@ def main() -> None:
     target = open_target(options.target)
     tokenizer, stack = target.tokenizer, target.stack(dtype=torch.float32)
     small = load_small_lm(options.drafter, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
-    drafters = Drafters(small_lm=small)
+    drafters = {"small_lm": small}
     if options.checkpoint:
         early_exit = from_pretrained(options.checkpoint, target.config, target.fingerprint, dtype=torch.float32)
         head = load_calibration(options.checkpoint, read_meta(options.checkpoint).weights_sha256)
-        drafters = Drafters(early_exit, small, head)
+        drafters = {"early_exit": Calibrated(early_exit, head), "small_lm": small}
     prepare(stack, drafters)
     rows = load_rows(DataConfig(source="python_stdlib"), tokenizer, 512, "heldout")
     starts = range(1, len(rows), max(1, len(rows) // options.prompts))[: options.prompts]

@@ -111,7 +111,6 @@ def transformers_arm(
 
 def contest_arms(subject: Subject, options: argparse.Namespace, max_new_tokens: int) -> dict[str, Arm]:
     """Ours and transformers', by name."""
-    assert subject.drafters.early_exit is not None
     count, sampling = options.draft_tokens, SamplingConfig(temperature=options.temperature)
     fixed = StopConfig(rule="fixed", max_draft=count)
     methods = {

@@ -165,3 +165,13 @@ class EarlyExitStudent(nn.Module):
         choices = torch.full_like(labels, IGNORE)
         choices[keep] = torch.cat([head(part).argmax(-1) for part in hidden.split(1024)])
         return choices
+
+
+USE = """An EESD early-exit drafter: a layer on the first layers of the target, with which it shares their
+computation. `drafter.json` names the target it belongs to; loading it for another one is refused.
+
+```
+evaluate-checkpoint checkpoint={path} target={target} method=eesd_beta
+```
+
+vLLM and SGLang have no kind of drafter that reads the target's inner layers; it runs in Outrider's own runtime."""

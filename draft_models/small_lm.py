@@ -52,3 +52,34 @@ def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrained
         f"({target.name_or_path}: {len(theirs)} tokens); {len(differing)} tokens differ, first {token!r}: drafter id "
         f"{mine.get(token)}, target id {theirs.get(token)}. Use a drafter of the target's own family"
     )
+
+
+USE = """An ordinary Hugging Face causal LM with the target's tokenizer.
+
+Outrider:
+
+```
+evaluate-checkpoint target={target} small_lm={path} method=vanilla
+```
+
+transformers:
+
+```python
+target = AutoModelForCausalLM.from_pretrained("{target}")
+drafter = AutoModelForCausalLM.from_pretrained("{path}")
+target.generate(**inputs, assistant_model=drafter)
+```
+
+vLLM:
+
+```
+vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": 5}}'
+```
+
+SGLang (steps + 1 draft tokens, one candidate each):
+
+```
+python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
+  --speculative-draft-model-path {path} --speculative-num-steps 4 --speculative-eagle-topk 1 \\
+  --speculative-num-draft-tokens 5
+```"""

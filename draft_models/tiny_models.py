@@ -24,9 +24,10 @@ from transformers.utils import logging as transformers_logging
 from draft_models.calibration import CalibrationHead, save_calibration
 from draft_models.checkpoint import read_meta, save_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.ngrams.table import TrigramTable, vocabulary_digest
+from draft_models.ngrams.table import TrigramTable
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import open_target
+from draft_models.target.vocabulary import vocabulary_digest
 from outrider.files import require_writable
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import clear, require_rehearsal

@@ -20,12 +20,12 @@ from draft_models.target.tensor_files import open_tensors
 from inference import cuda_graphs
 from inference.attention_kernels import KernelChoice, attention_shape
 from inference.decode import autoregressive, speculative
-from inference.drafters.models import EarlyExitSource, SmallLMSource
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import (
     AUTOREGRESSIVE,
     Arm,
     Choosing,
-    Drafters,
     make_arms,
     measure,
     measure_deviations,
@@ -53,7 +53,7 @@ def on_gpu(path: Path, exit_layer: int, dtype: torch.dtype) -> tuple[LayerStack,
     stack = LayerStack(load_layers(files, config, range(LAYERS), dtype=dtype, device=CUDA))
     model = load_layers(files, config, exit_layers(config, exit_layer), dtype=dtype, device=CUDA)
     drafter = EarlyExit.from_model(model, exit_layer, own_head=True).requires_grad_(False)
-    prepare(stack, Drafters(early_exit=drafter))
+    prepare(stack, {"early_exit": Calibrated(drafter)})
     return stack, drafter
 
 
@@ -147,7 +147,7 @@ def test_sampling_draws_on_the_device(tmp_path: Path, structure: str) -> None:
     options = {"max_new_tokens": 32, "eos": (), "sampling": SamplingConfig(temperature=1.0, top_k=20)}
     texts = []
     for runtime in (None, cuda_graphs.Graphed(), None):
-        arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, runtime=runtime)
+        arms = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options, runtime=runtime)
         texts.append({name: arm(random_prompt(16), Streams(0)).tokens for name, arm in arms.items()})
     assert texts[0] == texts[1] == texts[2]
 
@@ -158,12 +158,12 @@ def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
     stack, drafter = on_gpu(path, LAYERS - 1, torch.bfloat16)
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
     options = {"max_new_tokens": 64, "eos": ()}
-    arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options)
+    arms = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options)
 
     def make(choosing: Choosing) -> dict[str, Arm]:
-        return make_arms(stack, Drafters(early_exit=drafter), method, None, **options, choosing=choosing)
+        return make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options, choosing=choosing)
 
-    profilers = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, clock=synchronized_clock)
+    profilers = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options, clock=synchronized_clock)
     del profilers[AUTOREGRESSIVE]
     for seed in range(4):
         prompt = random_prompt(16, seed)

@@ -27,8 +27,8 @@ from draft_models.target.open_target import pick_dtype
 from draft_models.target.stack import LayerStack
 from draft_models.tiny_models import debugged
 from inference.decode import speculative
-from inference.drafters.models import EarlyExitSource
-from inference.evaluate.arms import Drafters, prepare
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.evaluate.arms import prepare
 from inference.stopping import Step
 from inference.structures.factory import Chain
 from outrider.errors import UserError
@@ -72,7 +72,7 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     @functools.cache
     def stack() -> LayerStack:  # only where something is left to capture
         whole = target.stack(dtype=dtype, device=state.device)
-        prepare(whole, Drafters(early_exit=drafter))
+        prepare(whole, {"early_exit": Calibrated(drafter)})
         return whole
 
     target_model = {"config": fingerprint.config, "tensors": fingerprint.tensors}

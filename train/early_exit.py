@@ -15,15 +15,15 @@ from transformers import PreTrainedConfig
 from data_prep.text.rows import Rows, load_rows
 from draft_models.card import CARD_FILE, write_card
 from draft_models.checkpoint import parts_below, save_pretrained
-from draft_models.early_exit import EarlyExitStudent, exit_layers
+from draft_models.early_exit import USE, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
 from draft_models.target.fingerprint import Fingerprint
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles
 from draft_models.tiny_models import debugged
-from inference.drafters.models import EarlyExitSource
-from inference.evaluate.arms import Drafters, prepare
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.evaluate.arms import prepare
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.processes import from_main, join_processes, only_run_of
@@ -121,7 +121,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
         facts = {key: recipe[key] for key in ("exit_layer", "objective", "train_head", "seq_len")}
         facts |= {"data": config.data.source, "steps": result.steps}
         facts |= {"chosen step": step, "tau": round(metrics["tau"], 3)} if best else {}
-        write_card(out_dir, "early_exit", config.target, facts)
+        write_card(out_dir, USE, config.target, facts)
         layers_of_all = f"{exit_layer} of {target.config.num_hidden_layers}"
         print(f"saved drafter={out_dir} exit_layer={layers_of_all} step={step}", flush=True)
     state.wait_for_everyone()
@@ -217,5 +217,5 @@ def decode_student(
     """What `decode_metrics` says of the student's drafter, over continuations of `prompts` by the whole target."""
     shared = {id(head): head for head in student.drafter.shared_head}  # the target's: not to be copied
     drafter = copy.deepcopy(student.drafter, shared).to(stack.dtype).requires_grad_(False)
-    prepare(stack, Drafters(early_exit=drafter))
+    prepare(stack, {"early_exit": Calibrated(drafter)})
     return decode_metrics(stack, EarlyExitSource(drafter), prompts, max_new_tokens)

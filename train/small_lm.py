@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from data_prep.text.rows import Rows, load_rows
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
-from draft_models.small_lm import require_same_vocabulary
+from draft_models.small_lm import USE, require_same_vocabulary
 from draft_models.target.architectures import load_config
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_identity import model_identity
@@ -28,7 +28,7 @@ from draft_models.target.open_target import load_tokenizer, open_target, pick_dt
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
 from draft_models.tiny_models import debugged
-from inference.drafters.models import SmallLMSource
+from inference.drafters.small_lm import SmallLMSource
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of
@@ -118,7 +118,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         facts: dict[str, Any] = {"objective": config.objective, "data": config.data.source}
         facts |= {"steps": result.steps, "chosen step": step}
         facts |= {name: round(value, 3) for name, value in metrics.items()}
-        write_card(out_dir, "small_lm", config.target, facts)
+        write_card(out_dir, USE, config.target, facts)
         report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
         report |= {"last_metrics": result.metrics, "settings": identity, "fit": asdict(config.fit)}
         write_json(out_dir / REPORT_FILE, report | {"made_with": provenance()})

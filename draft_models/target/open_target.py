@@ -11,6 +11,7 @@ from draft_models.target.architectures import load_config, read_config
 from draft_models.target.fingerprint import Fingerprint, fingerprint_target
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import TensorFiles, open_tensors
+from draft_models.target.vocabulary import vocabulary_digest
 from outrider.errors import UserError, reason
 
 
@@ -34,6 +35,16 @@ class OpenTarget:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Its tokenizer."""
         return load_tokenizer(self.source, self.revision)
+
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """What its tokenizer's tokens and their ids are."""
+        return vocabulary_digest(self.tokenizer.get_vocab())
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """How many ids it knows."""
+        return self.config.vocab_size
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

@@ -4,26 +4,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draft_models.calibration import META_FILE, load_calibration
-from draft_models.checkpoint import from_pretrained, open_target_of, read_meta
-from draft_models.ngrams.table import vocabulary_digest
-from draft_models.ngrams.table_files import table_digest
-from draft_models.small_lm import load_small_lm
-from draft_models.target.architectures import position_limit
+from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_files import load_causal_lm
-from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_files import open_tensors
-from inference.evaluate.arms import Drafters, PromptLike, open_table, prepare
+from inference.drafters.registry import KINDS
+from inference.evaluate.arms import Drafters, PromptLike, prepare
 from inference.evaluate.report import describe_machine
 from inference.fused_layers import can_pack
 from inference.generation_config import Inherited, inherit, read_generation_config
@@ -36,8 +29,8 @@ from outrider.versions import code_version
 
 # Options that say where something lies, which its content decides, or that decide no result.
 _NOT_DECIDING = {
-    "revision", "transcripts", "tokenizer", "prompt_text", "prompt_chars", "num_prompts", "card", "out_dir", "resume",
-    "debug", "debug_architecture",
+    "revision", "drafters", "transcripts", "tokenizer", "prompt_text", "prompt_chars", "num_prompts", "card", "out_dir",
+    "resume", "debug", "debug_architecture",
 }  # fmt: skip
 
 
@@ -132,9 +125,9 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
 
 
 def context_length(subject: Subject, drafters: Drafters) -> int:
-    """Tokens that the target and a small LM that drafts for it can both hold."""
-    context = subject.config.max_position_embeddings
-    return context if drafters.small_lm is None else min(context, position_limit(drafters.small_lm.config) or context)
+    """Tokens that the target and the models that draft for it can all hold."""
+    limits = [KINDS[name].load_runtime().context(model) for name, model in drafters.items()]
+    return min([subject.config.max_position_embeddings, *(limit for limit in limits if limit)])
 
 
 def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[PromptLike]) -> dict[str, Any]:
@@ -144,15 +137,13 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
     target = {
         key: value for key, value in asdict(subject.target.fingerprint).items() if key not in ("target", "revision")
     }
-    meta = None if config.checkpoint is None else read_meta(config.checkpoint)
-    small_lm = None if config.small_lm is None else open_tensors(config.small_lm)
+    drafters: dict[str, Any] = {}
+    for kind in KINDS.values():
+        drafters |= kind.load_runtime().identity(config.where(kind))
     return {
         **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
         "target": target,
-        "checkpoint": None if meta is None else meta.weights_sha256[:16],
-        "calibration": _digest_file(config.checkpoint, META_FILE),
-        "small_lm": None if small_lm is None else model_identity(small_lm),
-        "table": None if config.table is None else table_digest(Path(config.table))[:16],
+        **drafters,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(subject.eos),
         "generation_config": subject.inherited.taken,
@@ -162,30 +153,20 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
     }
 
 
-def _digest_file(folder: str | None, name: str) -> str | None:
-    """What the file `name` in a directory holds, None where there is no such file."""
-    path = None if folder is None else Path(folder) / name
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None and path.is_file() else None
+def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafters:
+    """The model of every kind that `config` says the place of, for this target. Raises `UserError`.
 
-
-def load_drafters(config: EvaluateConfig, subject: Subject) -> Drafters:
-    """Every drafter that `config` names, for this target. Raises `UserError`."""
-    placed: dict[str, Any] = {"dtype": subject.dtype, "device": subject.device}
-    early_exit = small_lm = calibration = None
-    if config.checkpoint is not None:
-        early_exit = from_pretrained(config.checkpoint, subject.config, subject.target.fingerprint, **placed)
-    if config.small_lm is not None:
-        small_lm = load_small_lm(config.small_lm, subject.tokenizer, **placed)
-    if any(method.stop.rule == "calibrated" for method in config.methods.values()):
-        assert config.checkpoint is not None
-        weights = read_meta(config.checkpoint).weights_sha256
-        width, target = subject.config.hidden_size, asdict(subject.target.fingerprint)
-        calibration = load_calibration(config.checkpoint, weights, subject.device, target, hidden_size=width)
+    placed: dtype and device, for kinds that run a model.
+    """
+    drafters: dict[str, Any] = {}
+    for kind in KINDS.values():
+        where = config.where(kind)
+        if where is not None:
+            drafters[kind.name] = kind.load_runtime().load(where, target, config.methods, **placed)
     for shape in (m.structure.shape for m in config.methods.values() if m.structure.kind == "static"):
         if shape not in ("eagle", "binary"):
             read_shape(shape)  # a bad one shows now, not once the target is loaded
-    table = open_table(config, vocabulary_digest(subject.tokenizer.get_vocab()), subject.config.vocab_size)
-    return Drafters(early_exit, small_lm, calibration, table)
+    return {name: model for name, model in drafters.items() if model is not None}
 
 
 def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) -> Models:

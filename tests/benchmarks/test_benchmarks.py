@@ -17,7 +17,7 @@ from draft_models.target.fingerprint import fingerprint_target
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
-from inference.drafters.models import EarlyExitSource
+from inference.drafters.early_exit import EarlyExitSource
 from inference.session import TargetSession
 from inference.tree import ROOT, chain_parents
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target

@@ -22,7 +22,7 @@ from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import load_layers
 from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
-from inference.drafters.models import EarlyExitSource
+from inference.drafters.early_exit import EarlyExitSource
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError

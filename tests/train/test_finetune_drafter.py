@@ -20,7 +20,7 @@ from draft_models.small_lm import load_small_lm
 from draft_models.target.architectures import load_config
 from draft_models.target.open_target import load_tokenizer
 from inference.decode import speculative
-from inference.drafters.models import SmallLMSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError

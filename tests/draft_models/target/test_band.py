@@ -14,7 +14,7 @@ from draft_models.target.attention import Band, grouped_attention, packed_mask
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM
-from inference.drafters.models import PlainSession
+from inference.drafters.small_lm import PlainSession
 from inference.session import TargetSession
 from inference.tree import chain_parents
 from tests.memory import Largest
