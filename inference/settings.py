@@ -307,7 +307,7 @@ class EvaluateConfig:
     runtime: str = "auto"  # eager | graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA) | auto
     threads: int | None = None  # CPU threads; null: torch's choice
     seed: int = 0
-    drafters: dict[str, str] = field(default_factory=dict)  # where models of other kinds lie (see docs/new-drafter.md)
+    drafters: dict[str, str] = field(default_factory=dict)  # models of other kinds, as +drafters.NAME=PATH
     card: bool = False  # also put the table into README.md of the drafters evaluated
     out_dir: str = "runs/evaluate"
     resume: bool = False  # go on with what an earlier run left in out_dir
@@ -321,7 +321,8 @@ class EvaluateConfig:
             using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
             key, where = kind.option, self.where(kind)
             if key is not None and using:
-                require(where is not None, key, where, f"{kind.needs} for {using}")
+                given_as = key if hasattr(self, key) else f"+drafters.{key}"
+                require(where is not None, given_as, where, f"{kind.needs} for {using}")
         replayed = self.target == "replay"
         for key in ("transcripts", "tokenizer"):
             expected = "a file for target=replay" if replayed else "null unless target=replay"

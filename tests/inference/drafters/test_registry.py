@@ -99,7 +99,7 @@ def test_it_decodes_and_is_reported(
 
 
 def test_settings_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"cycle=None: expected a JSON list of token ids for m"):
+    with pytest.raises(UserError, match=r"\+drafters\.cycle=None: expected a JSON list of token ids for m"):
         EvaluateConfig(target="t", methods={"m": MethodConfig(source="cycle")})
     with pytest.raises(UserError, match=r"stop.max_draft=3: expected None, its default: source=cycle does not read it"):
         MethodConfig(source="cycle", stop=StopConfig(max_draft=3))
