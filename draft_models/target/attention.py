@@ -80,11 +80,12 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, called by transformers' attention modules.
 
-    query [B, H, Q, D]; key, value [B, H/G, K, D]; attention_mask [B or 1, 1, Q, K] (bool with True = attend,
-    or additive), a `Band` where Q = K, or None. Returns ([B, Q, H, D], None). The G query heads that share a key
-    head are laid side by side along the query axis, so keys and values are read once and never copied. Without a
-    mask a single query sees every key, and Q = K queries are causal; a mask is required for 1 < Q < K, where "no
-    mask" has no safe meaning.
+    query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend,
+    the same additive, a `Band` where Q = K, None. Returns ([B, Q, H, D], None).
+
+    G query heads share a key head. They are laid side by side along the query axis, so keys and values are read once
+    and never copied. Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask
+    is required: "no mask" has no safe meaning there.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError("attention with a soft cap or sinks is not supported")

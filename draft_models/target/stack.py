@@ -110,7 +110,7 @@ def backbone(model: PreTrainedModel) -> Any:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm behind the last layer of a supported model."""
+    """The norm after the last layer of a supported model."""
     return backbone(model).get_submodule(anatomy(model.config).norm)
 
 
