@@ -136,8 +136,8 @@ def python_stdlib_files() -> list[tuple[str, Path]]:
 def python_files(packages: bool) -> list[tuple[str, Path]]:
     """`python_stdlib_files`, and with `packages` the installed packages' source after it, as "site-packages/…".
 
-    A package's file whose content stands before it is left out: many carry copies of others, and of the library,
-    whose held-out files must not come back as training text.
+    A package's file is left out if its content has come before. Many packages carry copies of others and of the
+    library, whose held-out files must not come back as training text.
     """
     files = python_stdlib_files()
     if not packages:

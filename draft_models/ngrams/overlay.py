@@ -225,7 +225,8 @@ def _decay(known, factor):  # type: ignore[no-untyped-def]
 class Overlay:
     """Probabilities of n-grams of one order, raised above the table's by the text they occurred in (Algorithm 2).
 
-    P ← min(P + increment, highest); what the table does not have begins at 0. Raises `UserError` if the table has no
+    P ← min(P + increment, highest). What the table does not have begins at 0. Example: with increment 0.4 and highest
+    0.7 an n-gram of P = 0.1 that occurs twice has 0.5, then 0.7. Raises `UserError` if the table has no
     n-grams of that order.
     """
 

@@ -145,8 +145,8 @@ def _by_products(
 ) -> Tensor:
     """`scaled_dot_product_attention` without dropout; additive masks only.
 
-    As in fused kernels scores, masks and softmax are in float32, or float64 where the input is; 16 bits are for what
-    is read from memory and for the weights of the values.
+    Scores, masks and softmax are in float32, as in fused kernels, or in float64 where the input is. 16 bits are for
+    what is read from memory and for the weights of the values.
     """
     scale = scale if scale is not None else query.shape[-1] ** -0.5
     scores = _scores(query, key)

@@ -216,9 +216,9 @@ class LayerCache(Protocol):
 class LayerStack(nn.Module):
     """The layers of a causal LM, called a range at a time on hidden states.
 
-    Rotary tables are computed once (`reserve`) and indexed, which gives the same values as computing them in
-    every pass. They are kept in `rotary_dtype`, by default the model's, as the model itself would use them.
-    Where positions are learned, `embed` adds them, and the rotary tables have no columns.
+    Rotary tables are computed once (`reserve`) and indexed. The values are those of computing them in every pass.
+    They are kept in `rotary_dtype`, by default the model's, as the model itself would use them. Where positions are
+    learned, `embed` adds them, and the rotary tables have no columns.
     """
 
     cos: Tensor
