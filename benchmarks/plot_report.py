@@ -54,7 +54,7 @@ def plot(reports: Sequence[Report]) -> Figure:
         )  # fmt: skip
         axes.annotate(
             f"{median:.2f}×" if lossless else f"{median:.2f}×, not lossless",
-            (median, place), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9, color=colour,
+            (median, place), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9,
         )  # fmt: skip
         named.add(label)
     axes.axvline(1.0, color="black", linewidth=1, linestyle="--")
