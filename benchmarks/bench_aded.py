@@ -33,7 +33,7 @@ from data_prep.text.prompts import read_prompts
 from draft_models.ngrams.table import TrigramTable
 from inference.decode import Round
 from inference.drafters.ngrams import make_ngram_drafter
-from inference.evaluate.arms import Drafters, Generation
+from inference.evaluate.arms import Generation
 from inference.evaluate.replay import Recording, load_vocabulary, read_transcripts, recordings, replay, replay_turns
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import decode_statistics
@@ -58,7 +58,7 @@ def turns_of(args: argparse.Namespace, transcripts: str, table: TrigramTable) ->
 
 def run(name: str, config: NgramConfig, table: TrigramTable, turns: Sequence[Recording]) -> list[Generation]:
     method = MethodConfig(source="ngrams", ngrams=config)
-    return replay_turns(name, method, Drafters(ngrams=table), turns, max_new_tokens=MAX_NEW_TOKENS, seed=0)
+    return replay_turns(name, method, {"ngrams": table}, turns, max_new_tokens=MAX_NEW_TOKENS, seed=0)
 
 
 def summary(generations: Sequence[Generation]) -> Result:

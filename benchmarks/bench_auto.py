@@ -21,7 +21,7 @@ from subjects import add_options, parse, trained_subject
 from tqdm import tqdm
 
 from draft_models.checkpoint import provenance
-from draft_models.target.stack import pick_device
+from draft_models.target.open_target import pick_device
 from inference.auto.policy import Tuning
 from inference.auto.probe import tune
 from inference.evaluate.arms import AUTOREGRESSIVE, GREEDY, Generation, make_arms, synchronized_clock

@@ -16,7 +16,7 @@ from typing import Any
 from round_parts import profile, summarise
 from subjects import Subject, add_options, load_subjects, parse
 
-from draft_models.target.stack import pick_device
+from draft_models.target.open_target import pick_device
 from inference.auto.probe import tune
 from inference.evaluate.arms import synchronized_clock
 from inference.evaluate.report import describe_machine

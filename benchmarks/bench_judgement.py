@@ -18,15 +18,14 @@ from tqdm import tqdm
 from benchmarks.planted_faults import FAULTS, REACHED, planted
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance
+from draft_models.checkpoint import from_pretrained, provenance
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target.stack import LayerStack, load_config, load_layers, load_tokenizer
-from draft_models.target.tensor_files import open_target
+from draft_models.target.open_target import open_target
 from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.lookup import PromptLookup
-from inference.drafters.models import EarlyExitSource
-from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, prepare, transformers_generate
+from inference.evaluate.arms import AUTOREGRESSIVE, prepare, transformers_generate
 from inference.evaluate.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
 from inference.evaluate.report import describe_machine
 from inference.evaluate.subject import end_tokens, load_plain
@@ -78,21 +77,18 @@ class Subject:
     """The target as transformers runs it and as this runtime does, and a drafter."""
 
     def __init__(self, options: argparse.Namespace):
-        source, dtype = options.target, getattr(torch, options.dtype)
-        self.config, files = load_config(source), open_target(source)
-        self.tokenizer = load_tokenizer(source)
-        self.eos = end_tokens(source, None, self.config, self.tokenizer)
-        self.model = load_plain(source, None, dtype, torch.device("cpu"))
-        every = range(self.config.num_hidden_layers)
-        self.stack = LayerStack(load_layers(files, self.config, every, dtype=dtype))
+        target, dtype = open_target(options.target), getattr(torch, options.dtype)
+        self.tokenizer = target.tokenizer
+        self.eos = end_tokens(target)
+        self.model = load_plain(target, dtype, torch.device("cpu"))
+        self.stack = target.stack(dtype=dtype)
         if options.checkpoint:
-            fingerprint = fingerprint_target(files, self.config, self.tokenizer)
-            self.drafter = from_pretrained(options.checkpoint, self.config, fingerprint, dtype=dtype)
+            self.drafter = from_pretrained(options.checkpoint, target.config, target.fingerprint, dtype=dtype)
         else:
-            exit_layer = max(1, self.config.num_hidden_layers // 3)
-            few = load_layers(files, self.config, exit_layers(self.config, exit_layer), dtype=dtype)
+            exit_layer = max(1, target.config.num_hidden_layers // 3)
+            few = target.layers(exit_layers(target.config, exit_layer), dtype=dtype)
             self.drafter = EarlyExit.from_model(few, exit_layer, own_head=True).requires_grad_(False)
-        prepare(self.stack, Drafters(early_exit=self.drafter))
+        prepare(self.stack, {"early_exit": Calibrated(self.drafter)})
 
     def prompts(self, source: str) -> list[list[int]]:
         return [

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from draft_models.target.stack import pick_device
+from draft_models.target.open_target import pick_device
 from inference.decode import Round
 from inference.evaluate.arms import Arm, Generation, make_arms, measure, stock_attention
 from inference.evaluate.report import describe_machine
@@ -111,7 +111,6 @@ def transformers_arm(
 
 def contest_arms(subject: Subject, options: argparse.Namespace, max_new_tokens: int) -> dict[str, Arm]:
     """Ours and transformers', by name."""
-    assert subject.drafters.early_exit is not None
     count, sampling = options.draft_tokens, SamplingConfig(temperature=options.temperature)
     fixed = StopConfig(rule="fixed", max_draft=count)
     methods = {

@@ -21,7 +21,8 @@ from draft_models.target.whole_model import PlainLM
 from inference.acceptance import Chooser
 from inference.cuda_graphs import GraphedSession
 from inference.decode import Clock, Round, autoregressive, speculative
-from inference.drafters.models import Drafter, EarlyExitSource
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.interface import Drafter
 from inference.evaluate.arms import make_drafting
 from inference.runtime import Runtime
 from inference.session import TargetSession

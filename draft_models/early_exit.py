@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.losses import IGNORE, linear_cross_entropy, linear_kl
-from draft_models.target.stack import LayerStack, backbone, empty_model, final_norm, layer_windows, select_layers
+from draft_models.target.architectures import layer_windows, select_layers
+from draft_models.target.stack import LayerStack, backbone, empty_model, final_norm
 from outrider.errors import UserError
 
 
@@ -166,3 +167,13 @@ class EarlyExitStudent(nn.Module):
         choices = torch.full_like(labels, IGNORE)
         choices[keep] = torch.cat([head(part).argmax(-1) for part in hidden.split(1024)])
         return choices
+
+
+USE = """An EESD early-exit drafter: a layer on the first layers of the target, with which it shares their
+computation. `drafter.json` names the target it belongs to; loading it for another one is refused.
+
+```
+evaluate-checkpoint checkpoint={path} target={target} method=eesd_beta
+```
+
+vLLM and SGLang have no kind of drafter that reads the target's inner layers; it runs in Outrider's own runtime."""

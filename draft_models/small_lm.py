@@ -3,15 +3,10 @@
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draft_models.target.stack import (
-    LayerStack,
-    layer_windows,
-    load_layers,
-    load_tokenizer,
-    read_config,
-    why_not_by_layers,
-)
-from draft_models.target.tensor_files import open_target
+from draft_models.target.architectures import layer_windows, read_config, why_not_by_layers
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM, load_plain_lm
 from outrider.errors import UserError
 
@@ -37,7 +32,7 @@ def load_small_lm(
     if why_not_by_layers(config) is not None:
         return load_plain_lm(source, config, revision, dtype, device)
     layer_windows(config)
-    files = open_target(source, revision)
+    files = open_tensors(source, revision)
     return LayerStack(load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device))
 
 
@@ -57,3 +52,34 @@ def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrained
         f"({target.name_or_path}: {len(theirs)} tokens); {len(differing)} tokens differ, first {token!r}: drafter id "
         f"{mine.get(token)}, target id {theirs.get(token)}. Use a drafter of the target's own family"
     )
+
+
+USE = """An ordinary Hugging Face causal LM with the target's tokenizer.
+
+Outrider:
+
+```
+evaluate-checkpoint target={target} small_lm={path} method=vanilla
+```
+
+transformers:
+
+```python
+target = AutoModelForCausalLM.from_pretrained("{target}")
+drafter = AutoModelForCausalLM.from_pretrained("{path}")
+target.generate(**inputs, assistant_model=drafter)
+```
+
+vLLM:
+
+```
+vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": 5}}'
+```
+
+SGLang (steps + 1 draft tokens, one candidate each):
+
+```
+python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
+  --speculative-draft-model-path {path} --speculative-num-steps 4 --speculative-eagle-topk 1 \\
+  --speculative-num-draft-tokens 5
+```"""

@@ -22,12 +22,12 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from draft_models.calibration import CalibrationHead, save_calibration
-from draft_models.checkpoint import fingerprint_target, read_meta, save_pretrained
+from draft_models.checkpoint import read_meta, save_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.ngrams.table import TrigramTable, vocabulary_digest
+from draft_models.ngrams.table import TrigramTable
 from draft_models.target.model_identity import model_identity
-from draft_models.target.stack import load_config, load_layers, load_tokenizer
-from draft_models.target.tensor_files import open_target
+from draft_models.target.open_target import open_target
+from draft_models.target.vocabulary import vocabulary_digest
 from outrider.files import require_writable
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import clear, require_rehearsal
@@ -88,15 +88,13 @@ def save_tiny_models(folder: Path, architecture: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for seed, name in enumerate((TARGET, SMALL_LM)):
         save_tiny_model(folder / name, architecture, seed)
-    target = str(folder / TARGET)
-    config, files = load_config(target), open_target(target)
-    layers = load_layers(files, config, exit_layers(config, 1), dtype=torch.float32)
+    target = open_target(str(folder / TARGET))
+    config, tokenizer = target.config, target.tokenizer
+    layers = target.layers(exit_layers(config, 1), dtype=torch.float32)
     drafter = EarlyExit.from_model(layers, 1, own_head=True)
-    tokenizer = load_tokenizer(target)
-    fingerprint = fingerprint_target(files, config, tokenizer)
-    save_pretrained(folder / EARLY_EXIT, drafter, fingerprint, {}, torch.float32)
+    save_pretrained(folder / EARLY_EXIT, drafter, target.fingerprint, {}, torch.float32)
     head = CalibrationHead(config.hidden_size, config.hidden_size)
-    facts = {"target": model_identity(files)}
+    facts = {"target": model_identity(target.files)}
     save_calibration(folder / EARLY_EXIT, head, read_meta(folder / EARLY_EXIT).weights_sha256, facts)
     text = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
     digest = vocabulary_digest(tokenizer.get_vocab())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
-from inference.drafters.models import Drafter, DraftModel
+from inference.drafters.interface import Drafter, DraftModel
 from inference.runtime import Eager, Runtime
 from inference.session import TargetSession
 from inference.structures.factory import Structure

@@ -140,6 +140,13 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
     return joined
 
 
+def lay_out(model: nn.Module, like: LayerStack) -> None:
+    """Make `model` ready to decode where `like`, the target, is: its layers fused, its weights packed."""
+    fuse_layers(model)
+    if can_pack(like.device, like.dtype):
+        pack_linears(model)
+
+
 def fuse_layers(model: nn.Module) -> None:
     """Put `FusedLayer`s in the place of the layers that this toolkit calls itself: a stack's, an early exit's.
 

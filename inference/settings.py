@@ -1,10 +1,12 @@
 """Settings of the runtime and of evaluate-checkpoint."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from inference.drafters.registry import KINDS, Kind
 from outrider.errors import require, require_choice
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -211,35 +213,38 @@ class MethodConfig:
     ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams
 
     def __post_init__(self) -> None:
-        require_choice("source", self.source, ("early_exit", "small_lm", "prompt_lookup", "ngrams"))
+        require_choice("source", self.source, tuple(KINDS))
+        kind = KINDS[self.source]
         require_choice("verify", self.verify, ("exact", "naive"))
         require(
-            self.stop.rule != "calibrated" or self.source == "early_exit",
+            self.stop.rule != "calibrated" or kind.hidden,
             "stop.rule",
             self.stop.rule,
             f"another rule for source={self.source}: the calibration head belongs to an early-exit drafter",
         )
         require(self.max_ngram >= 1, "max_ngram", self.max_ngram, "an integer ≥ 1")
-        modelled, kind = self.source in ("early_exit", "small_lm"), self.structure.kind
-        self._refuse_unread(modelled)
-        sized = self.stop.max_draft != AUTO or (modelled and kind == "chain")
+        modelled, shape = kind.shaped, self.structure.kind
+        self._refuse_unread(kind)
+        sized = self.stop.max_draft != AUTO or (modelled and shape == "chain")
         expected = "a number or null: auto chooses the length of a chain of early_exit or small_lm"
         require(sized, "stop.max_draft", self.stop.max_draft, expected)
         rigid = self.stop.rule == "fixed" or not self.adapts
         require(rigid, "stop.rule", self.stop.rule, "fixed where sizes are auto, which decide how deep a tree goes")
-        drawn = modelled and (kind == "chain" or (kind == "k_config" and self.structure.draw != "top_k"))
+        drawn = modelled and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
         require(self.verify == "exact" or drawn, "verify", self.verify, "exact where no candidate is ever drawn")
 
-    def _refuse_unread(self, modelled: bool) -> None:
-        """The parts that belong to other sources than the one chosen."""
-        _refuse_unread(self, "source", {"prompt_lookup": ("max_ngram",)})
-        parts: dict[str, Any] = {} if self.source == "ngrams" else {"ngrams.": self.ngrams}
-        if not modelled:
-            reads_length = self.source == "prompt_lookup"
-            stop = replace(self.stop, max_draft=None) if reads_length else self.stop
-            parts |= {"structure.": self.structure, "stop.": stop}
+    def _refuse_unread(self, kind: Kind) -> None:
+        """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
+        why = f"source={self.source} does not read it"
+        foreign = {name for other in KINDS.values() for name in other.own if "." not in name} - set(kind.own)
+        whole = {name for name in foreign if dataclasses.is_dataclass(getattr(self, name))}
+        _require_defaults(self, why, names=foreign - whole)
+        parts: dict[str, Any] = {f"{name}.": getattr(self, name) for name in sorted(whole)}
+        if not kind.shaped:
+            read: dict[str, Any] = {name.removeprefix("stop."): None for name in kind.own if name.startswith("stop.")}
+            parts |= {"structure.": self.structure, "stop.": replace(self.stop, **read)}
         for prefix, part in parts.items():
-            _require_defaults(part, f"source={self.source} does not read it", prefix=prefix)
+            _require_defaults(part, why, prefix=prefix)
 
     @property
     def adapts(self) -> bool:
@@ -302,6 +307,7 @@ class EvaluateConfig:
     runtime: str = "auto"  # eager | graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA) | auto
     threads: int | None = None  # CPU threads; null: torch's choice
     seed: int = 0
+    drafters: dict[str, str] = field(default_factory=dict)  # where models of other kinds lie (see docs/new-drafter.md)
     card: bool = False  # also put the table into README.md of the drafters evaluated
     out_dir: str = "runs/evaluate"
     resume: bool = False  # go on with what an earlier run left in out_dir
@@ -311,19 +317,16 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_beta")
         sources = {method.source for method in self.methods.values()}
-        for source, key, what in (
-            ("early_exit", "checkpoint", "an early-exit drafter directory"),
-            ("small_lm", "small_lm", "a causal LM directory or Hub name"),
-            ("ngrams", "table", "an n-gram table directory (data_prep/build_trigrams.py)"),
-        ):
-            using = ", ".join(name for name, method in self.methods.items() if method.source == source)
-            given = getattr(self, key)
-            require(source not in sources or given is not None, key, given, f"{what} for {using}")
+        for kind in KINDS.values():
+            using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
+            key, where = kind.option, self.where(kind)
+            if key is not None and using:
+                require(where is not None, key, where, f"{kind.needs} for {using}")
         replayed = self.target == "replay"
         for key in ("transcripts", "tokenizer"):
             expected = "a file for target=replay" if replayed else "null unless target=replay"
             require((getattr(self, key) is not None) == replayed, key, getattr(self, key), expected)
-        blind = sources <= {"prompt_lookup", "ngrams"}
+        blind = all(KINDS[source].sees_tokens_only for source in sources)
         require(not replayed or blind, "target", self.target, "a model: a recording has no hidden states or logits")
         for key, setting, expected in (
             ("sampling.temperature", self.sampling.temperature, "0 for target=replay: recordings are greedy"),
@@ -357,3 +360,10 @@ class EvaluateConfig:
         require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("runtime", self.runtime, RUNTIMES)
+
+    def where(self, kind: Kind) -> str | None:
+        """Where the model of `kind` lies, None where that is not said or it has none."""
+        if kind.option is None:
+            return None
+        given: str | None = getattr(self, kind.option, None) or self.drafters.get(kind.option)
+        return given

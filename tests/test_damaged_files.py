@@ -26,7 +26,7 @@ from data_prep.text.sources import read_records
 from draft_models.calibration import load_calibration
 from draft_models.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
-from draft_models.target.stack import load_layers, load_tokenizer
+from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.tiny_models import EARLY_EXIT, TABLE, TARGET
 from inference.evaluate import compare
 from inference.evaluate.prompt_results import append_result, begin_run, open_run, read_results
@@ -112,7 +112,7 @@ def test_generation_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     def read() -> None:
         config = on_target(folder)
         subject = find_subject(config)
-        load_plain(subject.source, None, subject.dtype, subject.device)
+        load_plain(subject.target, subject.dtype, subject.device)
 
     require_named(folder / TARGET / "generation_config.json", read, capsys, 100)
 
@@ -128,7 +128,7 @@ def test_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str], name: str) 
 
 def shard(folder: Path) -> Path:
     """The target's weights in several files; the index of them."""
-    model = load_plain(str(folder / TARGET), None, torch.float32, torch.device("cpu"))
+    model = load_plain(open_target(str(folder / TARGET)), torch.float32, torch.device("cpu"))
     (folder / TARGET / "model.safetensors").unlink()
     model.save_pretrained(folder / TARGET, max_shard_size="200KB")
     return folder / TARGET / "model.safetensors.index.json"
@@ -139,8 +139,8 @@ def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
     def read() -> None:
         subject = find_subject(on_target(folder))
-        load_layers(subject.files, subject.config, range(subject.config.num_hidden_layers), dtype=torch.float32)
-        load_plain(subject.source, None, subject.dtype, subject.device)
+        subject.target.layers(dtype=torch.float32)
+        load_plain(subject.target, subject.dtype, subject.device)
 
     require_named(index, read, capsys, 100)
 

@@ -9,7 +9,7 @@ from data_prep.text.rows import Rows
 from draft_models.losses import IGNORE
 from draft_models.target.stack import LayerStack
 from inference.decode import speculative
-from inference.drafters.models import Drafter
+from inference.drafters.interface import Drafter
 from inference.evaluate.arms import collect
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics
 from inference.stopping import FixedLength

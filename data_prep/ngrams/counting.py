@@ -25,7 +25,7 @@ from data_prep.ngrams.token_shards import Encoder, Shards, open_encoder, passage
 from data_prep.settings import TrigramConfig
 from data_prep.text.sources import read_records
 from draft_models.ngrams.kernels import Grams, group, merge_grams
-from draft_models.ngrams.table import TrigramTable, merge, vocabulary_digest
+from draft_models.ngrams.table import TrigramTable, merge
 from draft_models.ngrams.table_files import (
     TABLE_FILE,
     Described,
@@ -38,6 +38,7 @@ from draft_models.ngrams.table_files import (
     token_bits,
     token_type,
 )
+from draft_models.target.vocabulary import vocabulary_digest
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.run_dirs import only_run

@@ -73,7 +73,8 @@ def open_encoder(source: str, revision: str | None) -> Encoder:
     if Path(source).is_file():
         return _sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    from draft_models.target.stack import load_tokenizer, tokenizer_digest
+    from draft_models.target.fingerprint import tokenizer_digest
+    from draft_models.target.open_target import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(source, revision, role="tokenizer")

@@ -29,10 +29,10 @@ from data_prep.settings import DataConfig, GenerateConfig
 from data_prep.text.chat import adds_bos, render_prompt
 from data_prep.text.records import Message, Record
 from data_prep.text.sources import read_records
+from draft_models.target.fingerprint import tokenizer_digest
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.model_identity import model_identity
-from draft_models.target.stack import load_tokenizer, pick_dtype, read_config, tokenizer_digest
-from draft_models.target.tensor_files import open_target
+from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from draft_models.tiny_models import debugged
 from inference.evaluate.subject import end_tokens
 from inference.sampling import Sampler
@@ -65,12 +65,12 @@ def generate_responses(config: GenerateConfig) -> None:
 
 
 def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None:
-    target = read_config(config.target, config.revision)
-    tokenizer = load_tokenizer(config.target, config.revision)
-    dtype = pick_dtype(config.dtype, target, state.device)
+    target = open_target(config.target, config.revision, by_layers=False)
+    tokenizer = target.tokenizer
+    dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
-    identity = from_main(state, lambda: run_identity(config, tokenizer, dtype))
+    identity = from_main(state, lambda: run_identity(config, target, dtype))
     identity["code"] = check_run(folder, identity, config.resume)
     done, first = answered(folder), next_number(folder) + state.process_index
     state.wait_for_everyone()  # every process has seen which shards there are before there is one more
@@ -81,11 +81,11 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     todo = Todo()
     for task in read_tasks(config, tokenizer, todo):
         if task.id not in done and int(task.id, 16) % state.num_processes == state.process_index:
-            todo.add(task, tokenizer, context_length(target))
+            todo.add(task, tokenizer, context_length(target.config))
     if not todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
         raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
-    responder = Responder(config, target, tokenizer, dtype, state.device) if todo.tasks else None
+    responder = Responder(config, target, dtype, state.device) if todo.tasks else None
     rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state.is_main_process)
     state.wait_for_everyone()
     if state.is_main_process:
@@ -219,17 +219,16 @@ class Responder:
     def __init__(
         self,
         config: GenerateConfig,
-        target: PreTrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
+        target: OpenTarget,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.config, self.tokenizer = config, tokenizer
-        self.context = context_length(target)
+        self.config, self.tokenizer = config, target.tokenizer
+        self.context = context_length(target.config)
         self.generator = Generator(
             load_target(config, dtype, device),
             Sampler(config.sampling),
-            end_tokens(config.target, config.revision, target, tokenizer),
+            end_tokens(target),
             greedy_tokens=config.greedy_tokens,
             top_k_logits=config.top_k_logits,
         )
@@ -335,9 +334,9 @@ def context_length(target: PreTrainedConfig) -> int:
     return getattr(target.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
-def run_identity(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> dict[str, Any]:
+def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype) -> dict[str, Any]:
     """All that decides what a prompt is answered, and which prompts a record makes."""
-    files, target = open_target(config.target, config.revision), read_config(config.target, config.revision)
+    files, tokenizer = target.files, target.tokenizer
     names = sorted(files.file_of)
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
@@ -345,7 +344,7 @@ def run_identity(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, dty
         "dtype": str(dtype).removeprefix("torch."),
         "weights": files.digest(names[:: max(1, len(names) // _WEIGHTS_HASHED)]),
         "model": model_identity(files),
-        "end_tokens": sorted(end_tokens(config.target, config.revision, target, tokenizer)),
+        "end_tokens": sorted(end_tokens(target)),
         "tokenizer": tokenizer_digest(tokenizer)[:16],
         "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],
     }

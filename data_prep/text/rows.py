@@ -37,7 +37,7 @@ from data_prep.text.row_cache import (
 )
 from data_prep.text.sources import Split, content_digest, read_records
 from draft_models.losses import IGNORE
-from draft_models.target.stack import tokenizer_digest
+from draft_models.target.fingerprint import tokenizer_digest
 from outrider.errors import UserError, require
 
 FORMAT = 2  # part of every cache key: raise it when the same input would give other rows

@@ -13,11 +13,9 @@ On disk: `table.json` and one raw little-endian file per array, `order<n>_<array
 directory that has `table.json` is complete: it got its name by a rename after the last byte was written.
 """
 
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,15 +192,6 @@ class TrigramTable:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
-
-
-def vocabulary_digest(pieces: Mapping[str, int]) -> str:
-    """sha256 over which id is which piece: all that decides whether a table's ids mean the same to a tokenizer.
-
-    pieces: `tokenizer.get_vocab()`; a SentencePiece model and the Hugging Face tokenizer made of it agree.
-    """
-    items = sorted((index, piece) for piece, index in pieces.items())
-    return hashlib.sha256(json.dumps(items).encode()).hexdigest()
 
 
 def merge(tables: Sequence[TrigramTable]) -> TrigramTable:

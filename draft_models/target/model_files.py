@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from draft_models.target.tensor_files import find_file, open_target
+from draft_models.target.tensor_files import find_file, open_tensors
 from outrider.errors import UserError, reason
 from outrider.files import read_json
 
@@ -34,7 +34,7 @@ def load_causal_lm(
 
     options: handed to `from_pretrained`. The index is read first: transformers would follow it out of the directory.
     """
-    open_target(source, revision)
+    open_tensors(source, revision)
     try:
         return AutoModelForCausalLM.from_pretrained(
             source, revision=revision, trust_remote_code=False, use_safetensors=True, **options

@@ -144,7 +144,7 @@ def part_of(name: str) -> str:
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
-def open_target(source: str, revision: str | None = None) -> TensorFiles:
+def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     """The tensor index of a local directory or Hub repository; reads no weights. Raises `UserError`.
 
     Also for an index that is damaged, or that names a file outside the directory.

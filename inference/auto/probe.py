@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from draft_models.target.stack import LayerStack, position_limit
+from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.costs import Costs, curve, typical
 from inference.auto.policy import INDICES, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
 from inference.decode import Clock, Round, autoregressive, speculative
+from inference.drafters.registry import KINDS
 from inference.evaluate.arms import GREEDY, Drafters, make_drafting
 from inference.generation_config import generate_settings, make_sampler
 from inference.runtime import Runtime
@@ -106,9 +107,8 @@ def measure(
     One generation's rounds go through `probes` in turn, so that a drift of the machine meets all sizes alike. Takes
     `SECONDS` seconds, or `CYCLES[0]` cycles where those take longer. A prompt too long to go on from loses its front.
     """
-    limits = [stack.config.max_position_embeddings]
-    if method.source == "small_lm" and drafters.small_lm is not None:
-        limits.append(position_limit(drafters.small_lm.config) or limits[0])
+    drafter_limit = KINDS[method.source].load_runtime().context(drafters[method.source])
+    limits = [stack.config.max_position_embeddings, *([drafter_limit] if drafter_limit else [])]
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
     settings = generate_settings(generation, sampling, max_new_tokens=new_tokens, eos=eos)

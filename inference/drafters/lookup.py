@@ -1,13 +1,19 @@
 """Prompt lookup: the draft is what followed the last tokens when they occurred before, in prompt or output."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draft_models.target.stack import LayerStack
+from inference.auto.policy import Tuning
+from inference.drafters.interface import Drafter
 from inference.session import TargetSession
-from inference.structures.factory import RoundSource
+from inference.settings import CHAIN_TOKENS, MethodConfig
+from inference.structures.factory import RoundSource, Structure
 from inference.tree import DraftTree, chain_parents
+from outrider.streams import Streams
 
 
 class PromptLookup:
@@ -59,3 +65,31 @@ class PromptLookup:
         end = len(self._text)
         for size in range(1, min(self.max_ngram, end) + 1):
             self._followed_at[tuple(self._text[end - size :])] = end
+
+
+class LookupKind:
+    """See `inference.drafters.registry.Runtime`. There is no model."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {}
+
+    def load(self, where: str, *_: Any, **__: Any) -> None:
+        return None
+
+    def prepare(self, model: None, stack: LayerStack) -> None:
+        pass
+
+    def context(self, model: None) -> int | None:
+        return None
+
+    def stacks(self, model: None) -> list[LayerStack]:
+        return []
+
+    def make(
+        self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> tuple[Drafter, Structure]:
+        lookup = PromptLookup(method.max_ngram, method.stop.limit(CHAIN_TOKENS))
+        return lookup, lookup
+
+
+KIND = LookupKind()

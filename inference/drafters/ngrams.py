@@ -4,7 +4,9 @@ Sources and structures in one, like `inference.drafters.lookup`: neither runs a 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +14,19 @@ from torch import Tensor
 
 from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, with_room
 from draft_models.ngrams.table import TrigramTable, make_level
+from draft_models.ngrams.table_files import table_digest
+from draft_models.target.open_target import OpenTarget
+from draft_models.target.stack import LayerStack
+from inference.auto.policy import Tuning
+from inference.drafters.interface import Drafter
 from inference.drafters.ngram_mixing import CANDIDATES, CORPUS_ORDERS, learn_text, mixed_best_first, new_weights
 from inference.drafters.ngram_search import best_first, exploration, new_nodes, new_search, puct
 from inference.session import TargetSession
-from inference.settings import NgramConfig
-from inference.structures.factory import RoundSource
+from inference.settings import MethodConfig, NgramConfig
+from inference.structures.factory import RoundSource, Structure
 from inference.tree import DraftTree
-from outrider.errors import UserError
+from outrider.errors import UserError, require
+from outrider.streams import Streams
 
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
 
@@ -179,3 +187,48 @@ def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:
         return flat(table.levels[order])
     nothing = np.empty(0, np.uint32)
     return flat(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))
+
+
+def open_table(where: str, digest: str, vocabulary: int | None = None) -> TrigramTable:
+    """The n-gram table in `where`.
+
+    digest: `vocabulary_digest` of the target's tokenizer; vocabulary: the target's, which every id must be in. Raises
+    `UserError` for a table of another tokenizer, or a damaged one.
+    """
+    table = TrigramTable.open(where)
+    table.require_tokenizer(digest, f"table={where}")
+    limit = table.vocabulary if vocabulary is None else vocabulary
+    require(table.vocabulary <= limit, "table", where, f"ids below the target's {limit}, not {table.vocabulary}")
+    return table
+
+
+class NgramKind:
+    """See `inference.drafters.registry.Runtime`. The model is a `TrigramTable`."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {"table": None if where is None else table_digest(Path(where))[:16]}
+
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Any
+    ) -> TrigramTable | None:
+        if all(method.source != "ngrams" for method in methods.values()):
+            return None
+        return open_table(where, target.vocabulary_digest, target.vocabulary_size)
+
+    def prepare(self, model: TrigramTable, stack: LayerStack) -> None:
+        pass
+
+    def context(self, model: TrigramTable) -> int | None:
+        return None
+
+    def stacks(self, model: TrigramTable) -> list[LayerStack]:
+        return []
+
+    def make(
+        self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> tuple[Drafter, Structure]:
+        ngrams = make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64))
+        return ngrams, ngrams
+
+
+KIND = NgramKind()

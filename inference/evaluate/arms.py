@@ -9,27 +9,21 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from draft_models.calibration import CalibrationHead
-from draft_models.early_exit import EarlyExit
-from draft_models.ngrams.table import TrigramTable
-from draft_models.small_lm import SmallLM
 from draft_models.target.attention import stock_attention
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.decode import Clock, Round, autoregressive, cut, speculative, until
-from inference.drafters.lookup import PromptLookup
-from inference.drafters.models import Drafter, EarlyExitSource, SmallLMSource
-from inference.drafters.ngrams import make_ngram_drafter
+from inference.drafters.interface import Drafter
+from inference.drafters.registry import KINDS
 from inference.evaluate.lossless import Deviation, Forced, make_reference
-from inference.fused_layers import can_pack, fuse_layers, pack_linears
+from inference.fused_layers import lay_out
 from inference.generation_config import generate_settings, make_sampler
 from inference.runtime import Runtime
 from inference.sampling import Sampler
-from inference.settings import CHAIN_TOKENS, EvaluateConfig, MethodConfig, SamplingConfig
+from inference.settings import MethodConfig, SamplingConfig
 from inference.stop_strings import StopStrings
-from inference.structures.factory import Structure, make_structure
-from outrider.errors import require
+from inference.structures.factory import Structure
 from outrider.streams import Streams
 
 GREEDY = SamplingConfig()
@@ -103,14 +97,7 @@ Choosing = Callable[[Chooser], Chooser]
 MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # with other choosers in the place of their own
 
 
-@dataclass(frozen=True)
-class Drafters:
-    """The trained drafters at hand."""
-
-    early_exit: EarlyExit | None = None
-    small_lm: SmallLM | None = None
-    calibration: CalibrationHead | None = None  # of the early-exit drafter
-    ngrams: TrigramTable | None = None
+Drafters = Mapping[str, Any]  # the loaded model of each kind (see `inference.drafters.registry`) that has one
 
 
 def make_drafting(
@@ -124,35 +111,8 @@ def make_drafting(
 
     drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.auto.probe`).
     """
-    if method.source == "prompt_lookup":
-        lookup = PromptLookup(method.max_ngram, method.stop.limit(CHAIN_TOKENS))
-        return lookup, lookup
-    if method.source == "ngrams":
-        assert drafters.ngrams is not None
-        ngrams = make_ngram_drafter(drafters.ngrams, method.ngrams, streams.number("search", bits=64))
-        return ngrams, ngrams
-    structure = make_structure(method, streams, drawn, drafters.calibration, tuning)
-    if method.source == "small_lm":
-        assert drafters.small_lm is not None
-        return SmallLMSource(drafters.small_lm), structure
-    assert drafters.early_exit is not None
-    return EarlyExitSource(drafters.early_exit), structure
-
-
-def open_table(config: EvaluateConfig, digest: str, vocabulary: int | None = None) -> TrigramTable | None:
-    """The n-gram table of `config`, None where no method needs one.
-
-    digest: `vocabulary_digest` of the target's tokenizer; vocabulary: the target's, which every id must be in. Raises
-    `UserError` for a table of another tokenizer, or a damaged one.
-    """
-    if all(method.source != "ngrams" for method in config.methods.values()):
-        return None
-    assert config.table is not None
-    table = TrigramTable.open(config.table)
-    table.require_tokenizer(digest, f"table={config.table}")
-    limit = table.vocabulary if vocabulary is None else vocabulary
-    require(table.vocabulary <= limit, "table", config.table, f"ids below the target's {limit}, not {table.vocabulary}")
-    return table
+    kind = KINDS[method.source]
+    return kind.load_runtime().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
 
 
 def make_arms(
@@ -245,14 +205,10 @@ def without_captures(arm: Arm, runtime: Runtime) -> Arm:
 
 
 def prepare(stack: LayerStack, drafters: Drafters) -> None:
-    """Make a target and its drafters ready to decode: a shared head joined, weights laid out for the device."""
-    for module in (stack, drafters.early_exit, drafters.small_lm):
-        if module is not None:
-            fuse_layers(module)
-            if can_pack(stack.device, stack.dtype):
-                pack_linears(module)
-    if drafters.early_exit is not None and drafters.early_exit.head is None:
-        drafters.early_exit.use_head(stack.head)
+    """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
+    lay_out(stack, stack)
+    for name, model in drafters.items():
+        KINDS[name].load_runtime().prepare(model, stack)
 
 
 def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:

@@ -19,11 +19,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draft_models.card import add_report
-from draft_models.target.stack import LayerStack
 from inference.attention_kernels import KernelChoice
 from inference.auto.policy import Tuning
 from inference.auto.probe import NEW_TOKENS, tune
 from inference.decode import Clock
+from inference.drafters.registry import KINDS
 from inference.evaluate.arms import (
     AUTOREGRESSIVE,
     Arm,
@@ -104,7 +104,7 @@ def _evaluate(
     require_own_device(subject.device, state)
     turns = [[render(subject.tokenizer, [{"role": "user", "content": t}], p.chat) for t in p.turns] for p in prompts]
     rendered = [first for first, *_ in turns]
-    drafters = load_drafters(config, subject)
+    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
     context = context_length(subject, drafters)
     new = config.max_new_tokens
     require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
@@ -169,7 +169,8 @@ def prepare_methods(
 ) -> Prepared:
     """The methods of `config`, what they leave open measured on `prompt`; texts have up to `positions` tokens."""
     stack = models.stack
-    stacks = [model for model in (stack, models.drafters.small_lm) if isinstance(model, LayerStack)]
+    others = [KINDS[name].load_runtime().stacks(model) for name, model in models.drafters.items()]
+    stacks = [stack, *itertools.chain.from_iterable(others)]
     kernels = models.runtime.choose_kernels(stacks, positions)
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
@@ -281,8 +282,8 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         raise UserError(f"out_dir={out_dir}: results of {missing} prompts are not to be seen there; resume=true")
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
     facts: dict[str, Any] = {
-        "target": subject.source,
-        "drafter": " + ".join(name for name in (config.checkpoint, config.small_lm, config.table) if name) or "none",
+        "target": subject.target.source,
+        "drafter": " + ".join(where for where in map(config.where, KINDS.values()) if where) or "none",
         "dtype": str(subject.dtype).removeprefix("torch."),
         "device": str(subject.device),
         "runtime": make_runtime(config.runtime, subject.device).name,
@@ -310,9 +311,10 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
     }
     write_reports(out_dir, reports, results, texts)
     print(markdown(reports))
-    for drafter in (config.checkpoint, config.small_lm):
-        if config.card and drafter is not None and Path(drafter).is_dir():
-            add_report(Path(drafter), markdown(reports))
+    for kind in KINDS.values():
+        where = config.where(kind)
+        if config.card and kind.card and where is not None and Path(where).is_dir():
+            add_report(Path(where), markdown(reports))
     return [made["method"] for made in reports if not is_lossless(made)]
 
 

@@ -23,13 +23,14 @@ from sentencepiece import SentencePieceProcessor
 from tqdm import tqdm
 
 from draft_models.checkpoint import provenance
-from draft_models.ngrams.table import vocabulary_digest
-from draft_models.target.stack import load_tokenizer
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.vocabulary import vocabulary_digest
 from inference.decode import Clock, Round, cut
-from inference.drafters.models import Drafter
-from inference.evaluate.arms import Drafters, Generation, PromptLike, collect, make_drafting, open_table
+from inference.drafters.interface import Drafter
+from inference.evaluate.arms import Drafters, Generation, PromptLike, collect, make_drafting
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics, structure_statistics
+from inference.evaluate.subject import load_drafters
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.structures.factory import Structure
 from inference.tree import depths
@@ -57,7 +58,8 @@ class Vocabulary:
     encode: Callable[[str], list[int]]  # without special tokens
     bos: int | None
     eos: int
-    digest: str
+    vocabulary_digest: str
+    vocabulary_size: int | None = None  # of the model that recorded
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def _replay(config: EvaluateConfig, prompts: Sequence[PromptLike], system: str, 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     vocabulary = load_vocabulary(config.tokenizer)
-    drafters = Drafters(ngrams=open_table(config, vocabulary.digest))
+    drafters = load_drafters(config, vocabulary)
     turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary, system)
     reports = []
     for name, method in config.methods.items():

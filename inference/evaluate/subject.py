@@ -4,32 +4,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draft_models.calibration import META_FILE, load_calibration
-from draft_models.checkpoint import Fingerprint, fingerprint_target, from_pretrained, read_meta, target_of
-from draft_models.ngrams.table import vocabulary_digest
-from draft_models.ngrams.table_files import table_digest
-from draft_models.small_lm import load_small_lm
+from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_files import load_causal_lm
-from draft_models.target.model_identity import model_identity
-from draft_models.target.stack import (
-    LayerStack,
-    load_config,
-    load_layers,
-    load_tokenizer,
-    pick_device,
-    pick_dtype,
-    position_limit,
-)
-from draft_models.target.tensor_files import TensorFiles, open_target
-from inference.evaluate.arms import Drafters, PromptLike, open_table, prepare
+from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
+from draft_models.target.stack import LayerStack
+from inference.drafters.registry import KINDS
+from inference.evaluate.arms import Drafters, PromptLike, prepare
 from inference.evaluate.report import describe_machine
 from inference.fused_layers import can_pack
 from inference.generation_config import Inherited, inherit, read_generation_config
@@ -42,29 +29,32 @@ from outrider.versions import code_version
 
 # Options that say where something lies, which its content decides, or that decide no result.
 _NOT_DECIDING = {
-    "revision", "transcripts", "tokenizer", "prompt_text", "prompt_chars", "num_prompts", "card", "out_dir", "resume",
-    "debug", "debug_architecture",
+    "revision", "drafters", "transcripts", "tokenizer", "prompt_text", "prompt_chars", "num_prompts", "card", "out_dir",
+    "resume", "debug", "debug_architecture",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The target as far as it is known before its weights are read.
+    """The target as far as it is known before its weights are read, and how it is to run.
 
     eos: the ids that end a text; stops: the strings that do; inherited: what its generation config brings along.
     """
 
-    source: str
-    revision: str | None
-    config: PreTrainedConfig
-    files: TensorFiles
-    tokenizer: PreTrainedTokenizerBase
-    fingerprint: Fingerprint
+    target: OpenTarget
     eos: frozenset[int]
     stops: tuple[str, ...]
     inherited: Inherited
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.target.config
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.target.tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,29 +69,27 @@ class Models:
 
 def find_subject(config: EvaluateConfig) -> Subject:
     """The target of `config`, and where and how it is to run. Raises `UserError`."""
-    source, revision, target = find_target(config)
-    files = open_target(source, revision)
-    tokenizer = load_tokenizer(source, revision)
-    fingerprint = fingerprint_target(files, target, tokenizer)
-    eos = frozenset() if config.ignore_eos else end_tokens(source, revision, target, tokenizer)
+    target = find_target(config)
+    _ = target.fingerprint  # an unusable one shows before anything else
+    eos = frozenset() if config.ignore_eos else end_tokens(target)
     inherited = inherit(
-        source, revision, config.sampling, config.stop_strings,
-        eos=eos, vocabulary=target.vocab_size, ignore=config.generation_config == "none",
+        target.source, target.revision, config.sampling, config.stop_strings,
+        eos=eos, vocabulary=target.config.vocab_size, ignore=config.generation_config == "none",
     )  # fmt: skip
     stops = tuple(config.stop_strings or inherited.taken.get("stop_strings", ()))
     if stops:
-        StopStrings(stops, tokenizer)  # refuses what it cannot look for
+        StopStrings(stops, target.tokenizer)  # refuses what it cannot look for
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, target, device)
-    return Subject(source, revision, target, files, tokenizer, fingerprint, eos, stops, inherited, device, dtype)
+    dtype = pick_dtype(config.dtype, target.config, device)
+    return Subject(target, eos, stops, inherited, device, dtype)
 
 
-def find_target(config: EvaluateConfig) -> tuple[str, str | None, PreTrainedConfig]:
-    """Name, revision and config of the target: the config's, else the one the checkpoint was trained for."""
+def find_target(config: EvaluateConfig) -> OpenTarget:
+    """The target of `config`, else the one the checkpoint was trained for."""
     if config.checkpoint is None:
         assert config.target is not None
-        return config.target, config.revision, load_config(config.target, config.revision)
-    return target_of(config.checkpoint, config.target, config.revision)
+        return open_target(config.target, config.revision)
+    return open_target_of(config.checkpoint, config.target, config.revision)
 
 
 def heldout_fraction(config: EvaluateConfig, default: float) -> float:
@@ -120,42 +108,42 @@ def heldout_fraction(config: EvaluateConfig, default: float) -> float:
     return fraction
 
 
-def end_tokens(
-    source: str, revision: str | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> frozenset[int]:
+def end_tokens(target: OpenTarget) -> frozenset[int]:
     """The ids that end a text: generation_config.json's, else config.json's, else the tokenizer's.
 
     Raises `UserError` where they are none.
     """
-    listed = read_generation_config(source, revision).eos_token_id
-    for candidate in (listed, config.eos_token_id, tokenizer.eos_token_id):
+    listed = read_generation_config(target.source, target.revision).eos_token_id
+    for candidate in (listed, target.config.eos_token_id, target.tokenizer.eos_token_id):
         if candidate is not None:
             ids = candidate if isinstance(candidate, list) else [candidate]
-            require(all(type(i) is int and i >= 0 for i in ids), f"{source}: eos_token_id", candidate, "token ids")
+            require(
+                all(type(i) is int and i >= 0 for i in ids), f"{target.source}: eos_token_id", candidate, "token ids"
+            )
             return frozenset(ids)
     return frozenset()
 
 
 def context_length(subject: Subject, drafters: Drafters) -> int:
-    """Tokens that the target and a small LM that drafts for it can both hold."""
-    context = subject.config.max_position_embeddings
-    return context if drafters.small_lm is None else min(context, position_limit(drafters.small_lm.config) or context)
+    """Tokens that the target and the models that draft for it can all hold."""
+    limits = [KINDS[name].load_runtime().context(model) for name, model in drafters.items()]
+    return min([subject.config.max_position_embeddings, *(limit for limit in limits if limit)])
 
 
 def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[PromptLike]) -> dict[str, Any]:
     """All that decides the results of an evaluation: its options, what its inputs hold, what it is measured on, and
     the code that measures: results of two versions of it do not mix."""
     asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
-    target = {key: value for key, value in asdict(subject.fingerprint).items() if key not in ("target", "revision")}
-    meta = None if config.checkpoint is None else read_meta(config.checkpoint)
-    small_lm = None if config.small_lm is None else open_target(config.small_lm)
+    target = {
+        key: value for key, value in asdict(subject.target.fingerprint).items() if key not in ("target", "revision")
+    }
+    drafters: dict[str, Any] = {}
+    for kind in KINDS.values():
+        drafters |= kind.load_runtime().identity(config.where(kind))
     return {
         **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
         "target": target,
-        "checkpoint": None if meta is None else meta.weights_sha256[:16],
-        "calibration": _digest_file(config.checkpoint, META_FILE),
-        "small_lm": None if small_lm is None else model_identity(small_lm),
-        "table": None if config.table is None else table_digest(Path(config.table))[:16],
+        **drafters,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "end_tokens": sorted(subject.eos),
         "generation_config": subject.inherited.taken,
@@ -165,47 +153,35 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
     }
 
 
-def _digest_file(folder: str | None, name: str) -> str | None:
-    """What the file `name` in a directory holds, None where there is no such file."""
-    path = None if folder is None else Path(folder) / name
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None and path.is_file() else None
+def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafters:
+    """The model of every kind that `config` says the place of, for this target. Raises `UserError`.
 
-
-def load_drafters(config: EvaluateConfig, subject: Subject) -> Drafters:
-    """Every drafter that `config` names, for this target. Raises `UserError`."""
-    placed: dict[str, Any] = {"dtype": subject.dtype, "device": subject.device}
-    early_exit = small_lm = calibration = None
-    if config.checkpoint is not None:
-        early_exit = from_pretrained(config.checkpoint, subject.config, subject.fingerprint, **placed)
-    if config.small_lm is not None:
-        small_lm = load_small_lm(config.small_lm, subject.tokenizer, **placed)
-    if any(method.stop.rule == "calibrated" for method in config.methods.values()):
-        assert config.checkpoint is not None
-        weights = read_meta(config.checkpoint).weights_sha256
-        width, target = subject.config.hidden_size, asdict(subject.fingerprint)
-        calibration = load_calibration(config.checkpoint, weights, subject.device, target, hidden_size=width)
+    placed: dtype and device, for kinds that run a model.
+    """
+    drafters: dict[str, Any] = {}
+    for kind in KINDS.values():
+        where = config.where(kind)
+        if where is not None:
+            drafters[kind.name] = kind.load_runtime().load(where, target, config.methods, **placed)
     for shape in (m.structure.shape for m in config.methods.values() if m.structure.kind == "static"):
         if shape not in ("eagle", "binary"):
             read_shape(shape)  # a bad one shows now, not once the target is loaded
-    table = open_table(config, vocabulary_digest(subject.tokenizer.get_vocab()), subject.config.vocab_size)
-    return Drafters(early_exit, small_lm, calibration, table)
+    return {name: model for name, model in drafters.items() if model is not None}
 
 
 def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) -> Models:
     """The target, it and its drafters ready to decode."""
-    plain = load_plain(subject.source, subject.revision, subject.dtype, subject.device)
+    plain = load_plain(subject.target, subject.dtype, subject.device)
     if can_pack(subject.device, subject.dtype):  # ours is another copy then; transformers runs the checkpoint as it is
-        every = range(subject.config.num_hidden_layers)
-        layers = load_layers(subject.files, subject.config, every, dtype=subject.dtype, device=subject.device)
-        stack = LayerStack(layers)
+        stack = subject.target.stack(dtype=subject.dtype, device=subject.device)
     else:
         stack = LayerStack(plain)
     prepare(stack, drafters)
     return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device))
 
 
-def load_plain(source: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The whole target as transformers loads it: the reference of every comparison."""
-    model = load_causal_lm(source, revision, dtype=dtype, attn_implementation=ATTENTION)
+    model = load_causal_lm(target.source, target.revision, dtype=dtype, attn_implementation=ATTENTION)
     model.requires_grad_(False).eval()
     return model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's

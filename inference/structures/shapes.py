@@ -29,7 +29,7 @@ K_CONFIG_MODES = ("with_replacement", "without_replacement", "top_k")
 
 
 class Extends(Protocol):
-    """What a structure needs of a source (see `inference.drafters.models.DraftModel`)."""
+    """What a structure needs of a source (see `inference.drafters.interface.DraftModel`)."""
 
     @property
     def hidden(self) -> Tensor: ...

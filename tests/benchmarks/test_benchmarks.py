@@ -10,11 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from draft_models.checkpoint import fingerprint_target, save_pretrained
+from draft_models.checkpoint import save_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer
-from draft_models.target.stack import LayerStack, load_config, load_tokenizer
-from draft_models.target.tensor_files import open_target
-from inference.drafters.models import EarlyExitSource
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_files import open_tensors
+from inference.drafters.early_exit import EarlyExitSource
 from inference.session import TargetSession
 from inference.tree import ROOT, chain_parents
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
@@ -130,7 +133,7 @@ def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: int
     import bench_peers
 
     path, small = save_target(tmp_path / "target", eos_token_id=257), save_target(tmp_path / "small", seed=1)
-    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
     drafter = make_drafter(path, 2, noise=0.1)
     save_pretrained(tmp_path / "eesd", drafter, fingerprint, {}, torch.float32)
     prompts = tmp_path / "prompts.jsonl"

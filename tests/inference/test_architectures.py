@@ -21,10 +21,11 @@ from transformers import (
 
 from data_prep.text.prompts import Prompt
 from draft_models.small_lm import load_small_lm
-from draft_models.target.stack import LayerStack, load_tokenizer
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM, RowCache, require_rows
 from inference.decode import speculative
-from inference.drafters.models import PlainSession, SmallLMSource
+from inference.drafters.small_lm import PlainSession, SmallLMSource
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.fused_layers import PackedLinear, can_pack, pack_linears
 from inference.settings import EvaluateConfig, MethodConfig

@@ -18,7 +18,8 @@ from inference.attention_kernels import KernelChoice, attention_shape
 from inference.capture import GraphPool
 from inference.cuda_graphs import Graphed
 from inference.decode import Round, autoregressive, speculative
-from inference.drafters.models import EarlyExitSource, SmallLMSource
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.fixed_shapes import WIDTHS, FixedView, Upload
 from inference.fused_layers import fuse_layers
 from inference.rows import Rows

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from draft_models.target.stack import LayerStack
 from inference.decode import Round, speculative
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
-from inference.drafters.models import EarlyExitSource
 from inference.drafters.ngrams import make_ngram_drafter
 from inference.evaluate.arms import Generation, collect
 from inference.evaluate.replay import replay

@@ -8,12 +8,13 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draft_models.early_exit import NoLayer
-from draft_models.target.stack import LayerStack, load_config, load_layers
-from draft_models.target.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
 from inference.decode import autoregressive, speculative
-from inference.drafters.models import EarlyExitSource
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.evaluate import arms
-from inference.evaluate.arms import Arm, Choosing, Drafters, make_arms, measure, measure_deviations, prepare
+from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations, prepare
 from inference.evaluate.lossless import judge
 from inference.fused_layers import FusedLayer, PackedLinear, RMSNorm, can_pack, fuse_layers, join, pack_linears
 from inference.settings import MethodConfig, StopConfig
@@ -46,7 +47,7 @@ def test_fused_layers_equal_transformers(tmp_path: Path, architecture: str, dtyp
     path = save_target(
         tmp_path, architecture, kv_heads=2, **({"attention_bias": True} if architecture == "llama" else {})
     )
-    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=dtype)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim == 1:
@@ -107,7 +108,7 @@ def test_decoding_without_packing_equals_generate(
     """As on a GPU, where the stack is made from the very model that transformers runs."""
     monkeypatch.setattr(arms, "can_pack", lambda *_: False)
     path = save_target(tmp_path, architecture, kv_heads=2)
-    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
     stack, prompt = LayerStack(model), random_prompt(20)
     expected = reference_generate(model, prompt, 40)
     check_decoding(stack, path, prompt, expected)
@@ -118,7 +119,7 @@ def test_decoding_without_packing_equals_generate(
 def check_decoding(stack: LayerStack, path: Path, prompt: list[int], expected: list[int], **how: bool) -> None:
     """Both arms, prepared, emit `expected`."""
     drafter = make_drafter(path, LAYERS - 1, noise=0.1, **how)
-    prepare(stack, Drafters(early_exit=drafter))
+    prepare(stack, {"early_exit": Calibrated(drafter)})
     assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
     rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=40))
     assert [t for r in rounds for t in r.tokens] == expected
@@ -181,7 +182,7 @@ def test_bf16_mismatches_are_ties(tmp_path: Path, architecture: str) -> None:
     path = save_target(tmp_path, architecture, kv_heads=2)
     model, _ = open_stack(path, torch.bfloat16)
     _, stack = open_stack(path, torch.bfloat16)
-    drafters = Drafters(early_exit=make_drafter(path, LAYERS - 1, noise=0.1, dtype=torch.bfloat16))
+    drafters = {"early_exit": Calibrated(make_drafter(path, LAYERS - 1, noise=0.1, dtype=torch.bfloat16))}
     prepare(stack, drafters)
     assert not any(isinstance(m, nn.Linear) for m in stack.modules())
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from data_prep.text.prompts import Prompt
-from draft_models.target.stack import load_tokenizer
+from draft_models.target.open_target import load_tokenizer
 from inference.evaluate import compare
 from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
 from inference.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways

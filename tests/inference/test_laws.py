@@ -9,6 +9,7 @@ anything else than the one before it, such as how the round went, shows. Seeds a
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ import torch
 from draft_models.calibration import CalibrationHead
 from draft_models.ngrams.table import TrigramTable
 from inference import acceptance, verify
-from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
+from inference.drafters.early_exit import Calibrated
+from inference.evaluate.arms import AUTOREGRESSIVE, Arm, make_arms
 from inference.sampling import Sampler, invert
 from inference.settings import MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.structures.shapes import factory, shapes
@@ -104,9 +106,10 @@ def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> A
         head.target += 0.3
         head.draft -= 0.5
         head.bias += 0.8
+    q: Any = case.tables.q
     size = len(case.tables.p.law)
     table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
-    drafters = Drafters(case.tables.q, case.tables.q, head, table)  # type: ignore[arg-type]
+    drafters = {"early_exit": Calibrated(q, head), "small_lm": q, "ngrams": table}
     options = {"max_new_tokens": case.tokens, "eos": (), "sampling": sampling, "runtime": TableRuntime()}
     return make_arms(case.tables.p, drafters, {"m": case.method}, None, **options)[name]  # type: ignore[arg-type]
 

@@ -21,7 +21,8 @@ from inference import cuda_graphs
 from inference.acceptance import Chooser
 from inference.cuda_graphs import Graphed
 from inference.decode import Round, autoregressive, speculative
-from inference.drafters.models import EarlyExitSource, SmallLMSource
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler, likeliest
 from inference.settings import MethodConfig, SamplingConfig, StopConfig

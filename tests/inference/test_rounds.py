@@ -14,8 +14,10 @@ from inference import cuda_graphs
 from inference.acceptance import Chooser
 from inference.cache import KVCache
 from inference.decode import Round, speculative
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.interface import Drafter
 from inference.drafters.lookup import PromptLookup
-from inference.drafters.models import Drafter, EarlyExitSource, SmallLMSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler
 from inference.session import TargetSession

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference.cache import KVCache
 from inference.decode import speculative
-from inference.drafters.models import EarlyExitSource
+from inference.drafters.early_exit import EarlyExitSource
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
 from inference.stopping import FixedLength

@@ -16,7 +16,8 @@ from draft_models.calibration import CalibrationHead
 from draft_models.target.stack import LayerStack
 from inference import cuda_graphs
 from inference.decode import speculative
-from inference.drafters.models import EarlyExitSource, SmallLMSource
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
 from inference.runtime import Eager
 from inference.settings import MethodConfig, StopConfig, StructureConfig
@@ -253,7 +254,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafte
     for parameter in head.parameters():
         parameter += torch.randn(parameter.shape, generator=generator) / 8
     head.bias += 1.0
-    return open_stack(path)[1], Drafters(make_drafter(path, LAYERS - 1, noise=0.3), calibration=head)
+    return open_stack(path)[1], {"early_exit": Calibrated(make_drafter(path, LAYERS - 1, noise=0.3), head)}
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +286,6 @@ def test_greedy_tokens_are_those_of_plain_decoding(arms: dict[str, Arm], structu
 @pytest.mark.parametrize("structure", TREES)
 def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack, Drafters], structure: str) -> None:
     stack, drafters = models
-    assert drafters.early_exit is not None
     drafting = make_structure(MethodConfig(structure=TREES[structure]), Streams(0))
     assert isinstance(drafting, Tree)
     rule, expected = At(3), []
@@ -298,7 +298,7 @@ def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack
         observe(tree, accepted)
 
     drafting.observe = noted  # type: ignore[method-assign]
-    source = EarlyExitSource(drafters.early_exit)
+    source = EarlyExitSource(drafters["early_exit"].exit)
     rounds = list(speculative(stack, source, drafting, random_prompt(20), max_new_tokens=30))
     assert rule.told == expected == [(r.depth, r.accepted) for r in rounds[1:]]
     assert {depth for depth, _ in expected} >= {3}
@@ -317,9 +317,8 @@ def test_real_hidden_states_are_those_behind_the_logits(
 ) -> None:
     """What a rule sees of a source's hidden states gives, through the source's head, the logits it sees."""
     stack, drafters = models
-    assert drafters.early_exit is not None
-    source = EarlyExitSource(drafters.early_exit) if kind == "early_exit" else SmallLMSource(stack)
-    logits_of = drafters.early_exit.logits if kind == "early_exit" else stack.logits
+    source = EarlyExitSource(drafters["early_exit"].exit) if kind == "early_exit" else SmallLMSource(stack)
+    logits_of = drafters["early_exit"].exit.logits if kind == "early_exit" else stack.logits
     rows: list[int] = []
 
     def compare(step: Step) -> bool:

@@ -13,13 +13,16 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from data_prep.settings import DataConfig
 from data_prep.text.rows import load_rows
-from draft_models.checkpoint import WEIGHTS_FILE, fingerprint_target, from_pretrained, read_meta
+from draft_models.checkpoint import WEIGHTS_FILE, from_pretrained, read_meta
 from draft_models.early_exit import EarlyExitStudent
 from draft_models.losses import IGNORE
-from draft_models.target.stack import load_config, load_layers, load_tokenizer
-from draft_models.target.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import load_layers
+from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
-from inference.drafters.models import EarlyExitSource
+from inference.drafters.early_exit import EarlyExitSource
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
@@ -58,7 +61,7 @@ def test_a_trained_drafter_is_lossless_and_better(
     assert meta.own_head == train_head
     assert meta.training["steps"] == 60
     assert ("head.weight" in weights(tmp_path / "eesd")) == train_head
-    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
     drafter = from_pretrained(tmp_path / "eesd", load_config(str(path)), fingerprint, dtype=torch.float32)
     model, stack = open_stack(path)
     if not train_head:
@@ -93,9 +96,9 @@ def test_the_drafter_is_the_best_not_the_last(
 def test_training_reads_only_what_it_needs(tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture) -> None:
     """With the shards of every other layer deleted it still trains; the bytes read are those of the named tensors."""
     path = save_target(tmp_path / "target", shard="40KB")
-    files = open_target(str(path))
+    files = open_tensors(str(path))
     needed = {n for n in files.file_of if not n.startswith(("model.layers.1.", "model.layers.2."))}
-    size = sum(t.nbytes for t in open_target(str(path)).read(needed).values())
+    size = sum(t.nbytes for t in open_tensors(str(path)).read(needed).values())
     for file in set(files.file_of.values()) - {files.file_of[name] for name in needed}:
         (path / file).unlink()
     assert len(list(path.glob("*.safetensors"))) < len(set(files.file_of.values()))
@@ -119,7 +122,7 @@ def test_two_processes_equal_one(tmp_path: Path, corpus: DataConfig, launcher: C
     said = finish(launch("train/eesd.py", distilling(path, corpus, tmp_path / "two"), *launcher()))
     assert "processes=2" in said
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    start = open_target(str(path)).read(["lm_head.weight"])["lm_head.weight"]
+    start = open_tensors(str(path)).read(["lm_head.weight"])["lm_head.weight"]
     assert (one["head.weight"] - start).abs().max() > 1e-3  # it did train
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
@@ -192,7 +195,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
     """top1 and top1_target against predictions written out with stock models, tau against a decode of its own."""
     path = save_target(tmp_path / "target", "mistral", kv_heads=2)
     run = distilling(path, corpus, tmp_path / "eesd", decode_prompts=3, decode_tokens=12, eval_batch_rows=3)
-    files, target = open_target(str(path)), load_config(str(path))
+    files, target = open_tensors(str(path)), load_config(str(path))
     heldout = load_rows(corpus, load_tokenizer(str(path)), 64, "heldout", max_rows=4)
     student = EarlyExitStudent(load_layers(files, target, [0, 1, 3], dtype=torch.float32), 2, train_head=True)
     drafter = load_layers(files, target, [0, 1, 3], dtype=torch.float32)
@@ -312,7 +315,7 @@ def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
     train_early_exit(replace(run, fit=replace(FIT, steps=20)))
     assert set(weights(tmp_path / "eesd")) == {"norm.weight", "head.weight"}
     target = load_config(str(path))
-    fingerprint = fingerprint_target(open_target(str(path)), target, load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), target, load_tokenizer(str(path)))
     drafter = from_pretrained(tmp_path / "eesd", target, fingerprint, dtype=torch.float32)
     model, stack = open_stack(path)
     prompt = random_prompt(20)

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data_prep.settings import DataConfig
 from draft_models.card import CARD_FILE, add_report
 from draft_models.small_lm import load_small_lm
-from draft_models.target.stack import load_config, load_tokenizer
+from draft_models.target.architectures import load_config
+from draft_models.target.open_target import load_tokenizer
 from inference.decode import speculative
-from inference.drafters.models import SmallLMSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError

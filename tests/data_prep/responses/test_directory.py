@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.generate import directory, generate_responses, run_identity
 from data_prep.responses.generate import generate as responses_module
-from draft_models.target.stack import load_tokenizer
+from draft_models.target.open_target import load_tokenizer
 from outrider.errors import UserError
 from outrider.versions import code_version
 from tests.data_prep.responding import TALKS, letter_tokenizer, responses, summary, talk

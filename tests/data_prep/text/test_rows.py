@@ -18,7 +18,7 @@ from data_prep.text import rows as rows_module
 from data_prep.text.chat import Document
 from data_prep.text.rows import COUNTS, load_rows, pack
 from draft_models.losses import IGNORE
-from draft_models.target.stack import tokenizer_digest
+from draft_models.target.fingerprint import tokenizer_digest
 from outrider.errors import UserError
 
 TEXTS = [{"text": f"def add(first, second):\n    return {i} + second\n" * (1 + i % 5)} for i in range(40)]

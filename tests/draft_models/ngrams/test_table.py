@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from draft_models.ngrams.kernels import Grams, merge_grams, mix, table_files
-from draft_models.ngrams.table import TrigramTable, merge, vocabulary_digest
+from draft_models.ngrams.table import TrigramTable, merge
 from draft_models.ngrams.table_files import ARRAYS, MAX_VOCABULARY
+from draft_models.target.vocabulary import vocabulary_digest
 from outrider.errors import UserError
 from outrider.files import sealed, unsealed
 

@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from data_prep.text.rows import _positions
 from draft_models.early_exit import EarlyExitStudent
+from draft_models.target.architectures import load_config
 from draft_models.target.attention import Band, grouped_attention, packed_mask
-from draft_models.target.stack import LayerStack, load_config, load_layers
-from draft_models.target.tensor_files import open_target
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM
-from inference.drafters.models import PlainSession
+from inference.drafters.small_lm import PlainSession
 from inference.session import TargetSession
 from inference.tree import chain_parents
 from tests.memory import Largest
@@ -73,7 +74,7 @@ def test_students_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     config, given, results = load_config(str(path)), batch(2, 90, 50), []
     for block, checkpointed in ((1000, False), (16, False), (16, True)):
         monkeypatch.setattr(Band, "BLOCK", block)
-        model = load_layers(open_target(str(path)), config, range(LAYERS), dtype=torch.float32)
+        model = load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
         student = EarlyExitStudent(model, 2, train_head=True, distill=True).train()
         if checkpointed:
             student.gradient_checkpointing_enable()
@@ -123,7 +124,7 @@ def test_a_windowed_prefill_makes_nothing_square(tmp_path: Path) -> None:
 def test_packed_training_makes_nothing_square(tmp_path: Path) -> None:
     path = save_target(tmp_path, "qwen2", kv_heads=1, max_position_embeddings=2 * LONG)
     config = load_config(str(path))
-    model = load_layers(open_target(str(path)), config, range(LAYERS), dtype=torch.float32)
+    model = load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
     student = EarlyExitStudent(model, 2, train_head=True, distill=True)
     given = batch(1, LONG, 60)
     with Largest() as largest:

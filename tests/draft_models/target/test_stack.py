@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from draft_models.early_exit import exit_layers
+from draft_models.target.architectures import layer_windows, load_config
 from draft_models.target.attention import packed_mask
-from draft_models.target.stack import LayerStack, layer_windows, load_config, load_layers, pick_device, pick_dtype
-from draft_models.target.tensor_files import TensorFiles, open_target
+from draft_models.target.open_target import pick_device, pick_dtype
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import TensorFiles, open_tensors
 from draft_models.target.whole_model import load_plain_lm
 from outrider.errors import UserError
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
@@ -53,7 +55,7 @@ def test_bytes_read_are_those_of_the_named_tensors(
 ) -> None:
     path = save_target(tmp_path, architecture, tied=tied, kv_heads=kv_heads, shard=shard)
     stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    config, files = load_config(str(path)), open_target(str(path))
+    config, files = load_config(str(path)), open_tensors(str(path))
     for exit_layer in range(1, LAYERS):
         files.bytes_read = 0
         layers = exit_layers(config, exit_layer)
@@ -79,26 +81,26 @@ def test_unneeded_shards_may_be_missing(tmp_path: Path) -> None:
     assert unneeded
     for file in unneeded:
         (path / file).unlink()
-    load_layers(open_target(str(path)), config, exit_layers(config, 1), dtype=torch.float32)
+    load_layers(open_tensors(str(path)), config, exit_layers(config, 1), dtype=torch.float32)
     with pytest.raises(UserError, match=r"is named in model\.safetensors\.index\.json but missing"):
-        load_layers(open_target(str(path)), config, range(LAYERS), dtype=torch.float32)
+        load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
 
 
 def test_digest_tells_fine_tunes_apart(tmp_path: Path) -> None:
     path = save_target(tmp_path)
     names = ["model.layers.3.self_attn.q_proj.weight", "model.norm.weight"]
-    before = open_target(str(path)).digest(names)
-    assert before == open_target(str(path)).digest(names)
+    before = open_tensors(str(path)).digest(names)
+    assert before == open_tensors(str(path)).digest(names)
     tensors = load_file(path / "model.safetensors")
     tensors[names[0]][0, 0] += 1e-3
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    assert before != open_target(str(path)).digest(names)
+    assert before != open_tensors(str(path)).digest(names)
 
 
 def test_digest_reads_a_scalar_whole(tmp_path: Path) -> None:
     def digest(value: float) -> str:
         save_file({"model.a": torch.tensor(value), "model.b": torch.ones(3, 2)}, tmp_path / "model.safetensors")
-        return open_target(str(tmp_path)).digest(["model.a", "model.b"])
+        return open_tensors(str(tmp_path)).digest(["model.a", "model.b"])
 
     assert digest(1.0) == digest(1.0) != digest(2.0)
 
@@ -164,12 +166,12 @@ def test_unusable_targets_are_refused(tmp_path: Path) -> None:
     path = save_target(tmp_path / "empty")
     (path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="expected a safetensors checkpoint"):
-        open_target(str(path))
+        open_tensors(str(path))
     path = save_target(tmp_path / "cut")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="not a readable safetensors file"):
-        open_target(str(path))
+        open_tensors(str(path))
     path = save_target(tmp_path / "opt", "opt", do_layer_norm_before=False)
     with pytest.raises(UserError, match="do_layer_norm_before=false"):
         load_config(str(path))
@@ -188,7 +190,7 @@ def test_a_checkpoint_without_the_causal_lm_around_it(tmp_path: Path, architectu
     model.model.save_pretrained(tmp_path / "base")
     names = set(load_file(tmp_path / "base" / "model.safetensors"))
     assert not any(name.startswith("model.") for name in names)
-    files, whole = open_target(str(tmp_path / "base")), open_target(str(path))
+    files, whole = open_tensors(str(tmp_path / "base")), open_tensors(str(path))
     again = load_layers(files, load_config(str(path)), range(LAYERS), dtype=torch.float32)
     assert {n: p.sum() for n, p in again.named_parameters()} == {n: p.sum() for n, p in model.named_parameters()}
     assert again.lm_head.weight is again.get_input_embeddings().weight

@@ -11,13 +11,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draft_models.small_lm import load_small_lm
-from draft_models.target.stack import LayerStack, load_tokenizer
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import LONGEST_CHAIN
 from inference.auto.probe import probes, tune
 from inference.cuda_graphs import Graphed, GraphedSession
 from inference.decode import Round, autoregressive
-from inference.drafters.models import EarlyExitSource, SmallLMSource
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, PromptResult, make_arms, make_drafting
 from inference.evaluate.report import build_report, markdown
 from inference.evaluate.statistics import chosen_sizes
@@ -88,10 +90,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafte
             parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
     small.save_pretrained(folder / "small")
     load_tokenizer(str(path)).save_pretrained(folder / "small")
-    drafters = Drafters(
-        early_exit=make_drafter(path, LAYERS - 1, noise=0.15),
-        small_lm=load_small_lm(str(folder / "small"), load_tokenizer(str(path)), dtype=torch.float32),
-    )
+    drafters = {
+        "early_exit": Calibrated(make_drafter(path, LAYERS - 1, noise=0.15)),
+        "small_lm": load_small_lm(str(folder / "small"), load_tokenizer(str(path)), dtype=torch.float32),
+    }
     return stack, drafters, reference_generate(model, random_prompt(20), 40)
 
 
@@ -137,7 +139,7 @@ def test_a_drafter_of_fewer_positions_is_measured_within_them(
     small = load_small_lm(str(path), load_tokenizer(str(path)), dtype=torch.float32)
     methods = {"m": replace(CHAIN, source="small_lm")}
     clock = WorkClock(monkeypatch)
-    _, tunings = tune(methods, models[0], Drafters(small_lm=small), random_prompt(100), clock=clock)
+    _, tunings = tune(methods, models[0], {"small_lm": small}, random_prompt(100), clock=clock)
     assert sum(tunings["m"].tried) > 10
 
 

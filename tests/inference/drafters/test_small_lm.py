@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from draft_models.small_lm import load_small_lm
-from draft_models.target.stack import LayerStack, load_tokenizer
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
 from inference.decode import speculative
-from inference.drafters.models import SmallLMSource, fit_vocabulary
+from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
 from inference.stopping import BetaThompson, FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError

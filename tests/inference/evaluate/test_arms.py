@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from inference.decode import Round
+from inference.drafters.early_exit import Calibrated
 from inference.evaluate.arms import (
     AUTOREGRESSIVE,
     Arm,
-    Drafters,
     Generation,
     collect,
     make_arms,
@@ -93,7 +93,7 @@ def sampled_arms(*names: str) -> dict[str, Arm]:
     """These methods' arms, over a target that is a table."""
     p, q = TableModel([[0.4, 0.3, 0.2, 0.1]] * 4), TableModel([[0.25] * 4] * 4)
     options = {"max_new_tokens": 60, "eos": (), "sampling": SamplingConfig(1.0), "runtime": TableRuntime()}
-    drafters = Drafters(q, q, ngrams=make_table(4))  # type: ignore[arg-type]
+    drafters = {"early_exit": Calibrated(q), "small_lm": q, "ngrams": make_table(4)}  # type: ignore[arg-type]
     return make_arms(p, drafters, {name: METHODS[name] for name in names}, None, **options)  # type: ignore[arg-type]
 
 

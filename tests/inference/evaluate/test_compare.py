@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planted_faults import rope_scaled
 from data_prep.text.prompts import Prompt
-from draft_models.target.stack import load_tokenizer
+from draft_models.target.open_target import load_tokenizer
 from inference.evaluate import compare
 from inference.evaluate.arms import Arm
 from inference.evaluate.prompt_results import read_results

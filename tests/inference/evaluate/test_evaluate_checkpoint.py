@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from data_prep.settings import DataConfig, MixPart
-from draft_models.checkpoint import fingerprint_target, save_pretrained
-from draft_models.target.stack import load_config, load_tokenizer
-from draft_models.target.tensor_files import open_target
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer, open_target
+from draft_models.target.tensor_files import open_tensors
 from inference.evaluate.arms import (
     AUTOREGRESSIVE,
     TRANSFORMERS,
@@ -30,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save_target(folder / "target")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     byte_tokenizer(template + "{% if add_generation_prompt %}assistant: {% endif %}").save_pretrained(path)
-    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
     save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.05), fingerprint, {}, torch.float32)
     return folder
 
@@ -216,7 +218,7 @@ def test_prompts_are_held_out_as_training_held_them_out(checkpoint: Path, tmp_pa
         "local": DataConfig(source="local", path="a.jsonl", heldout_fraction=0.01),
     }
     target = str(checkpoint / "target")
-    fingerprint = fingerprint_target(open_target(target), load_config(target), load_tokenizer(target))
+    fingerprint = fingerprint_target(open_tensors(target), load_config(target), load_tokenizer(target))
     drafter = make_drafter(checkpoint / "target", 1)
     for source, data in trained_on.items():
         if mixed:
@@ -230,15 +232,15 @@ def test_prompts_are_held_out_as_training_held_them_out(checkpoint: Path, tmp_pa
 def test_end_tokens_and_ignoring_them(checkpoint: Path, command: Callable) -> None:
     """generation_config.json's list comes first, config.json's next, the tokenizer's last; text ends there."""
     target = checkpoint / "target"
-    config, tokenizer = load_config(str(target)), load_tokenizer(str(target))
+    opened = open_target(str(target))
     generation = json.loads((target / "generation_config.json").read_text())
-    assert end_tokens(str(target), None, config, tokenizer) == {tokenizer.eos_token_id}
+    assert end_tokens(opened) == {opened.tokenizer.eos_token_id}
     status, _, errors = command("checkpoint=drafter", "prompt_text=[some text]", "out_dir=free", "method=eesd_fixed")
     assert status == 0, errors
     tokens = json.loads((checkpoint / "free/generations.jsonl").read_text().splitlines()[0])["tokens"]
     (target / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [tokens[5], 9]}))
     try:
-        assert end_tokens(str(target), None, config, tokenizer) == {tokens[5], 9}
+        assert end_tokens(opened) == {tokens[5], 9}
         for option, expected in (("false", tokens[: tokens.index(tokens[5]) + 1]), ("true", tokens)):
             out_dir = f"ended_{option}"
             status, _, errors = command(

@@ -15,9 +15,9 @@ from benchmarks.planted_faults import FAULTS, REACHED, planted
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.lookup import PromptLookup
-from inference.drafters.models import EarlyExitSource
-from inference.evaluate.arms import Drafters, prepare, transformers_generate
+from inference.evaluate.arms import prepare, transformers_generate
 from inference.evaluate.lossless import GAP, Forced, Judgement, Reference, judge, make_reference, precise
 from inference.runtime import make_runtime
 from inference.sampling import Sampler
@@ -37,7 +37,7 @@ class Subject:
     def __init__(self, path: Path, dtype: torch.dtype, runtime: str = "eager", prompts: int = 3, seed: int = 0):
         self.model, self.stack = open_stack(path, dtype)
         self.drafter = make_drafter(path, LAYERS - 1, noise=0.15, dtype=dtype)
-        prepare(self.stack, Drafters(early_exit=self.drafter))
+        prepare(self.stack, {"early_exit": Calibrated(self.drafter)})
         self.runtime = make_runtime(runtime, torch.device("cpu"))
         self.references = []
         for number in range(prompts):
@@ -179,7 +179,7 @@ def test_a_fault_of_the_runtime_cannot_widen_what_it_is_allowed(tmp_path: Path) 
     prompt, text = random_prompt(12), random_prompt(6, seed=1)
     clean = make_reference(model, prompt, text)
     stack = LayerStack(model)
-    prepare(stack, Drafters())
+    prepare(stack, {})
     for fault in FAULTS:
         with planted(fault, 0, stack):
             stack.reserve(64)

@@ -10,10 +10,11 @@ import torch
 from sentencepiece import SentencePieceTrainer
 
 from benchmarks import bench_aded
-from draft_models.ngrams.table import TrigramTable, vocabulary_digest
-from draft_models.target.stack import load_tokenizer
+from draft_models.ngrams.table import TrigramTable
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.vocabulary import vocabulary_digest
 from inference.decode import speculative
-from inference.evaluate.arms import Drafters, make_drafting
+from inference.evaluate.arms import make_drafting
 from inference.evaluate.replay import (
     Recording,
     Vocabulary,
@@ -46,7 +47,7 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
     model, stack = open_stack(save_target(tmp_path, kv_heads=2))
     prompt = random_prompt(14) * 2
     table = TrigramTable.from_documents([reference_generate(model, prompt, 40), random_prompt(50)], [2, 3, 4], 256, "t")
-    drafters = Drafters(ngrams=table)
+    drafters = {"ngrams": table}
     own = Streams(3, "1").within("m")
     for length, ends in ((60, ()), (60, "inside"), (17, ())):
         text = reference_generate(model, prompt, length)
@@ -68,7 +69,7 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
 
 
 def test_a_recording_longer_than_the_budget_is_cut() -> None:
-    source, structure = make_drafting(METHODS["prompt_lookup"], Drafters(), Streams(0))
+    source, structure = make_drafting(METHODS["prompt_lookup"], {}, Streams(0))
     rounds = list(replay(source, structure, [1, 2], [3, 4, 5, 6, 7], max_new_tokens=3))
     assert [t for r in rounds for t in r.tokens] == [3, 4, 5]
     with pytest.raises(UserError, match="empty recorded answer"):

@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_models.checkpoint import fingerprint_target, save_pretrained
-from draft_models.target.stack import LayerStack, load_config, load_tokenizer
-from draft_models.target.tensor_files import open_target
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_files import open_tensors
 from draft_models.tiny_models import TABLE
 from inference.attention_kernels import KernelChoice, attention_shape
 from inference.cuda_graphs import Graphed
@@ -84,7 +87,7 @@ def test_other_settings_are_refused(
     fewer = {"chain": METHODS["chain"]}
     longer = {**METHODS, "chain": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
     path = str(models / "target")
-    fingerprint = fingerprint_target(open_target(path), load_config(path), load_tokenizer(path))
+    fingerprint = fingerprint_target(open_tensors(path), load_config(path), load_tokenizer(path))
     other = make_drafter(Path(path), LAYERS - 1, noise=0.1)
     save_pretrained(tmp_path / "other", other, fingerprint, {}, torch.float32)
     calibrated = shutil.copytree(models / "drafter", tmp_path / "calibrated")

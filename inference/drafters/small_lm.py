@@ -1,107 +1,30 @@
-"""Draft sources: what proposes the next token, given the text so far and the nodes drafted in this round."""
+"""A small causal LM drafts, beside the target."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_models.early_exit import EarlyExit
-from draft_models.small_lm import SmallLM
+from draft_models.small_lm import SmallLM, load_small_lm
+from draft_models.target.architectures import position_limit
 from draft_models.target.attention import Band
-from draft_models.target.stack import position_limit
+from draft_models.target.model_identity import model_identity
+from draft_models.target.open_target import OpenTarget
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM, RowCache
+from inference.auto.policy import Tuning
+from inference.drafters.interface import Drafter
+from inference.fused_layers import lay_out
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
+from inference.settings import MethodConfig
+from inference.structures.factory import Structure, make_structure
 from inference.tree import chain_parents
 from outrider.errors import UserError
-
-
-class Drafter(Protocol):
-    """Whatever drafts follow the text with: told the prompt, then every round's outcome."""
-
-    split: int  # target layers it shares: the session it works in is split there
-
-    def begin(self, session: TargetSession) -> None:
-        """Called once, with the prompt fed to the session's first half and not yet committed."""
-        ...
-
-    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """The round ends with the path `tokens` committed, root first; called before the session's own commit.
-
-        rows: the row of each, in the session where the source shares it, else as the source was fed them, with
-        −1 (or a row it never had) for a token it was not fed.
-        """
-        ...
-
-
-class DraftModel(Drafter, Protocol):
-    """An autoregressive drafter: gives next-token distributions after any node of the round's tree."""
-
-    @property
-    def hidden(self) -> Tensor:
-        """The drafter's last hidden states [n, d] of the rows that were just extended."""
-        ...
-
-    @property
-    def target_hidden(self) -> Tensor:
-        """The target's last hidden state [1, d] at the last verified position."""
-        ...
-
-    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, V] after each.
-
-        `hidden` and the logits hold until the next call.
-        """
-        ...
-
-
-class EarlyExitSource:
-    """EESD's drafter: an exit layer on the hidden states of the target's first `split` layers (EESD eq. 1).
-
-    The exit layer has a cache of its own. A row that was verified without having been extended (the last
-    token of a draft) has no entry there yet; its hidden state waits in `_pending` and goes in with the next
-    extension.
-    """
-
-    def __init__(self, drafter: EarlyExit):
-        self.drafter = drafter
-        self.split = drafter.exit_layer
-
-    hidden: Tensor
-
-    def begin(self, session: TargetSession) -> None:
-        self.session = session
-        self.cache = session.exit_cache(self.drafter)
-        prompt = session.hidden
-        session.run_exit(self.drafter, prompt, 0, self.cache, wanted=0)
-        self._pending = prompt[:, :0]
-
-    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        start = self.session.rows
-        hidden = self.session.feed(tokens, parents)
-        waiting = self._pending.shape[1]
-        if waiting:
-            hidden = torch.cat([self._pending, hidden], dim=1)
-            self._pending = self._pending[:, :0]
-        hidden, logits = self.session.run_exit(self.drafter, hidden, start - waiting, self.cache, len(parents))
-        self.hidden = hidden[0, waiting:]
-        return logits[0]
-
-    @property
-    def target_hidden(self) -> Tensor:
-        return self.session.target_hidden
-
-    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        base = self.session.base
-        extended = max(0, self.cache.length - base)
-        known = [row for row in rows if row < extended]
-        if len(known) < len(rows):
-            fresh = self.session.hidden[:, list(rows[len(known) :])]
-            self._pending = torch.cat([self._pending, fresh], dim=1)
-        if self.cache.length > base:
-            self.cache.keep(base, known)
+from outrider.streams import Streams
 
 
 class SmallLMSource:
@@ -207,3 +130,38 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     if logits.shape[-1] >= size:
         return logits[..., :size]
     return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
+
+
+class SmallLMKind:
+    """See `inference.drafters.registry.Runtime`. The model is a `SmallLM`."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {"small_lm": None if where is None else model_identity(open_tensors(where))}
+
+    def load(
+        self,
+        where: str,
+        target: OpenTarget,
+        methods: Mapping[str, MethodConfig],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> SmallLM:
+        return load_small_lm(where, target.tokenizer, dtype=dtype, device=device)
+
+    def prepare(self, model: SmallLM, stack: LayerStack) -> None:
+        lay_out(model, stack)
+
+    def context(self, model: SmallLM) -> int | None:
+        return position_limit(model.config)
+
+    def stacks(self, model: SmallLM) -> list[LayerStack]:
+        return [model] if isinstance(model, LayerStack) else []
+
+    def make(
+        self, model: SmallLM, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> tuple[Drafter, Structure]:
+        return SmallLMSource(model), make_structure(method, streams, drawn, None, tuning)
+
+
+KIND = SmallLMKind()

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_models.checkpoint import fingerprint_target, save_pretrained
-from draft_models.target.stack import load_config, load_tokenizer
-from draft_models.target.tensor_files import open_target
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.tensor_files import open_tensors
 from inference.settings import EvaluateConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
@@ -29,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     path = str(save_target(folder / "target"))
     byte_tokenizer().save_pretrained(path)
-    fingerprint = fingerprint_target(open_target(path), load_config(path), load_tokenizer(path))
+    fingerprint = fingerprint_target(open_tensors(path), load_config(path), load_tokenizer(path))
     drafter = make_drafter(Path(path), LAYERS - 1, noise=0.05)
     save_pretrained(folder / "drafter", drafter, fingerprint, {}, torch.float32)
     return folder
