@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planted_faults import FAULTS, REACHED, planted
 from tqdm import tqdm
 
-from benchmarks.planted_faults import FAULTS, REACHED, planted
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
 from draft_models.checkpoint import from_pretrained, provenance

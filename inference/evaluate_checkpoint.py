@@ -25,8 +25,9 @@ def main(config: EvaluateConfig) -> None:
             heldout_fraction=heldout_fraction(run, DataConfig.heldout_fraction),
         )
         if run.target == "replay":
-            return evaluate_replay(run, prompts, VICUNA_SYSTEM)
-        return evaluate_checkpoint(
+            evaluate_replay(run, prompts, VICUNA_SYSTEM)
+            return
+        evaluate_checkpoint(
             run,
             prompts,
             lambda tokenizer, messages, chat: render_prompt(messages, tokenizer, run.template if chat else "none"),

@@ -88,7 +88,7 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     if room < 1:
         raise UserError(
             f"new_tokens={config.new_tokens}: expected less than the target's context of "
-            f"{target.max_position_embeddings} tokens"
+            f"{target.config.max_position_embeddings} tokens"
         )
     captured: dict[str, Batch] = {}
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}

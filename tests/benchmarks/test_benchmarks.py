@@ -128,6 +128,21 @@ def test_floor_leaves_out_what_does_not_fit(
     assert "10.0 GiB are free" in json.loads((tmp_path / "floor_cpu.json").read_text())["shapes"][0]["left_out"]
 
 
+def test_judgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a drafter of its own, as for a target that is only at hand; the gravest fault is refused."""
+    import bench_judgement
+
+    path, fault = save_target(tmp_path / "target"), "a wrong cache row after a rejection"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"number {i}: "}) + "\n" for i in range(3)))
+    options = ["--seeds", 4, "--num-prompts", 2, "--max-new-tokens", 12, "--faults", fault]
+    run(monkeypatch, bench_judgement, "--target", path, "--prompts", prompts, *options, "--out", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    refused = {row["fault"]: row["refused"] for row in rows if row["arm"] == "tree"}
+    assert refused == {"none": False, fault: True}
+    assert {row["seed"] for row in rows} == {4}
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: int) -> None:
     import bench_peers

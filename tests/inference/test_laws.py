@@ -21,7 +21,7 @@ from inference.drafters.early_exit import Calibrated
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, make_arms
 from inference.sampling import Sampler, invert
 from inference.settings import MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
-from inference.structures.shapes import factory, shapes
+from inference.structures import factory, shapes
 from inference.tree import DraftTree
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_documents

@@ -15,7 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 def test_it_covers_what_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert set(PACKAGES) == set(project["tool"]["setuptools"]["packages"])
+    installed = project["tool"]["setuptools"]["packages"]
+    found = {
+        str(path.parent.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert {name.replace(".", "/") for name in installed} == found
+    assert {name.partition(".")[0] for name in installed} == set(PACKAGES)
     assert code_version().startswith(project["project"]["version"] + "+")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draft_models.ngrams.kernels import Grams, merge_grams, mix, table_files
+from draft_models.ngrams import table_files
+from draft_models.ngrams.kernels import Grams, merge_grams, mix
 from draft_models.ngrams.table import TrigramTable, merge
 from draft_models.ngrams.table_files import ARRAYS, MAX_VOCABULARY
 from draft_models.target.vocabulary import vocabulary_digest

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from transformers import LlamaConfig
 from draft_models.early_exit import exit_layers
 from draft_models.target.architectures import layer_windows, load_config
 from draft_models.target.attention import packed_mask
+from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import pick_device, pick_dtype
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import TensorFiles, open_tensors
@@ -84,6 +86,21 @@ def test_unneeded_shards_may_be_missing(tmp_path: Path) -> None:
     load_layers(open_tensors(str(path)), config, exit_layers(config, 1), dtype=torch.float32)
     with pytest.raises(UserError, match=r"is named in model\.safetensors\.index\.json but missing"):
         load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "a/../../elsewhere.safetensors", "absolute", 3, None])
+def test_an_index_cannot_lead_out_of_the_directory(tmp_path: Path, file: object) -> None:
+    """Not even to a file that is there and holds the tensor."""
+    path = save_target(tmp_path / "target", shard="40KB")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    name, inside = next(iter(index["weight_map"].items()))
+    outside = tmp_path / "elsewhere.safetensors"
+    outside.write_bytes((path / inside).read_bytes())
+    index["weight_map"][name] = str(outside) if file == "absolute" else file
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for load in (open_tensors, lambda source: load_causal_lm(source, None)):
+        with pytest.raises(UserError, match=rf"weight_map\.{re.escape(name)}=.*expected a \.safetensors file in its"):
+            load(str(path))
 
 
 def test_digest_tells_fine_tunes_apart(tmp_path: Path) -> None:
