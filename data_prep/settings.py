@@ -20,12 +20,12 @@ class SourceConfig:
     """Where records come from and how they are read.
 
     source: python_stdlib (the interpreter's own library), hub (a Hugging Face dataset) or local (files).
-    packages: python_stdlib: the source of the installed packages too, about 200 MB beside torch and transformers.
-    path: the dataset's name for hub; for local a file, a directory, a glob, or a list of those.
-    subset, data_dir, revision, split, streaming: handed to `datasets.load_dataset` (hub only).
+    packages: for python_stdlib: read the source of the installed packages too, about 200 MB beside torch.
+    path: for hub the name of the dataset; for local a file, a directory, a glob, or a list of those.
+    subset, data_dir, revision, split, streaming: for hub only; handed to `datasets.load_dataset`.
     layout: how a record is laid out; auto decides from the first record of each file or dataset.
     column: the column to read; None: the layout's usual one.
-    template: how a conversation becomes text: the tokenizer's own chat template, or Vicuna's.
+    template: how a conversation becomes text: tokenizer (its own chat template) or vicuna.
     max_records: read only this many records, counted before the train / held-out split.
     """
 
@@ -146,7 +146,7 @@ class GenerateConfig:
     keep_truncated: bool = True  # false: drop answers that reached max_new_tokens without an end
     top_k_logits: int = 0  # also keep the target's k largest log-probabilities at every token, for distillation
     batch_size: int = 32  # prompts decoded together by one process
-    shard_size: int = 512  # prompts behind one file; a killed process repeats at most shard_size + batch_size - 1
+    shard_size: int = 512  # prompts in one file; a killed process repeats at most shard_size + batch_size - 1
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
     device_map: str | None = None  # auto spreads a large target over all GPUs of one process
     seed: int = 0

@@ -23,9 +23,9 @@ def load_small_lm(
 ) -> SmallLM:
     """The causal LM in `source` (local directory or Hub), frozen, for a target with `tokenizer`.
 
-    Layer by layer where this toolkit knows the architecture, otherwise by its own forward. Its embedding may be
-    padded to another size than the target's; the tokens themselves must agree. Raises `UserError` with both
-    sizes and the first differing token where they do not, before reading weights, and where it cannot run trees.
+    It runs layer by layer where this toolkit knows the architecture, otherwise by its own forward. Its embedding may be
+    padded to another size than the target's, but the tokens themselves must agree. Where they do not, `UserError` names
+    both sizes and the first differing token before weights are read. Raises `UserError` too where it cannot run trees.
     """
     config = read_config(source, revision, role="small_lm")
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)

@@ -50,10 +50,11 @@ Config = TypeVar("Config")
 def debugged(config: Config, small: Callable[[Any, Path], Any]) -> Iterator[Config]:
     """The `config` of a command as it is to be run: with debug=true a small one, once the models for it are there.
 
-    `small(config, models)` says what is small: a pure function of the config and the folder of `save_tiny_models`.
-    Everything lies in `<out_dir>-debug`, emptied first unless resume=true; the run's own out_dir in it is `run`. It is
-    kept from other runs meanwhile. All processes of a launcher call this. Raises `UserError` where that place holds
-    something else, or is another run's.
+    `small(config, models)` says what is small. It is a pure function of the config and the folder of
+    `save_tiny_models`. Everything lies in `<out_dir>-debug`, which is kept from other runs meanwhile. It is emptied
+    first, unless resume=true. The run's own out_dir in it is `run`. All processes of a launcher call this.
+
+    Raises `UserError` where that place holds something else, or is another run's.
     """
     given: Any = config
     if not given.debug:

@@ -24,7 +24,7 @@ def blocks(
     for path, continued in zip(shards.paths, shards.continued, strict=True):
         ids, lengths = read_shard(path, shards.dtype)
         bar.update(len(ids))
-        if continued:  # behind what its first n-grams begin with
+        if continued:  # after what its first n-grams begin with
             ids = np.concatenate([tail, ids])
             lengths[0] += len(tail)
         tail = ids[len(ids) - min(order - 1, int(lengths[-1])) :]

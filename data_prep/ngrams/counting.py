@@ -1,7 +1,7 @@
 """Counting n-grams out of core: shards of token ids → the n-gram table, in memory that does not grow with the corpus.
 
-For each order: blocks of n-grams are sorted and counted, each to a sorted run on disk; then the runs are merged one
-range of keys after another and written as the table's arrays. Keys are evenly spread
+For each order there are two passes. First, blocks of n-grams are sorted and counted, each to a sorted run on disk.
+Then the runs are merged, one range of keys after another, and written as the table's arrays. Keys are evenly spread
 (`draft_models.ngrams.kernels.mix`), so ranges of equal width are of about equal size. The table's bytes do not depend
 on the size of blocks and ranges.
 """
@@ -55,11 +55,12 @@ _RUN_TYPES = {"keys": _U8, "tokens": _U4, "counts": _U4}  # the fields of Grams
 
 
 def build_table(config: TrigramConfig) -> None:
-    """Read, tokenise and count a corpus; leaves a `TrigramTable` in `config.out_dir`. Prints one line of figures.
+    """Read, tokenise and count a corpus. Leaves a `TrigramTable` in `config.out_dir` and prints one line of figures.
 
-    Until it is whole it lies in `<out_dir>.building`; `config.resume` goes on with the shards found there. Of several
-    processes of a launcher the first builds it, with `config.workers` of its own, and the others have nothing to do.
-    Raises `UserError` for a bad corpus, tokenizer or place; whatever happens, `out_dir` holds a whole table or none.
+    Until the table is whole it lies in `<out_dir>.building`. `config.resume` goes on with the shards found there. Of
+    several processes of a launcher the first builds it, with `config.workers` of its own. The others have nothing to
+    do. Raises `UserError` for a bad corpus, tokenizer or place. Whatever happens, `out_dir` holds a whole table or
+    none.
     """
     if int(os.environ.get("RANK", "0")):
         return

@@ -1,8 +1,9 @@
-"""Text → token ids in shards on disk, by several processes; the part of a table's build that a kill does not undo.
+"""Text → token ids in shards on disk, by several processes. A kill does not undo this part of a table's build.
 
-A shard holds about `SHARD_CHARACTERS` of text; long documents go on in the next one. Its name is its place in the
-corpus and a hash of what it was made of, it appears by a rename, and where it begins depends on text and tokenizer
-alone: so a shard that is there is right, whoever wrote it, and the bytes do not depend on the number of processes.
+A shard holds about `SHARD_CHARACTERS` of text. A long document goes on in the next one. The name of a shard is its
+place in the corpus and a hash of what it was made of, and appears by a rename. Where a shard begins depends on text
+and tokenizer alone. So a shard that is there is right, whoever wrote it, and the bytes do not depend on the number of
+processes.
 """
 
 import hashlib

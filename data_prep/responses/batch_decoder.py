@@ -19,7 +19,7 @@ _REPACK = 0.75  # finished rows leave the batch, which copies the cache, once so
 
 @dataclass(frozen=True)
 class TopK:
-    """The target's own next-token law (temperature 1) where each of n tokens was emitted.
+    """The target's own distribution (temperature 1) at each of n tokens that it emitted: the likeliest k, and the rest.
 
     tokens int64 [n]: what was emitted. ids int64 [n, k], logprobs float32 [n, k]: the k likeliest tokens, likeliest
     first. tail float32 [n]: the probability of all others together.
@@ -31,11 +31,11 @@ class TopK:
     tail: Tensor
 
     def first(self, count: int) -> "TopK":
-        """The law of the first `count` tokens."""
+        """The same of the first `count` tokens."""
         return TopK(*(part[:count] for part in self._parts()))
 
     def then(self, other: "TopK") -> "TopK":
-        """This law's tokens, and the other's after them."""
+        """These tokens, and the other's after them."""
         return TopK(*(torch.cat(pair) for pair in zip(self._parts(), other._parts(), strict=True)))
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,10 +60,9 @@ class Answer:
 class Generator:
     """Continues prompts with `model`, a causal LM of transformers that keeps its state in `past_key_values`.
 
-    A token is the likeliest one in the first `greedy_tokens` of an answer, then drawn from `sampler`'s distribution
-    by inverting its cumulative sum at a uniform number of the prompt's own (Liu et al. 2023's hybrid generation). So
-    an answer is a function of its prompt and its numbers; prompts decoded beside it only move the last bits of its
-    logits.
+    The first `greedy_tokens` of an answer are the likeliest tokens. The rest are drawn from `sampler`'s distribution,
+    by inverting its cumulative sum at a uniform number of the prompt's own (Liu et al. 2023's hybrid generation). So an
+    answer is a function of its prompt and its numbers. Prompts decoded beside it only move the last bits of its logits.
 
     Raises `UserError` for a model that keeps its state elsewhere.
     """

@@ -1,15 +1,15 @@
-"""A directory of responses: shards written whole, read back for resuming and for training.
+"""A directory of responses: shards are written whole, and read back for resuming and for training.
 
     run.json                      what decides the responses
-    responses-00000.jsonl         records any reader of this project trains on, {"id", "messages" or "text", …}
+    responses-00000.jsonl         records that any reader of this project trains on, {"id", "messages" or "text", …}
     responses-00000.safetensors   with top_k_logits, of each response: ID.tokens [n], ID.top_ids and ID.top_logprobs
                                   [n, k], ID.tail [n] (see `TopK`), ID.sequence [m] and ID.places [n] (see `Response`)
     skipped-00000.jsonl           prompts without a response, {"id", "source", "reason", "detail"}
     summary.json                  counts over all shards, written when the run is through
     .lock                         held by the run that is writing
 
-A shard is there once its JSONL is, which is written last. Each prompt is in one shard. A `responses-*.jsonl` from
-elsewhere (a serving engine) may lie beside them: its prompts count as answered.
+A shard is complete when its JSONL is there: that file is written last. Each prompt is in one shard. A
+`responses-*.jsonl` from elsewhere (a serving engine) may lie beside them. Its prompts count as answered.
 """
 
 import hashlib
@@ -42,10 +42,10 @@ _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
 class Response(NamedTuple):
-    """A record of a shard, and where it was kept the target's law at its tokens.
+    """A record of a shard and, where they were kept, the target's distributions at its tokens (`top`).
 
-    sequence int64 [m]: the token ids that the target has seen and said; places int64 [n]: where in it the n tokens of
-    the law are. Of the turns before the last these are the tokens that the later prompts repeat unchanged.
+    sequence int64 [m]: the token ids that the target has seen and said. places int64 [n]: where in it the n tokens of
+    `top` are. Of the turns before the last these are the tokens that the later prompts repeat unchanged.
     """
 
     record: dict[str, Any]
@@ -82,7 +82,7 @@ def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
 
 
 def read_shard(shard: Path) -> Iterator[Response]:
-    """The responses of one JSONL file, with the laws beside it. Raises `UserError` if it cannot be read."""
+    """The responses of one JSONL file, with the distributions beside it. Raises `UserError` if it cannot be read."""
     companion = shard.with_suffix(".safetensors")
     laws = _read_laws(companion) if companion.exists() else {}
     for record, identity in _records(shard):
@@ -92,11 +92,11 @@ def read_shard(shard: Path) -> Iterator[Response]:
 def law_document(
     response: Response, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> tuple[Document, np.ndarray] | None:
-    """The text of a response as a document, and where in it the tokens of its law are: indices int64 [n].
+    """The text of a response as a document, and where in it the recorded tokens are: indices int64 [n].
 
-    The law `top` says what the target predicts for the token at each of these. It is the sequence that the target has
-    seen; where that was not kept (shards from elsewhere) the record is tokenised, which gives None if the tokens come
-    out otherwise than they were generated: sampled tokens often do.
+    `top` holds what the target predicts for the token at each of these. The document is the sequence that the target
+    has seen. Where that was not kept (shards from elsewhere) the record is tokenised. The result is None if tokenising
+    gives other tokens than were generated, as often happens to sampled text.
     """
     assert response.top is not None
     if response.sequence is not None:
@@ -231,7 +231,7 @@ def _law_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
 
 
 def _read_laws(path: Path) -> dict[str, _Law]:
-    """id → (law, sequence, places) of a shard's safetensors."""
+    """id → (distributions, sequence, places) of a shard's safetensors."""
     try:
         with safe_open(path, framework="pt") as file:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

@@ -51,9 +51,10 @@ _NOT_DECIDING = {
 def generate_responses(config: GenerateConfig) -> None:
     """Answer the prompts of `config.data` and leave them in `config.out_dir` (see `data_prep.responses.directory`).
 
-    Each process answers the prompts whose ids fall to it and writes its own shards. What a prompt is answered
-    depends on it, the target, the seed and the decoding options only: not on processes, batches, or how often the run
-    was stopped. With resume=true, prompts that were answered or skipped before are left alone; the data may have grown.
+    Each process answers the prompts whose ids fall to it, and writes its own shards. An answer depends on its prompt,
+    the target, the seed and the decoding options. It does not depend on processes, batches, or how often the run was
+    stopped. With resume=true, prompts that were answered or skipped before are left alone. The data may have grown
+    since.
 
     Raises `UserError` for an unusable target, data set or directory, and where another run is writing there.
     """
@@ -121,7 +122,7 @@ class Task:
     detail: str = ""
 
     def keep(self, answer: Answer) -> None:
-        """Add an answer to the current prompt; of earlier ones the law is kept as far as the prompt repeats them."""
+        """Add an answer to the current prompt; of earlier ones `law` is kept as far as the prompt repeats them."""
         same = 0
         while same < min(len(self.sequence), len(self.prompt)) and self.sequence[same] == self.prompt[same]:
             same += 1
@@ -240,7 +241,7 @@ class Responder:
             waiting = [task for task, answer in zip(waiting, answers, strict=True) if self._take(task, answer)]
 
     def response(self, task: Task) -> Response:
-        """The record of a task with an answer, and the target's law at the answers' tokens."""
+        """The record of a task with an answer, and the target's distributions at the answers' tokens."""
         shown: dict[str, Any] = {"id": task.id}
         if task.messages is None:
             shown |= {"text": self._text([*task.prompt, *task.answers[0].said]), "prompt_tokens": len(task.prompt)}

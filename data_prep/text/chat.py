@@ -35,13 +35,15 @@ class Document(NamedTuple):
 
 
 def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
-    """Tokenise records, each over its full text (a long one in pieces, see `data_prep.text.pieces`); order is kept.
+    """Tokenise records, in their order. Each is tokenised over its full text; a long one in pieces (see `pieces`).
 
-    Plain text: begins with the BOS token where the tokenizer adds one, ends with the EOS token where there is
-    one (a truncated text does not), and every token is supervised. A conversation is rendered by `template`
-    (tokenizer or vicuna), user turns after the last answer left out; supervised are the tokens that begin inside
-    an assistant's turn, its end-of-turn token included (of a truncated answer not). The ids of a conversation are
-    those of the whole rendering, so they need a fast tokenizer (one that reports text offsets).
+    Plain text begins with the BOS token where the tokenizer adds one. It ends with the EOS token where there is one; a
+    truncated text does not. Every token is supervised.
+
+    A conversation is rendered by `template` (tokenizer or vicuna). User turns after the last answer are left out. A
+    token is supervised if it begins inside an assistant's turn. The end-of-turn token counts as inside, except of a
+    truncated answer. The ids are those of the whole rendering, so a fast tokenizer is needed, one that reports text
+    offsets.
 
     Raises `UserError` for a tokenizer without chat template or offsets, and for a chat template that does not
     reproduce the history.
@@ -86,10 +88,10 @@ def render_prompt(
 ) -> list[int]:
     """Token ids to decode from: the conversation so far and the opening of the assistant's next turn.
 
-    turns: messages, or their texts with user and assistant in turn; the last is the user's.
-    template: tokenizer (its chat template), vicuna, none (the bare text, for completion), or auto: the
-    tokenizer's where it has one, else none. A leading BOS token is there exactly once where the tokenizer
-    adds one, or as the chat template writes it.
+    turns: messages, or their texts with user and assistant in turn. The last is the user's.
+    template: tokenizer (its chat template), vicuna, none (the bare text, for completion), or auto (the tokenizer's
+    where it has one, else none). A leading BOS token is there exactly once where the tokenizer adds one, or as the chat
+    template writes it.
     """
     require_choice("template", template, PROMPT_TEMPLATES)
     messages = [
@@ -155,7 +157,7 @@ def _render_conversation(
         return "", []
     messages = messages[: answers[-1] + 1]
     text, spans = _render_answers(messages, tokenizer, template, record["id"])
-    if record.get("truncated"):  # its last span ends where a mark behind its text comes out
+    if record.get("truncated"):  # its last span ends where a mark after its text comes out
         last = messages[-1] | {"content": messages[-1]["content"].rstrip() + _MARK}
         marked, _ = _render_answers([*messages[:-1], last], tokenizer, template, record["id"])
         spans[-1] = (spans[-1][0], marked.rfind(_MARK))

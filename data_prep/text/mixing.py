@@ -8,8 +8,9 @@ import numpy as np
 def rows_taken(available: Sequence[int], supervised: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Rows to take of each source, so that sources have shares of the supervised tokens in proportion to `weights`.
 
-    available, supervised: rows of each source, and labels in them; a row counts as its source's mean. As many rows as
-    possible: the source that is shortest for its share gives all it has. At least one of each.
+    available, supervised: rows of each source, and labels in them. A row counts as its source's mean. As many rows as
+    possible are taken: the source that is shortest for its share gives all it has. At least one of each is taken.
+    Example: 100 and 300 rows of equal labels, weights 1 and 1: 100 rows of each.
     """
     per_row = [labels / rows for labels, rows in zip(supervised, available, strict=True)]
     wanted = [weight / mean for weight, mean in zip(weights, per_row, strict=True)]

@@ -1,10 +1,12 @@
-"""Long texts in pieces: tokenised one by one they give the tokens of the whole, in memory that does not grow with it.
+"""Long texts in pieces. Tokenised one by one, they give the tokens of the whole in memory that does not grow with it.
 
-A tokenizer takes a few hundred bytes for every character that it is given at once. A text of more than `PIECE`
-characters is therefore cut, and where is found out by trying: a place will do if the text around it has the same tokens
-in two parts as in one. That holds for the whole text if tokens depend on no more than `_AROUND` characters around them,
-as they do wherever words are split from each other first. Where no place near the limit will do (a text without spaces
-or line ends, say) the text is cut at the limit all the same, and may have other tokens there than as a whole.
+A tokenizer takes a few hundred bytes for every character that it is given at once. So a text of more than `PIECE`
+characters is cut. The place is found by trying: a cut will do if the text around it has the same tokens in two parts
+as in one. Example: "…the cat | sat…" will do where the two halves give the tokens of "…the cat sat…".
+
+This holds for the whole text if a token depends on at most `_AROUND` characters around it. It does wherever a
+tokenizer splits words from each other first. Where no place near the limit will do (a text without spaces or line
+ends), the text is cut at the limit all the same. It may then have other tokens there than as a whole.
 """
 
 import re
@@ -67,7 +69,7 @@ def _keeps_tokens(text: str, start: int, stop: int, after: int, encode: Encode) 
 
 
 def _moved(rows: np.ndarray, by: int, left_out: int) -> np.ndarray:
-    """`rows` as they are in a text in which theirs begins at `by`, behind a space that its first token stands for."""
+    """`rows` as they are in a text in which theirs begins at `by`, after a space that its first token stands for."""
     moved = np.concatenate([rows[:, :1], rows[:, 1:] + by], axis=1)
     moved[:1, 1:2] -= left_out
     return moved

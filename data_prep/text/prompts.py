@@ -33,17 +33,19 @@ def read_prompts(
     prompt_chars: int = 1000,
     heldout_fraction: float = DataConfig.heldout_fraction,
 ) -> list[Prompt]:
-    """Prompts in a fixed order.
+    """Prompts, in a fixed order.
 
-    prompts: "python_stdlib" (beginnings of held-out files of the interpreter's library, `prompt_chars` long,
-    cut at a line end; one per file, and further ones from within the files where `limit` asks for more); the
-    path of a JSONL, JSON or parquet file; or a list of texts to complete. Layouts of a file, told by its
-    columns: MT-Bench / Spec-Bench (turns), HumanEval (task_id, prompt), GSM8K (question), Alpaca
-    (instruction, input), plain prompt or text, or a JSON list of strings. Questions are chat, the others text
-    to complete. `limit` keeps an evenly spread subset with categories balanced.
-    `heldout_fraction` must not be above the one used in training.
+    prompts: one of three things.
+      "python_stdlib": beginnings of held-out files of the interpreter's library, `prompt_chars` long and cut at a line
+      end. There is one per file, and more from within the files where `limit` asks for more.
+      A path of a JSONL, JSON or parquet file. Its columns tell the layout: MT-Bench / Spec-Bench (turns), HumanEval
+      (task_id, prompt), GSM8K (question), Alpaca (instruction, input), plain prompt or text, or a JSON list of strings.
+      Questions are chat, the others are text to complete.
+      A list of texts to complete.
+    limit: keep so many, evenly spread, with categories balanced.
+    heldout_fraction: must not be above the one used in training.
 
-    Raises `UserError` naming file and record for anything unusable.
+    Raises `UserError` that names file and record for anything unusable.
     """
     require(limit is None or limit >= 1, "limit", limit, "at least 1, or null")
     if isinstance(prompts, str) and prompts == "python_stdlib":

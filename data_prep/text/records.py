@@ -89,10 +89,10 @@ def find_layout(raw: Any, layout: str, column: str | None, where: str) -> Layout
 def to_record(raw: Any, layout: Layout, identity: str) -> Record:
     """Bring a raw record into normal form. `identity` (file:line) becomes its id and is named in errors.
 
-    A raw record with "finish": "length", as generate-responses writes them, is `truncated`.
+    A raw record with "finish": "length", as generate-responses writes it, is `truncated`. Texts become `encodable`.
 
-    Texts become `encodable`. Raises `UserError` if the column is missing or of another kind, `SkipRecordError` if it
-    or one of its turns is blank, or if its turns do not alternate between user and assistant.
+    Raises `UserError` if the column is missing or of another kind. Raises `SkipRecordError` if it or one of its turns
+    is blank, or if its turns do not alternate between user and assistant.
     """
     _require_mapping(raw, identity)
     _require_column(raw, layout.column, identity)

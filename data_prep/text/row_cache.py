@@ -39,7 +39,7 @@ class ArrayFile:
         return self
 
     def append(self, rows: np.ndarray) -> None:
-        """Write rows [n, width] behind the others."""
+        """Write rows [n, width] after the others."""
         self._file.write(rows.astype(self._dtype).tobytes())
         self._rows += len(rows)
 

@@ -46,12 +46,15 @@ _ROWS_A_WRITE = 1024
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Packed rows of seq_len tokens, memory-mapped; every row has at least one label.
+    """Packed rows of seq_len tokens, memory-mapped. Every row has at least one label.
 
-    An item is {"input_ids", "labels", "positions", "documents"}, int64 [seq_len] each. labels[t] is the id of
-    token t+1 where that is in the same document and supervised, else `IGNORE`; positions restart at 0 in each
-    document; documents count 0, 1, 2, … within the row and are −1 on padding (input id 0).
-    `counts` holds what `COUNTS` names, `key` identifies the content of all the rows.
+    An item is {"input_ids", "labels", "positions", "documents"}, int64 [seq_len] each. labels[t] is the id of token t+1
+    if that is in the same document and supervised, else `IGNORE`. positions restart at 0 in each document. documents
+    count 0, 1, 2, … within the row and are −1 on padding (input id 0). Example, with · for `IGNORE`:
+
+        input_ids a b c d e 0    labels b c · e · ·    positions 0 1 2 0 1 0    documents 0 0 0 1 1 −1
+
+    `counts` holds what `COUNTS` names. `key` identifies the content of all the rows.
     """
 
     def __init__(self, folders: Sequence[Path], kept: np.ndarray, key: str, counts: dict[str, int]) -> None:
@@ -89,14 +92,14 @@ def load_rows(
     *,
     max_rows: int | None = None,
 ) -> Rows:
-    """The rows of one split, from the cache or built now; `max_rows` keeps that many, evenly spread.
+    """The rows of one split, from the cache or built now. `max_rows` keeps that many, evenly spread.
 
-    The cache key is a hash of all that determines the content, so a hit is always right. Processes that call
-    this at once build one copy: the others wait. Prints the counts on one line (on rank 0).
+    The cache key is a hash of all that determines the content, so a hit is always right. When several processes call
+    this at once, one builds and the others wait. Rank 0 prints the counts on one line.
 
-    Of a mix, each source is cached by itself, and as many of its rows are taken as give it its share of the supervised
-    tokens (see `data_prep.text.mixing`): a function of the sources and weights alone. Tokens and supervised are then
-    counted by the sources' means.
+    Of a mix, each source is cached by itself. As many of its rows are taken as give it its share of the supervised
+    tokens (see `data_prep.text.mixing`). The choice depends on the sources and weights alone. Tokens and supervised
+    tokens are then counted by the sources' means.
 
     Raises `UserError` for bad input, a split without records, data without a supervised token, and a
     cache_dir that cannot be written.

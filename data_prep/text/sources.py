@@ -40,10 +40,10 @@ _NOT_LIBRARY = {
 def read_records(config: DataConfig, split: Split, counts: Counter[str] | None = None) -> Iterator[Record]:
     """The records of one split, in the order of the source.
 
-    A record is held out if a hash of it (of its path for python_stdlib, else of its content, so that copies
-    stay on one side) falls below `config.heldout_fraction`: the same on every machine, whatever else is read.
-    `counts` receives records, empty, malformed and unreadable. Of a mix, all records of each source in turn.
-    Raises `UserError` naming file and record.
+    A record is held out if a hash of it falls below `config.heldout_fraction`. The hash is of its path for
+    python_stdlib, else of its content, so that copies stay on one side. It is the same on every machine, whatever else
+    is read. `counts` receives records, empty, malformed and unreadable. Of a mix come all records of each source in
+    turn. Raises `UserError` that names file and record.
     """
     counts = Counter() if counts is None else counts
     for _, _, part in config.parts():
@@ -136,8 +136,8 @@ def python_stdlib_files() -> list[tuple[str, Path]]:
 def python_files(packages: bool) -> list[tuple[str, Path]]:
     """`python_stdlib_files`, and with `packages` the installed packages' source after it, as "site-packages/…".
 
-    A package's file whose content stands before it is left out: many carry copies of others, and of the library,
-    whose held-out files must not come back as training text.
+    A package's file is left out if its content has come before. Many packages carry copies of others and of the
+    library, whose held-out files must not come back as training text.
     """
     files = python_stdlib_files()
     if not packages:

@@ -1,8 +1,8 @@
 """What is learnt while decoding, beside a read-only n-gram table: raised probabilities, and an index of the text.
 
-Both are a `ContextMap`: contexts with weighted successors, in flat arrays that compiled code walks. In an `Overlay` the
-weights are probabilities, raised by ADED's Algorithm 2, which stand for the table's own. In a `TextIndex` they count
-what followed every context of 1 to K tokens in the text so far, older occurrences decayed.
+Both are a `ContextMap`: contexts with weighted successors, in flat arrays that compiled code walks. In an `Overlay` a
+weight is a probability that ADED's Algorithm 2 has raised, and stands for the table's own. In a `TextIndex` a weight
+counts what followed a context of 1 to K tokens in the text so far, with older occurrences decayed.
 """
 
 import io
@@ -30,11 +30,11 @@ _ENTRY = np.dtype(
 
 
 class ContextMap(NamedTuple):
-    """Contexts in an open hash table of 2^b slots, their successors in linked lists, the heaviest first.
+    """Contexts in an open hash table of 2^b slots. A context's successors are a linked list, the heaviest first.
 
-    slots: records [2^b] of a context's key, the sum of its weights, its head (first entry, −1 where the slot is free)
-    and how often it was seen. entries: records [E] of a successor's weight, its base (where decay leads back to), its
-    token, and the following entry (−1: none). used: int64 [2], contexts and entries.
+    slots: records [2^b] of a context's key, the sum of its weights, its head (first entry; −1: the slot is free) and
+    how often it was seen. entries: records [E] of a successor's weight, its base (where decay leads back to), its
+    token, and the following entry (−1: none). used: int64 [2], the numbers of contexts and entries.
     """
 
     slots: np.ndarray
@@ -103,7 +103,7 @@ def _is_sound(known: ContextMap, vocabulary: int) -> bool:
 
 
 def _successors(known: ContextMap, key: np.uint64) -> dict[int, float]:
-    """{token: weight} behind the context `key`, the heaviest first."""
+    """{token: weight} after the context `key`, the heaviest first."""
     entry = known.slots["head"][slot_of(known, key)]
     found = {}
     while entry >= 0:
@@ -225,7 +225,8 @@ def _decay(known, factor):  # type: ignore[no-untyped-def]
 class Overlay:
     """Probabilities of n-grams of one order, raised above the table's by the text they occurred in (Algorithm 2).
 
-    P ← min(P + increment, highest); what the table does not have begins at 0. Raises `UserError` if the table has no
+    P ← min(P + increment, highest). What the table does not have begins at 0. Example: with increment 0.4 and highest
+    0.7 an n-gram of P = 0.1 that occurs twice has 0.5, then 0.7. Raises `UserError` if the table has no
     n-grams of that order.
     """
 
@@ -251,7 +252,7 @@ class Overlay:
         _decay(self.known, factor)
 
     def successors(self, context: Sequence[int]) -> dict[int, float]:
-        """What was raised behind a context of order − 1 ids: {token: probability}, likeliest first."""
+        """What was raised after a context of order − 1 ids: {token: probability}, likeliest first."""
         if not all(0 <= token < self.table.vocabulary for token in context):
             return {}
         key = context_key(np.asarray(context, np.int64), len(context), len(context), self.level.bits)

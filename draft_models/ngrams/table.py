@@ -1,12 +1,13 @@
 """The n-gram table of ADED: successors and counts of contexts of 1 to 3 tokens, memory-mapped.
 
-P(w_n | w_1 … w_{n−1}) = C(w_1 … w_n) / C(w_1 … w_{n−1}), where C(context) counts what followed the context within
-its document, so the probabilities of a context sum to 1, or to less where rare successors were left out.
+P(w_n | w_1 … w_{n−1}) = C(w_1 … w_n) / C(w_1 … w_{n−1}). C(context) counts what followed the context within its
+document. So the probabilities of a context sum to 1, or to less where rare successors were left out. Example: "a b"
+was followed by c three times and by d once; then P(c | a b) = 3/4.
 
-A context is an integer: `token_bits` bits a token (those the vocabulary needs), the latest token lowest. Its key is
-`mix(packed, key_bits)`, key_bits = (n−1)·token_bits, a bijection on integers of that width: keys are spread evenly,
-the top bits say where to look, and no two contexts share a key. Ids from `vocabulary` up are in no context; whoever
-packs one must look first.
+A context is stored as one integer. Each token takes `token_bits` bits, as many as the vocabulary needs, the latest
+token lowest. The context's key is `mix(packed, key_bits)` with key_bits = (n−1)·token_bits. That is a bijection on
+integers of that width: no two contexts share a key, and keys are spread evenly, so their top bits say where to look.
+Ids from `vocabulary` up are in no context. Whoever packs one must look first.
 
 On disk: `table.json` and one raw little-endian file per array, `order<n>_<array>.bin` (see `table_files`). A
 directory that has `table.json` is complete: it got its name by a rename after the last byte was written.
@@ -51,11 +52,11 @@ from outrider.files import require_writable
 
 @dataclass(frozen=True)
 class Level:
-    """The n-grams of one order; arrays are read-only where they are mapped from a file.
+    """The n-grams of one order. Arrays that are mapped from a file are read-only.
 
-    buckets: uint32 [2^b + 1]; the contexts whose key begins with the b bits i are buckets[i] … buckets[i+1] − 1.
-    keys: uint64 [C], ascending. totals: uint32 [C], occurrences followed by anything, left-out successors included.
-    starts: uint32 or uint64 [C + 1]; the successors of context c are starts[c] … starts[c+1] − 1.
+    buckets: uint32 [2^b + 1]. The contexts whose key begins with the b bits i are buckets[i] … buckets[i+1] − 1.
+    keys: uint64 [C], ascending. totals: uint32 [C], how often anything followed, left-out successors included.
+    starts: uint32 or uint64 [C + 1]. The successors of context c are starts[c] … starts[c+1] − 1.
     tokens: uint16 or uint32 [S], counts: uint32 [S]; by context, then count descending, then token ascending.
     """
 

@@ -1,9 +1,10 @@
 """How an n-gram table lies on disk: its arrays' types and lengths, table.json, and what is checked on opening.
 
-`table.json` says what is in the table, the sha256 of every array and of itself. All of it is checked whenever a table
-is opened: that reads the arrays once, which look-up wants in memory anyway. Digests tell damage; that the arrays fit
-together (`fault_of`) is checked besides, since compiled look-up relies on it, whoever has written the table. A file
-that is changed while it is mapped goes unnoticed, but nothing beyond an array is ever read.
+`table.json` says what is in the table. It has the sha256 of every array and of itself. All of it is checked whenever
+a table is opened. That reads the arrays once, which look-up wants in memory anyway.
+
+Digests tell damage. `fault_of` checks besides that the arrays fit together, because compiled look-up relies on it,
+whoever wrote the table. A file that changes while it is mapped goes unnoticed, but nothing beyond an array is read.
 """
 
 import hashlib

@@ -80,11 +80,12 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, called by transformers' attention modules.
 
-    query [B, H, Q, D]; key, value [B, H/G, K, D]; attention_mask [B or 1, 1, Q, K] (bool with True = attend,
-    or additive), a `Band` where Q = K, or None. Returns ([B, Q, H, D], None). The G query heads that share a key
-    head are laid side by side along the query axis, so keys and values are read once and never copied. Without a
-    mask a single query sees every key, and Q = K queries are causal; a mask is required for 1 < Q < K, where "no
-    mask" has no safe meaning.
+    query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend,
+    the same additive, a `Band` where Q = K, None. Returns ([B, Q, H, D], None).
+
+    G query heads share a key head. They are laid side by side along the query axis, so keys and values are read once
+    and never copied. Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask
+    is required: "no mask" has no safe meaning there.
     """
     if softcap is not None or s_aux is not None:
         raise ValueError("attention with a soft cap or sinks is not supported")
@@ -144,8 +145,8 @@ def _by_products(
 ) -> Tensor:
     """`scaled_dot_product_attention` without dropout; additive masks only.
 
-    As in fused kernels scores, masks and softmax are in float32, or float64 where the input is; 16 bits are for what
-    is read from memory and for the weights of the values.
+    Scores, masks and softmax are in float32, as in fused kernels, or in float64 where the input is. 16 bits are for
+    what is read from memory and for the weights of the values.
     """
     scale = scale if scale is not None else query.shape[-1] ** -0.5
     scores = _scores(query, key)

@@ -18,9 +18,10 @@ from outrider.settings import listed
 class Fingerprint:
     """What a drafter belongs to. All fields but `target` and `revision` must match to load it.
 
-    weights: digest of a few rows of the first and the last layer; tokenizer, chat_template: digests. config: what
-    config.json says that decides numbers. tensors: digests by part of the model of a sample of every tensor (see
-    `TensorFiles.digests`), without the parts that were not on the machine. Earlier versions recorded neither.
+    weights: digest of a few rows of the first and the last layer. tokenizer, chat_template: digests. config: what
+    config.json says that decides numbers. tensors: digests of a sample of every tensor, by part of the model (see
+    `TensorFiles.digests`), without the parts that were not on the machine. Earlier versions recorded neither config nor
+    tensors.
     """
 
     target: str

@@ -25,7 +25,7 @@ def backbone(model: PreTrainedModel) -> Any:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm behind the last layer of a supported model."""
+    """The norm after the last layer of a supported model."""
     return backbone(model).get_submodule(anatomy(model.config).norm)
 
 
@@ -81,9 +81,9 @@ class LayerCache(Protocol):
 class LayerStack(nn.Module):
     """The layers of a causal LM, called a range at a time on hidden states.
 
-    Rotary tables are computed once (`reserve`) and indexed, which gives the same values as computing them in
-    every pass. They are kept in `rotary_dtype`, by default the model's, as the model itself would use them.
-    Where positions are learned, `embed` adds them, and the rotary tables have no columns.
+    Rotary tables are computed once (`reserve`) and indexed. The values are those of computing them in every pass.
+    They are kept in `rotary_dtype`, by default the model's, as the model itself would use them. Where positions are
+    learned, `embed` adds them, and the rotary tables have no columns.
     """
 
     cos: Tensor

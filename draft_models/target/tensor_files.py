@@ -54,10 +54,10 @@ class TensorFiles:
     def digests(self, names: Iterable[str], *, whole: bool = False, fetch: bool = True) -> dict[str, str]:
         """A short hash of each part (`part_of`) of the model: name, type, shape and bytes of its tensors as stored.
 
-        Of a tensor `_PIECES` pieces are read, spread evenly over it: a change is seen unless it is confined to
-        the 32nd part of one tensor between two of them. whole: every byte is read instead, and any change is seen.
-        fetch: files that are not here yet are fetched; otherwise parts that are not all here are left out.
-        `bytes_hashed` grows by what was read. Raises `UserError`.
+        Of a tensor `_PIECES` pieces are read, spread evenly over it. A change is seen unless it lies wholly between two
+        pieces, within the 32nd part of one tensor. whole: read every byte instead, and see any change. fetch: fetch
+        files that are not here yet; otherwise leave out parts that are not all here. `bytes_hashed` grows by what was
+        read. Raises `UserError`.
         """
         hashes: dict[str, bytes] = {}
         incomplete: set[str] = set()
@@ -112,7 +112,7 @@ class TensorFiles:
         )
 
     def _places(self, file: str, names: Iterable[str]) -> dict[str, tuple[str, str, int, int]]:
-        """Where tensors lie: path, type and shape, first byte, and the byte behind the last."""
+        """Where tensors lie: path, type and shape, first byte, and the byte after the last."""
         with self._open(file):  # proves that the header is sound
             path = str(self._path(file))
         with open(path, "rb") as opened:

@@ -27,7 +27,7 @@ class RowCache(Cache):
         super().__init__(layer_class_to_replicate=partial(_RowLayer, capacity))  # type: ignore[arg-type]  # is called
 
     def keep(self, base: int, rows: Sequence[int]) -> None:
-        """Keep the first `base` positions and, behind them in this order, positions base + r for r in `rows`."""
+        """Keep the first `base` positions and, after them in this order, positions base + r for r in `rows`."""
         for layer in self.layers:
             assert isinstance(layer, _RowLayer)
             layer.keep(base, rows)
@@ -73,7 +73,7 @@ class _RowLayer(DynamicLayer):
 
 
 class PlainLM(nn.Module):
-    """`model` behind the little that drafting needs of it: rows at given positions that see given rows."""
+    """`model` with the little that drafting needs of it: rows at given positions that see given rows."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -89,10 +89,10 @@ class PlainLM(nn.Module):
     def rows(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache, *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Feed tokens [n] at positions [n] behind what `cache` holds; visible bool [n, cached + n].
+        """Feed tokens [n] at positions [n] after what `cache` holds; visible bool [n, cached + n].
 
-        Returns the last hidden states [n, d], behind the model's final norm where transformers reports them so,
-        and next-token logits [n, V], or with `last_only` those of the last row [1, V].
+        Returns the last hidden states [n, d], after the model's final norm where transformers reports them so, and
+        next-token logits [n, V]. With `last_only` the logits are those of the last row, [1, V].
         """
         mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device)
         mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)
@@ -141,9 +141,13 @@ def _load(source: str, revision: str | None, dtype: torch.dtype) -> PlainLM:
 def require_rows(lm: PlainLM) -> None:
     """Raise `UserError` unless `lm` (float32) gives a branching tree its paths' logits, and forgets what is not kept.
 
-    A root with two children is fed at once behind a short prompt, then one child is dropped and a token fed
-    behind the other. Every logit row is compared with the model's own forward over that path as plain text.
-    A window that a forward applies unasked shows only in a text longer than it; drafts suffer from it, no text.
+    A root with two children is fed at once after a short prompt. Then one child is dropped, and a token is fed after
+    the other. Every logit row is compared with the model's own forward over that path as plain text:
+
+        prompt ─ root ┬ child        compared with the forward over: prompt root child
+                      └ kept ─ token                              and: prompt root kept token
+
+    A window that a forward applies unasked shows only in a text longer than it. Drafts suffer from it, no text does.
     """
     ids = torch.linspace(0, lm.config.get_text_config().vocab_size - 1, 10, device=lm.device).long()
     prompt, tree, follower = ids[:6], ids[6:9], ids[9:]

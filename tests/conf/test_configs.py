@@ -273,13 +273,6 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_readme_commands_compose() -> None:
-    commands = written_commands((ROOT / "README.md").read_text().splitlines())
-    assert {command for command, _ in commands} == set(COMMANDS)
-    for command, overrides in commands:
-        compose_and_build(command, overrides)
-
-
 def test_makefile_commands_compose() -> None:
     lines = (ROOT / "Makefile").read_text().replace("$(RUN)", "").splitlines()
     ((command, overrides),) = written_commands([line.strip() for line in lines if line.startswith("\t")])
