@@ -6,8 +6,10 @@ the docstring of its class as `name: text`.
 
 import dataclasses
 import inspect
+import io
 import re
 import textwrap
+import tokenize
 import types
 import typing
 from collections.abc import Iterator
@@ -45,7 +47,29 @@ def help_text(name: str, schema: type, overrides: list[str]) -> str:
     for option in options_of(schema, composed):
         lines.append(f"{option.key}={option.default}   ({option.kind})")
         lines += textwrap.wrap(option.meaning, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
-    return "\n".join([*lines, "", "--cfg job prints the config as composed; --multirun runs several, e.g. -m fit.seed=0,1"])
+    return "\n".join(
+        [*lines, "", "--cfg job prints the config as composed; --multirun runs several, e.g. -m fit.seed=0,1"]
+    )
+
+
+def markdown(commands: dict[str, tuple[str, type]]) -> str:
+    """docs/options.md: the options of all commands; commands: script and settings by the name of their YAML."""
+    parts = [
+        "# Options",
+        "Every command takes `key=value`. This page is made from the settings by `python docs/make_options.py`; "
+        "`--help` prints the same of one command.",
+    ]
+    for name, (script, schema) in commands.items():
+        parts += [f"## {script}", first_sentence(schema)]
+        groups = [f"- `{group}`: {', '.join(choices)}" for group, choices in groups_of(name).items()]
+        if groups:
+            parts.append("Groups, chosen with `group=choice`:\n\n" + "\n".join(groups))
+        rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
+        for option in options_of(schema, compose_defaults(name, [])):
+            cells = (f"`{option.key}`", option.kind, f"`{option.default}`" if option.default else "", option.meaning)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts) + "\n"
 
 
 def compose_defaults(name: str, overrides: list[str]) -> DictConfig:
@@ -133,15 +157,19 @@ def _from_docstring(cls: type) -> dict[str, str]:
 
 def _from_comments(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
+    source = textwrap.dedent(inspect.getsource(cls))
+    comments = {
+        token.start[0]: token.string.removeprefix("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
     above: list[str] = []
-    for line in inspect.getsource(cls).splitlines():
-        declared = re.match(r"    (\w+): [^#]*?(?:  # (.*))?$", line)
+    for number, line in enumerate(source.splitlines(), start=1):
+        declared = re.match(r"    (\w+): ", line)
         if line.startswith("    # "):
-            above.append(line.removeprefix("    # "))
-        elif declared:
-            name, comment = declared.groups()
-            if comment or above:
-                found[name] = " ".join([*above, *([comment] if comment else [])])
+            above.append(comments[number])
+        elif declared and (above or number in comments):
+            found[declared[1]] = " ".join([*above, *([comments[number]] if number in comments else [])])
             above = []
         else:
             above = []

@@ -63,15 +63,15 @@ class StopConfig:
     """When a draft is long enough, or a tree deep enough (see inference/stopping.py)."""
 
     rule: str = "fixed"  # fixed | confidence | beta | calibrated (early_exit, after train/calibrate.py)
-    # Tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts exactly so many, or chooses:
-    max_draft: int | str | None = None  # auto; null: 8 tokens, as many levels as the structure has by itself
+    # tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts so many; auto: what pays;
+    max_draft: int | str | None = None  # null: 8 tokens, as many levels as the structure has by itself
     threshold: float = 0.4  # confidence: stop below this probability
-    alpha: float = 4.0  # beta: the prior, as successes …
-    beta: float = 2.0  # … and failures already seen
+    alpha: float = 4.0  # beta: successes that the prior counts for
+    beta: float = 2.0  # beta: failures that the prior counts for
     update: str = "natural"  # beta: natural | printed
     evidence: str = "both"  # calibrated: both | model (the head alone) | sample (what was observed alone)
-    model_sigma: float = 0.15  # calibrated: σ_M and σ_S, how far head and sample are trusted
-    sample_sigma: float = 1.0
+    model_sigma: float = 0.15  # calibrated: σ_M, how far off the head is taken to be
+    sample_sigma: float = 1.0  # calibrated: σ_S, how far off what was observed is taken to be
     prior: float = 0.7  # calibrated: θ̂ before anything was observed
     mean: str = "sample"  # calibrated: θ̂ is the share of tested tokens that were right; printed: the paper's formula
 
@@ -115,13 +115,13 @@ class StructureConfig:
     widths: tuple[int, ...] | str = (4, 2, 2)  # k_config: children per node, level by level; or auto
     draw: str = "without_replacement"  # k_config when sampling: with_replacement | without_replacement | top_k
     delta: float | None = None  # opt_tree: stop when E(A) gains no more than this; null: μ, as measured here
-    out_degree: int = 4  # token_graph, and its pruning and merging:
-    theta_prob: float = 0.2
-    theta_sibling: float = 0.3
-    tau: int = 2
+    out_degree: int = 4  # token_graph: children of a node at most
+    theta_prob: float = 0.2  # token_graph: a less probable node stays a leaf
+    theta_sibling: float = 0.3  # token_graph: so does one less probable than this share of its likeliest sibling
+    tau: int = 2  # token_graph: nodes that end in the same τ tokens are merged; 0 merges nothing
     shape: str = "eagle"  # static: eagle | binary | a JSON file of rank paths
-    temperature: float = 1.0  # of q under greedy decoding, where q only ranks: the target takes its likeliest token
-    # far more often than q says, so a sharper q (below 1) makes opt_tree and token_graph draft deeper
+    # of q under greedy decoding, where q only ranks: the target takes its likeliest token far more often than q says,
+    temperature: float = 1.0  # so a sharper q (below 1) makes opt_tree and token_graph draft deeper
 
     def __post_init__(self) -> None:
         require_choice("kind", self.kind, ("chain", "k_config", "opt_tree", "token_graph", "static"))
@@ -172,14 +172,14 @@ class NgramConfig:
     depth: int = 4  # tokens ahead at most
     order: int = 3  # table: the n of its n-grams
     adapt: bool = True  # table: raise the n-grams of prompt and output (Algorithm 2), and with it:
-    increment: float = 0.4
-    max_probability: float = 0.7
+    increment: float = 0.4  # table: what Algorithm 2 adds to an n-gram that occurs
+    max_probability: float = 0.7  # table: and the most that it comes to
     search: str = "best_first"  # table: best_first | puct; the paper's search has these settings:
     iterations: int = 150  # puct: s
     sentences: int = 24  # puct: n, the best ones that make the tree
     widest: int = 12  # puct: t, likeliest successors of a state in the table that count
     c1: float = 32.0  # puct: more explores more
-    c2: float = 8.0
+    c2: float = 8.0  # puct: larger makes exploration grow more slowly
     longest: int = 8  # mixed: longest context that is looked up in the text
     decay: float = 0.85  # mixed: what a count keeps when its context occurs again
     strength: float = 20.0  # mixed: how many tokens' evidence the prior weight of a source counts for
@@ -285,10 +285,11 @@ class EvaluateConfig:
     checkpoint: str | None = None  # early-exit drafter directory, for methods with source=early_exit
     small_lm: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
     table: str | None = None  # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
-    target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for; or "replay":
-    transcripts: str | None = None  # recorded greedy answers to `prompts` (see inference/evaluate/replay.py), and
-    tokenizer: str | None = None  # their tokenizer, a Hugging Face directory or a SentencePiece .model
-    revision: str | None = None
+    target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for; or replay
+    transcripts: str | None = None  # target=replay: recorded greedy answers to `prompts`
+    tokenizer: str | None = None  # target=replay: a Hugging Face directory or a SentencePiece .model
+    revision: str | None = None  # of the target on the Hub: branch, tag or commit
+    # the ways of decoding to compare, by name; method=[…] chooses presets
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     prompts: str = "python_stdlib"  # held-out standard-library files, or a JSONL/JSON file of prompts
     prompt_text: list[str] = field(default_factory=list)  # inline prompts instead
@@ -296,20 +297,20 @@ class EvaluateConfig:
     num_prompts: int | None = 24  # evenly spread; null: all
     template: str = "auto"  # auto | tokenizer | vicuna | none
     max_new_tokens: int = 128  # target=replay: the length of the recorded answer where that is longer
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # go on to max_new_tokens
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generation_config: str = "target"  # target: what acts on greedy decoding there is taken over | none: ignored
     stop_strings: list[str] = field(default_factory=list)  # text also ends with the first of these; none: the target's
     repeats: int = 1  # timed passes over every prompt, which draw anew when sampling; the one of median time counts
     compare_transformers: bool = True  # also time model.generate
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
-    device: str = "auto"
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: str = "auto"  # eager | graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA) | auto
     threads: int | None = None  # CPU threads; null: torch's choice
-    seed: int = 0
+    seed: int = 0  # of sampling, and of what rules and searches draw
     drafters: dict[str, str] = field(default_factory=dict)  # models of other kinds, as +drafters.NAME=PATH
     card: bool = False  # also put the table into README.md of the drafters evaluated
-    out_dir: str = "runs/evaluate"
+    out_dir: str = "runs/evaluate"  # where the report goes
     resume: bool = False  # go on with what an earlier run left in out_dir
     debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, few tokens
     debug_architecture: str = "llama"  # see ARCHITECTURES

@@ -240,15 +240,6 @@ def test_ctrl_c_ends_in_one_line() -> None:
     assert (run.returncode, run.stderr) == (130, "interrupted\n")
 
 
-def test_help_says_where_the_options_are_explained() -> None:
-    run = subprocess.run(
-        [sys.executable, ROOT / "train/eesd.py", "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    assert run.startswith("Options are key=value.")
-    assert "exit_layer: null" in run
-    assert {path.name for path in ROOT.glob("*/*settings.py")} >= {"settings.py", "fit_settings.py"}
-
-
 def test_an_option_of_what_was_not_chosen() -> None:
     with pytest.raises(HydraException) as refused:
         compose_and_build("evaluate_checkpoint", ["checkpoint=c", "methods.eesd_fixed.stop.max_draft=3"])
