@@ -102,7 +102,7 @@ def options_of(schema: type, composed: Any, prefix: str = "") -> Iterator[Option
         inner = typing.get_args(kind)[1:] if typing.get_origin(kind) is dict else ()
         if inner and dataclasses.is_dataclass(inner[0]):
             yield Option(f"{key}.NAME", "settings", "", meanings.get(field.name, ""))
-            yield from options_of(inner[0], None, f"{key}.NAME.")
+            yield from options_of(typing.cast(type, inner[0]), None, f"{key}.NAME.")
             continue
         missing = composed is not None and OmegaConf.is_missing(composed, field.name)
         if composed is None:
