@@ -4,12 +4,15 @@ Everything here is called on every process, does nothing to a model that is whol
 the marks they leave on a parameter: `ds_id`, or the type `DTensor`.
 """
 
-from collections.abc import Iterable, Iterator
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -84,6 +87,31 @@ def mark_layers(model: Any) -> None:
     """Name the transformer layers in `model` where FSDP's TRANSFORMER_BASED_WRAP looks for them."""
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     model._no_split_modules = sorted({type(layer).__name__ for layer in layers})
+
+
+@contextmanager
+def deepspeed_config(accelerator: Accelerator, decided: Mapping[str, float]) -> Iterator[None]:
+    """While `prepare` reads DeepSpeed's config, it has what the loop has `decided` in the place of "auto".
+
+    The next run of this process finds "auto" again. Does nothing without DeepSpeed. Raises `UserError` where the
+    launcher's config decides otherwise.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        yield
+        return
+    from deepspeed.utils import logger  # Linux only
+
+    logger.setLevel(logging.ERROR)
+    plugin: Any = accelerator.deepspeed_plugin
+    given = plugin.deepspeed_config
+    for key, value in decided.items():
+        if given.get(key, "auto") not in ("auto", value):
+            raise UserError(f"DeepSpeed's {key}={given[key]}: the settings of `fit` make it {value}; write auto there")
+    plugin.deepspeed_config = plugin.hf_ds_config.config = {**copy.deepcopy(given), **decided}
+    try:
+        yield
+    finally:
+        plugin.deepspeed_config = plugin.hf_ds_config.config = given
 
 
 def refuse_fsdp(what: str) -> None:

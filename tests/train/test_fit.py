@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import default_collate
@@ -22,8 +23,8 @@ from tests.train.jobs import TORCHRUN, finish, kill_when
 from train import run_dir
 from train.fit import fit
 from train.fit_settings import WandbConfig
-from train.progress import LOG_FILE, start_wandb
-from train.row_order import RowOrder, epoch_order
+from train.progress import LOG_FILE, start_wandb, tracker_of
+from train.row_order import epoch_order, own_share, step_rows
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
 
 REPOSITORY = Path(__file__).parents[2]
@@ -143,9 +144,19 @@ def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
 def test_row_order_is_a_function_of_seed_and_epoch():
     assert epoch_order(50, 1, 0) == epoch_order(50, 1, 0)
     assert len({tuple(epoch_order(50, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
-    order = list(RowOrder(10, 25, seed=3))
-    assert len(order) == len(RowOrder(10, 25, seed=3)) == 25
+    order = [row for step in range(5) for row in step_rows(10, 5, 3, step)]
+    assert len(order) == 25
     assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+    assert order[8:24] == [row for step in range(2, 6) for row in step_rows(10, 4, 3, step)]  # across epochs
+
+
+@pytest.mark.parametrize(("micro", "processes"), [(1, 1), (4, 1), (2, 2), (3, 4)])
+def test_processes_share_a_step_out(micro, processes):
+    """Taken in turn, their micro batches are the step's rows in order: it does not matter how many there are."""
+    rows = step_rows(37, 24, 0, 2)
+    shares = [own_share(rows, micro, process, processes) for process in range(processes)]
+    assert {len(share) for share in shares} == {24 // (micro * processes)}
+    assert [row for turn in zip(*shares, strict=True) for batch in turn for row in batch] == rows
 
 
 # --------------------------------------------------------------------------------------------------- resume
@@ -209,7 +220,7 @@ def test_what_another_process_is_writing_is_neither_published_nor_removed(tmp_pa
 def test_a_finished_run_returns_at_once_with_its_weights(tmp_path, monkeypatch):
     found = iter([0.25, 0.5])
     model, first = _fit(tmp_path, evaluate=lambda *_: {"agreement": next(found)}, eval_every=4)
-    monkeypatch.setattr("train.fit._FitTrainer", None)  # nothing is to be trained
+    monkeypatch.setattr("train.fit.Engine", None)  # nothing is to be trained
     again, second = _fit(tmp_path, resume=True)
     assert second.resumed_from == second.steps == 8
     assert second.metrics == first.metrics == {"agreement": 0.5}
@@ -378,14 +389,29 @@ def test_a_resumed_run_continues_its_wandb_curves(tmp_path, monkeypatch):
     asked = []
 
     def init(**options):
-        asked.append((options["id"], options["resume"], options["mode"], options["config"]["seed"]))
+        asked.append((options["id"], options["resume"], options["mode"]))
         return SimpleNamespace(id="abc")
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    def update(values, **_):
+        asked[-1] += (values["seed"],)
+
+    online, disabled = WandbConfig(mode="online"), WandbConfig(mode="disabled")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, config=SimpleNamespace(update=update)))
     for _ in range(2):
-        start_wandb(WandbConfig(mode="online"), tmp_path, {"seed": 7})
+        start_wandb(Accelerator(log_with=tracker_of(online)), online, tmp_path, {"seed": 7})
     assert asked == [(None, None, "online", 7), ("abc", "allow", "online", 7)]
-    assert start_wandb(WandbConfig(mode="disabled"), tmp_path, {}) is None
+    without = Accelerator(log_with=tracker_of(disabled))
+    assert start_wandb(without, disabled, tmp_path, {}) is None
+    assert without.trackers == []
+
+
+def test_wandb_disabled_does_without_wandb(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    _fit(tmp_path, steps=2)
+    assert [entry["step"] for entry in _log(tmp_path)] == [2]
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", list)
+    with pytest.raises(UserError, match=r"wandb\.mode: wandb is not installed; pip install wandb, or disabled"):
+        _fit(tmp_path / "offline", steps=2, wandb=WandbConfig(mode="offline"))
 
 
 def test_wandb_offline_stays_in_out_dir(tmp_path, monkeypatch):
