@@ -112,6 +112,26 @@ def deepspeed_config(accelerator: Accelerator, decided: Mapping[str, float]) -> 
         yield
     finally:
         plugin.deepspeed_config = plugin.hf_ds_config.config = given
+    _round_once()
+
+
+def _round_once() -> None:
+    """Have the linear layers of ZeRO-3 add the bias before they round to bf16, as PyTorch's own do.
+
+    ZeRO-3 puts a function in the place of `torch.nn.functional.linear`, for the whole process, so that no gathered
+    weight stays until the backward. Given more than two dimensions it rounds the product and then the sum. A weight
+    whose gradient is next to nothing then moves the other way than in one process.
+    """
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap  # Linux only
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is None:
+            return zero3_linear_wrap(input, weight)
+        rows = zero3_linear_wrap(input.reshape(-1, input.shape[-1]), weight, bias)
+        return rows.view(*input.shape[:-1], rows.shape[-1])
+
+    if nn.functional.linear is zero3_linear_wrap:
+        nn.functional.linear = linear
 
 
 def refuse_fsdp(what: str) -> None:
