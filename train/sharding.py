@@ -5,6 +5,7 @@ the marks they leave on a parameter: `ds_id`, or the type `DTensor`.
 """
 
 import copy
+import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, parse_flag_from_env
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -56,6 +57,7 @@ def whole(model: nn.Module, engine: Any) -> Iterator[None]:
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
+        _make_copyable(module)
     offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)  # ZeRO-3 only
     if offload is not None:
         # Its hooks would gather and release, together with processes that are not taking part.
@@ -67,16 +69,38 @@ def whole(model: nn.Module, engine: Any) -> Iterator[None]:
     if offload is not None:
         offload.setup_zero_stage3_hooks()
     for module in sharded:
+        del vars(module)["__deepcopy__"]
         module.reshard()
         module.set_reshard_after_forward(module is not model, recurse=False)
+
+
+def _make_copyable(module: FSDPModule) -> None:
+    """Let `copy.deepcopy` make an ordinary module of one that FSDP holds; its class forbids any copy."""
+    vars(module)["__deepcopy__"] = functools.partial(_ordinary_copy, module)
+
+
+def _ordinary_copy(module: FSDPModule, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy with the class that `module` had before FSDP took it, without FSDP's hooks and state."""
+    kind: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    copied = memo[id(module)] = kind.__new__(kind)
+    fresh = vars(nn.Module())
+    for name, value in vars(module).items():
+        if "hook" in name and name in fresh:
+            vars(copied)[name] = fresh[name]
+        # PyTorch has no public way to undo `fully_shard`, which keeps its state under names that begin like this.
+        elif name != "__deepcopy__" and not name.startswith("__composable_api_state_key"):
+            vars(copied)[name] = copy.deepcopy(value, memo)
+    return copied
 
 
 def make_whole(model: nn.Module, *, frozen: bool = False) -> None:
     """Replace the parameters of `model` that are shared out by whole ones: the trained ones, or the frozen ones too.
 
-    Call it on every process; nothing can train the model after that.
+    Call it on every process; nothing can train the model after that, but it can be copied.
     """
     for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _make_copyable(module)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if (frozen or parameter.requires_grad) and is_shared_out(parameter):
                 value = whole_parameters([(name, parameter)])[name]
@@ -132,12 +156,6 @@ def _round_once() -> None:
 
     if nn.functional.linear is zero3_linear_wrap:
         nn.functional.linear = linear
-
-
-def refuse_fsdp(what: str) -> None:
-    """Raise `UserError` if FSDP is going to train: `what` copies modules, and FSDP's cannot be copied."""
-    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        raise UserError(f"{what}: decodes while training, which FSDP's modules do not allow; use ddp or DeepSpeed")
 
 
 def is_shared_out(parameter: nn.Parameter) -> bool:

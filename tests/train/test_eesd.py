@@ -249,18 +249,6 @@ def test_the_target_to_watch_with_is_there_before_training(
         train_early_exit(distilling(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=1))
 
 
-def test_decoding_under_fsdp_is_refused_at_once(
-    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    path = save_target(tmp_path / "target")
-    (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"decode_prompts=2: .*FSDP.*; use ddp or DeepSpeed"):
-        train_early_exit(distilling(path, corpus, tmp_path / "eesd", decode_prompts=2))
-    with pytest.raises(UserError, match="expected a safetensors checkpoint"):  # without decoding nothing is refused
-        train_early_exit(distilling(path, corpus, tmp_path / "eesd"))
-
-
 def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
     labels = torch.full((300,), IGNORE)
     labels[200:240] = 5
