@@ -4,6 +4,7 @@ The differences between these that Accelerate leaves to its caller are here, and
 """
 
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outrider.errors import UserError, reason
+from outrider.errors import UserError, reason, warn
 from train import sharding
 from train.fit_settings import FitConfig
 from train.optimizers import build_optimizer
@@ -40,6 +41,9 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, config: FitConfig, processes: int) -> None:
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if asked != "no":
+            warn(f"mixed_precision={asked} in the launcher's config has no effect; fit.precision decides")
         micro = config.micro_rows(processes)
         accumulated = config.batch_rows // (micro * processes)
         self.accelerator = Accelerator(
@@ -49,6 +53,8 @@ class Engine:
         )
         kind = self.accelerator.distributed_type
         self._deepspeed, self._fsdp = kind == DistributedType.DEEPSPEED, kind == DistributedType.FSDP
+        if self._fsdp and self.accelerator.state.fsdp_plugin.fsdp_version != 2:
+            raise UserError("fsdp_version=1: only FSDP2 can be trained with; see conf/accelerate/fsdp.yaml")
         if config.optimizer == "muon" and (self._deepspeed or self._fsdp):
             raise UserError("optimizer=muon: works on whole matrices; use adamw with DeepSpeed and FSDP, or DDP")
         set_seed(config.seed)  # of dropout, where a model has any

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import is_wandb_available
 from torch import Tensor
 from tqdm import tqdm
 
@@ -89,19 +90,21 @@ class Report:
 
 
 def tracker_of(config: WandbConfig) -> str | None:
-    """What an `Accelerator` is to log with; None where W&B is disabled, which needs no wandb then."""
-    return None if config.resolved_mode() == "disabled" else "wandb"
+    """What an `Accelerator` is to log with; None where W&B is disabled. Raises `UserError` without wandb otherwise."""
+    if config.resolved_mode() == "disabled":
+        return None
+    if not is_wandb_available():
+        raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled")
+    return "wandb"
 
 
 def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, run: Mapping[str, Any]) -> None:
     """Begin the W&B run of an accelerator that logs with `tracker_of(config)`; `out_dir` keeps its id.
 
-    run: JSON-able, what W&B shows as the run's config. Raises `UserError` without wandb.
+    run: JSON-able, what W&B shows as the run's config. Does nothing where W&B is disabled.
     """
-    if tracker_of(config) is None:
-        return
     if not accelerator.log_with:
-        raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled")
+        return
     id_file = out_dir / "wandb_run_id"
     known = id_file.read_text().strip() if id_file.exists() else None  # a resumed run continues its curves
     options = {

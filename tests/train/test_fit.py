@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from train.fit_settings import WandbConfig
 from train.progress import LOG_FILE, start_wandb, tracker_of
 from train.row_order import epoch_order, own_share, step_rows
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
+from train.training_state import STATE_FILE
 
 REPOSITORY = Path(__file__).parents[2]
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
@@ -139,6 +141,12 @@ def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
         seen.clear()
         model(**default_collate(tiny_rows(2)))
         assert seen.pop() == torch.float32  # of the loop nothing is left
+
+
+def test_the_launchers_precision_is_not_taken_silently(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    _fit(tmp_path, steps=1, warmup=0)
+    assert "warning: mixed_precision=fp16 in the launcher's config has no effect" in capsys.readouterr().err
 
 
 def test_row_order_is_a_function_of_seed_and_epoch():
@@ -262,6 +270,49 @@ def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
     _fit(tmp_path, steps=4, resume=True, log_every=1, save_every=1, micro_batch_rows=2)
     assert [entry["step"] for entry in _log(tmp_path)] == [2, 4, 3, 4]
     assert (tmp_path / "checkpoint-3").exists()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
+    """Trainer's: a scheduler beside the optimizer, and the evaluations in its log."""
+    model, first = _fit(tmp_path / "old", evaluate=lambda *_: {"agreement": 0.5})
+    lines = [{"step": 2, "loss": 1.0}, {"step": 8, "eval_agreement": 0.5, "epoch": 1.0}]
+    for checkpoint in run_dir.checkpoints(tmp_path / "old"):
+        (checkpoint / STATE_FILE).unlink()
+        state = {"global_step": run_dir.step_of(checkpoint), "log_history": lines, "epoch": 1.0, "max_steps": 8}
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        torch.save({"last_epoch": run_dir.step_of(checkpoint)}, checkpoint / "scheduler.pt")
+    assert _fit(tmp_path / "old", resume=True)[1].metrics == first.metrics
+    shutil.rmtree(tmp_path / "old" / "checkpoint-8")
+    again, second = _fit(tmp_path / "old", resume=True, evaluate=lambda *_: {"agreement": 0.5})
+    assert second.resumed_from == 6
+    torch.testing.assert_close(_weights(again), _weights(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
+def test_a_damaged_state_names_the_file_and_the_way_on(tmp_path, name):
+    _fit(tmp_path, steps=4)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    file = tmp_path / "checkpoint-2" / name
+    for content in (file.read_bytes()[:-100], b""):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name}: not readable .*; remove .*checkpoint-2"):
+            _fit(tmp_path, steps=4, resume=True)
+
+
+class _Dropping(TinyModel):
+    """Draws from torch's own random numbers."""
+
+    def forward(self, **inputs):
+        return {"loss_sum": super().forward(**inputs)["loss_sum"] * (1 + torch.rand(()))}
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    straight, _ = _fit(tmp_path, _Dropping())
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    torch.manual_seed(5)
+    resumed, result = _fit(tmp_path, _Dropping(), resume=True)
+    assert result.resumed_from == 6
+    torch.testing.assert_close(_weights(resumed), _weights(straight), rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
@@ -396,9 +447,10 @@ def test_a_resumed_run_continues_its_wandb_curves(tmp_path, monkeypatch):
         asked[-1] += (values["seed"],)
 
     online, disabled = WandbConfig(mode="online"), WandbConfig(mode="disabled")
+    accelerators = [Accelerator(log_with=tracker_of(online)) for _ in range(2)]
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, config=SimpleNamespace(update=update)))
-    for _ in range(2):
-        start_wandb(Accelerator(log_with=tracker_of(online)), online, tmp_path, {"seed": 7})
+    for accelerator in accelerators:
+        start_wandb(accelerator, online, tmp_path, {"seed": 7})
     assert asked == [(None, None, "online", 7), ("abc", "allow", "online", 7)]
     without = Accelerator(log_with=tracker_of(disabled))
     assert start_wandb(without, disabled, tmp_path, {}) is None
@@ -409,7 +461,7 @@ def test_wandb_disabled_does_without_wandb(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
     _fit(tmp_path, steps=2)
     assert [entry["step"] for entry in _log(tmp_path)] == [2]
-    monkeypatch.setattr("accelerate.tracking.get_available_trackers", list)
+    monkeypatch.setattr("train.progress.is_wandb_available", lambda: False)
     with pytest.raises(UserError, match=r"wandb\.mode: wandb is not installed; pip install wandb, or disabled"):
         _fit(tmp_path / "offline", steps=2, wandb=WandbConfig(mode="offline"))
 

@@ -8,16 +8,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from data_prep.settings import DataConfig
 from draft_models.checkpoint import WEIGHTS_FILE
+from outrider.errors import UserError
 from tests.launched import free_port
 from tests.train.fit_job import TinyModel
 from tests.train.jobs import FIT, distilling, finetuning, finish, launch
+from train import sharding
 from train.early_exit import train_early_exit
 from train.settings import DrafterConfig
 from train.small_lm import finetune_drafter
@@ -106,6 +111,22 @@ def test_processes_that_share_equal_one(
     for file in checkpoint.rglob("*.pt"):
         assert "embedding" not in str(torch.load(file, weights_only=False).get("module", "")), file
     assert not (checkpoint / "pytorch_model_fsdp.bin").exists()
+
+
+def test_what_the_loop_decides_is_filled_into_deepspeeds_config_and_never_overrules_it() -> None:
+    given = {"train_batch_size": "auto", "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
+    plugin = SimpleNamespace(deepspeed_config=given, hf_ds_config=SimpleNamespace(config=given))
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, deepspeed_plugin=plugin)
+    with sharding.deepspeed_config(accelerator, {"train_batch_size": 8, "gradient_clipping": 1.0}):
+        assert plugin.deepspeed_config is plugin.hf_ds_config.config
+        assert plugin.deepspeed_config == {**given, "train_batch_size": 8}
+    assert plugin.deepspeed_config is plugin.hf_ds_config.config is given
+    assert given["train_batch_size"] == "auto"  # for the next run of this process
+    with (
+        pytest.raises(UserError, match=r"gradient_clipping=1\.0: the settings of `fit` make it 0\.5; write auto"),
+        sharding.deepspeed_config(accelerator, {"gradient_clipping": 0.5}),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
