@@ -52,7 +52,7 @@ from train.fit import fit
 from train.pipeline_run import run_pipeline
 from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
 from train.time_budget import steps_for_minutes
-from train.trainer_state import read_trainer_state
+from train.training_state import EARLIER_FILE, STATE_FILE, read_state
 
 ROOT = Path(__file__).parents[1]
 
@@ -232,10 +232,20 @@ def test_a_training_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFi
     train(resume=False)
     finished, middle = (run_dir.checkpoints(out_dir)[i] for i in (-1, 0))
     require_named(finished / "run.json", train, capsys, 20)
-    require_named(finished / "trainer_state.json", train, capsys, 60)
-    require_named(middle / "trainer_state.json", lambda: read_trainer_state(middle), capsys, 100)
+    require_named(finished / STATE_FILE, train, capsys, 60)
+    require_named(middle / STATE_FILE, lambda: read_state(middle), capsys, 100)
     shutil.rmtree(finished)
-    (middle / "trainer_state.json").write_text('{"global_step": "1"}')
+    (middle / STATE_FILE).write_text('{"step": "1"}')
+    with pytest.raises(UserError, match=r"training_state\.json: damaged state of a training .*remove .*checkpoint-1"):
+        train()
+    (middle / STATE_FILE).unlink()
+    with pytest.raises(UserError, match=r"training_state\.json: no readable state .*remove .*checkpoint-1"):
+        train()
+    lines = [{"step": 1, "loss": 2.5}, {"step": 1, "eval_tau": 1.5, "epoch": 0.5}]
+    (middle / EARLIER_FILE).write_text(json.dumps({"global_step": 1, "log_history": lines, "epoch": 0.5}))
+    assert read_state(middle).metrics == {"tau": 1.5}
+    require_named(middle / EARLIER_FILE, lambda: read_state(middle), capsys, 100)
+    (middle / EARLIER_FILE).write_text('{"global_step": "1", "log_history": []}')
     with pytest.raises(UserError, match=r"trainer_state\.json: damaged state of a training .*remove .*checkpoint-1"):
         train()
 

@@ -28,7 +28,7 @@ from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import recorded_at_first
-from train import run_dir, sharding
+from train import run_dir
 from train.best import BEST_FOLDER, Best
 from train.debug import small_eesd
 from train.export import served_dtype
@@ -51,8 +51,6 @@ def train_early_exit(config: EesdConfig) -> None:
             plan = make_plan(config, target.config, exit_layer)
             print(describe_plan(plan, exit_layer, target.config.num_hidden_layers), flush=True)
             return
-        if config.decode_prompts:
-            sharding.refuse_fsdp(f"decode_prompts={config.decode_prompts}")
         state, out_dir = join_processes(), require_writable(config.out_dir)
         with only_run_of(state, out_dir, "a training"):
             _train(config, target, exit_layer, out_dir, state)

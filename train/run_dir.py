@@ -38,6 +38,12 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+def describe_newest(out_dir: Path) -> str:
+    """Which checkpoint there is to go back to, in words."""
+    found = checkpoints(out_dir)
+    return f"{found[-1].name} is intact" if found else "there is no checkpoint yet"
+
+
 def require_free(out_dir: Path, resume: bool) -> None:
     """Make `out_dir`; raise `UserError` if it cannot be written or holds a run that is not to be resumed."""
     require_writable(out_dir)

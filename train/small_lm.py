@@ -54,7 +54,6 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     target, drafter, data set or directory, before any weight is read.
     """
     transformers_logging.disable_progress_bar()
-    sharding.refuse_fsdp("finetune_drafter")
     with debugged(config, small_finetune) as config:
         state, out_dir = join_processes(), require_writable(config.out_dir)
         with only_run_of(state, out_dir, "a training"):

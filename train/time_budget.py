@@ -101,7 +101,7 @@ def _seconds_per_step(
             fit(model, rows, probe, scratch, resume=True, on_step=on_step)
     finally:
         shutil.rmtree(scratch.parent, ignore_errors=True)
-        gc.collect()  # a trainer is part of cycles, and holds the model and the optimizer's state
+        gc.collect()  # what trains is part of cycles, and holds the model and the optimizer's state
     return statistics.median(after - before for before, after in itertools.pairwise(times[WARM_UP:]))
 
 

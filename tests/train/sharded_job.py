@@ -60,7 +60,8 @@ def adjust_launcher() -> None:
     original = AcceleratorState.__init__
 
     def with_gpus(self: AcceleratorState, *args: object, **options: object) -> None:
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        if not AcceleratorState._shared_state:  # later ones find the answer of the first
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         original(self, *args, **options)
 
     AcceleratorState.__init__ = with_gpus

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from data_prep.settings import DataConfig
 from data_prep.text.rows import load_rows
@@ -30,9 +30,10 @@ from outrider.run_dirs import LOCK_FILE
 from tests.launched import free_port
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train import jobs
+from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import TORCHRUN, distilling, finish, launch, same
-from train import fit as fit_module
 from train.early_exit import Watch, default_exit_layer, train_early_exit
+from train.fit import fit
 from train.watch import heldout_prompt, heldout_prompts
 
 FIT = replace(jobs.FIT, steps=6)
@@ -251,18 +252,6 @@ def test_the_target_to_watch_with_is_there_before_training(
         train_early_exit(distilling(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=1))
 
 
-def test_decoding_under_fsdp_is_refused_at_once(
-    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    path = save_target(tmp_path / "target")
-    (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"decode_prompts=2: .*FSDP.*; use ddp or DeepSpeed"):
-        train_early_exit(distilling(path, corpus, tmp_path / "eesd", decode_prompts=2))
-    with pytest.raises(UserError, match="expected a safetensors checkpoint"):  # without decoding nothing is refused
-        train_early_exit(distilling(path, corpus, tmp_path / "eesd"))
-
-
 def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
     labels = torch.full((300,), IGNORE)
     labels[200:240] = 5
@@ -275,19 +264,21 @@ def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
     assert heldout_prompt(row) == list(range(50))  # half of a short one
 
 
-def test_one_process_uses_one_gpu(tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_uses_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with several GPUs a plain script neither wraps the model nor multiplies the batch."""
-    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", property(lambda self: self._n_gpu))
-    original = TrainingArguments.__post_init__
+    sizes: list[int] = []
 
-    def several(self: TrainingArguments) -> None:
-        original(self)
-        self._n_gpu = 2
+    class Watched(TinyModel):
+        def forward(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            sizes.append(len(inputs["input_ids"]))
+            return super().forward(**inputs)
 
-    monkeypatch.setattr(TrainingArguments, "__post_init__", several)
-    arguments = fit_module._arguments(FIT, 6, tmp_path)
-    assert arguments.n_gpu == 1
-    assert arguments.train_batch_size == FIT.batch_rows
+    model, config = Watched(), tiny_config(steps=6)
+    for wrapper in ("DataParallel", "parallel.DistributedDataParallel"):
+        monkeypatch.setattr(f"torch.nn.{wrapper}", None)  # making one fails
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    fit(model, tiny_rows(), config, tmp_path)
+    assert sizes == 6 * [config.batch_rows]
 
 
 def test_gradient_checkpointing_changes_nothing(

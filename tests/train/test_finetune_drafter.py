@@ -324,15 +324,6 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path, target: Path, sma
 # -------------------------------------------------------------------------------------------------- bad input
 
 
-def test_fsdp_is_refused_at_once(
-    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match=r"finetune_drafter: .*FSDP.*; use ddp or DeepSpeed"):
-        finetune_drafter(finetuning(target, corpus, tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-
-
 def test_bad_input_names_what_is_wrong_before_anything_is_written(
     tmp_path: Path, target: Path, corpus: DataConfig
 ) -> None:
