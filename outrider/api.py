@@ -34,7 +34,7 @@ from outrider.errors import UserError, require
 from outrider.settings import construct
 from outrider.streams import Streams
 
-Messages = Sequence[Mapping[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}, a user's last
+Messages = Sequence[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}, a user's last
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 
 
@@ -61,7 +61,8 @@ class Model:
         self.config, self.name = config, name
         self.method: MethodConfig = config.methods[name]
         self.subject: Subject = find_subject(config)
-        target, placed = self.subject.target, {"dtype": self.subject.dtype, "device": self.subject.device}
+        target = self.subject.target
+        placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
         self.drafters: Drafters = load_drafters(config, target, **placed)
         self.stack: LayerStack = target.stack(**placed)
         prepare(self.stack, self.drafters)

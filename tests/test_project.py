@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "inference": {"inference", "draft_models", "outrider"},
     "data_prep": {"data_prep", "draft_models", "inference", "outrider"},
     "train": {"train", "data_prep", "draft_models", "inference", "outrider"},
-    "conf": {"outrider"},
+    "conf": {"conf", "outrider"},
 }
 
 
