@@ -96,7 +96,7 @@ def evaluate_shortly(config: EvaluateConfig) -> None:
     """An evaluation up to the first warm tokens of every arm."""
     subject = find_subject(config)
     ids = render_prompt(["to be or not to be"], subject.tokenizer)
-    drafters = load_drafters(config, subject)
+    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
     prepared = compare.Prepared(config.methods, {})
     compare.make_bench(config, subject, load_models(config, subject, drafters), prepared, ids, 1)
 
@@ -155,7 +155,7 @@ def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def read() -> None:
         heldout_fraction(config, 0.5)
         subject = find_subject(config)
-        load_drafters(config, subject)
+        load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
         run_settings(config, subject, [])
 
     meta = read_meta(file.parent)

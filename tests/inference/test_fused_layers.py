@@ -11,9 +11,9 @@ from draft_models.early_exit import NoLayer
 from draft_models.target.architectures import load_config
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
+from inference import fused_layers
 from inference.decode import autoregressive, speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
-from inference.evaluate import arms
 from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations, prepare
 from inference.evaluate.lossless import judge
 from inference.fused_layers import FusedLayer, PackedLinear, RMSNorm, can_pack, fuse_layers, join, pack_linears
@@ -106,7 +106,7 @@ def test_decoding_without_packing_equals_generate(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where the stack is made from the very model that transformers runs."""
-    monkeypatch.setattr(arms, "can_pack", lambda *_: False)
+    monkeypatch.setattr(fused_layers, "can_pack", lambda *_: False)
     path = save_target(tmp_path, architecture, kv_heads=2)
     model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
     stack, prompt = LayerStack(model), random_prompt(20)

@@ -18,8 +18,7 @@ from draft_models.early_exit import EarlyExitStudent
 from draft_models.losses import IGNORE
 from draft_models.target.architectures import load_config
 from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.stack import load_layers
+from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
@@ -196,10 +195,10 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
     """top1 and top1_target against predictions written out with stock models, tau against a decode of its own."""
     path = save_target(tmp_path / "target", "mistral", kv_heads=2)
     run = distilling(path, corpus, tmp_path / "eesd", decode_prompts=3, decode_tokens=12, eval_batch_rows=3)
-    files, target = open_tensors(str(path)), load_config(str(path))
-    heldout = load_rows(corpus, load_tokenizer(str(path)), 64, "heldout", max_rows=4)
-    student = EarlyExitStudent(load_layers(files, target, [0, 1, 3], dtype=torch.float32), 2, train_head=True)
-    drafter = load_layers(files, target, [0, 1, 3], dtype=torch.float32)
+    opened = open_target(str(path))
+    heldout = load_rows(corpus, opened.tokenizer, 64, "heldout", max_rows=4)
+    student = EarlyExitStudent(opened.layers([0, 1, 3], dtype=torch.float32), 2, train_head=True)
+    drafter = opened.layers([0, 1, 3], dtype=torch.float32)
     drafter.set_attn_implementation("eager")
     whole = AutoModelForCausalLM.from_pretrained(path)
     right = dict.fromkeys(("top1", "top1_target"), 0)
@@ -214,7 +213,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    metrics = Watch(run, target, files, heldout, student, None, active=True)(student, 1)
+    metrics = Watch(run, opened, heldout, student, None, active=True)(student, 1)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     _, stack = open_stack(path)
@@ -232,7 +231,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
         )[1:]
     ]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
-    idle = Watch(run, target, files, heldout, student, None, active=False)
+    idle = Watch(run, opened, heldout, student, None, active=False)
     assert idle(student, 1) == {}
     assert idle.whole is None
 

@@ -10,10 +10,11 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
+from data_prep.responses import directory
+from data_prep.responses import generate as responses_module
 from data_prep.responses.directory import prompt_id
-from data_prep.responses.generate import directory, generate_responses, run_identity
-from data_prep.responses.generate import generate as responses_module
-from draft_models.target.open_target import load_tokenizer
+from data_prep.responses.generate import generate_responses, run_identity
+from draft_models.target.open_target import open_target
 from outrider.errors import UserError
 from outrider.versions import code_version
 from tests.data_prep.responding import TALKS, letter_tokenizer, responses, summary, talk
@@ -102,7 +103,7 @@ def test_a_directory_in_use_is_refused(make):
 
 def test_a_run_is_known_by_the_target_as_it_is_and_not_by_its_place(make, target, tmp_path):
     def identity(path=target, dtype=torch.float32):
-        return run_identity(replace(make(), target=str(path)), load_tokenizer(str(path)), dtype)
+        return run_identity(replace(make(), target=str(path)), open_target(str(path), by_layers=False), dtype)
 
     def other(name, edit):
         edit(shutil.copytree(target, tmp_path / name))

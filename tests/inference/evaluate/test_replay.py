@@ -126,7 +126,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     vocabulary = load_vocabulary(str(folder / "pieces.model"))
     documents = [vocabulary.encode(text) for text in texts]
     size = max(map(max, documents)) + 1
-    TrigramTable.from_documents(documents, [2, 3, 4], size, vocabulary.digest).save(folder / "table")
+    TrigramTable.from_documents(documents, [2, 3, 4], size, vocabulary.vocabulary_digest).save(folder / "table")
     TrigramTable.from_documents(documents, [2, 3, 4], size, "another").save(folder / "other_table")
     return {name: str(folder / name) for name in ("pieces.model", "questions.jsonl", "answers.jsonl", "table",
                                                   "other_table")}  # fmt: skip
@@ -236,7 +236,7 @@ def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     vocabulary, tokenizer = load_vocabulary(path), load_tokenizer(path)
     assert vocabulary.encode("ab c") == tokenizer("ab c", add_special_tokens=False)["input_ids"]
     assert vocabulary.eos == tokenizer.eos_token_id
-    assert vocabulary.digest == vocabulary_digest(tokenizer.get_vocab())
+    assert vocabulary.vocabulary_digest == vocabulary_digest(tokenizer.get_vocab())
 
 
 def test_a_live_target_refuses_another_tokenizers_table(
