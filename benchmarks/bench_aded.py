@@ -51,7 +51,7 @@ Result = dict[str, Any]
 
 def turns_of(args: argparse.Namespace, transcripts: str, table: TrigramTable) -> list[Recording]:
     vocabulary = load_vocabulary(args.tokenizer)
-    table.require_tokenizer(vocabulary.digest, args.table[0])
+    table.require_tokenizer(vocabulary.vocabulary_digest, args.table[0])
     prompts = read_prompts(args.prompts, limit=args.questions)
     return recordings(prompts, read_transcripts(transcripts), vocabulary, VICUNA_SYSTEM)
 
