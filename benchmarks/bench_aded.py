@@ -185,7 +185,7 @@ def orders(table: TrigramTable, turns: Sequence[Recording], args: argparse.Names
 
 def corpus(table: TrigramTable, turns: Sequence[Recording], args: argparse.Namespace) -> Result:
     found: Result = {}
-    digest = load_vocabulary(args.tokenizer).digest
+    digest = load_vocabulary(args.tokenizer).vocabulary_digest
     for path in args.table:
         table = TrigramTable.open(path)
         table.require_tokenizer(digest, path)
