@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draft_models.files import write_atomically, write_json
+from outrider.files import write_atomically, write_json
 
 ROOT = Path(__file__).parent.parent
 TRAIN = ["fit.epochs=null", "fit.optimizer=adamw", "fit.lr=2e-3", "fit.batch_rows=4", "fit.schedule=linear",

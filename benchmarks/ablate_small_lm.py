@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from draft_models.checkpoint import provenance
-from draft_models.files import require_writable, write_atomically, write_json
-from inference.report import describe_machine
+from inference.evaluate.report import describe_machine
+from outrider.files import require_writable, write_atomically, write_json
 from train.settings import OBJECTIVES
 
 ROOT = Path(__file__).parent.parent

@@ -28,15 +28,15 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from data_prep.conversations import VICUNA_SYSTEM
-from data_prep.prompts import read_prompts
-from draft_models.trigram import TrigramTable
+from data_prep.text.chat import VICUNA_SYSTEM
+from data_prep.text.prompts import read_prompts
+from draft_models.ngrams.table import TrigramTable
 from inference.decode import Round
-from inference.evaluation import Drafters, Generation
-from inference.measures import decode_statistics
-from inference.ngrams import make_ngram_drafter
-from inference.replay import Recording, load_vocabulary, read_transcripts, recordings, replay, replay_turns
-from inference.report import describe_machine
+from inference.drafters.ngrams import make_ngram_drafter
+from inference.evaluate.arms import Generation
+from inference.evaluate.replay import Recording, load_vocabulary, read_transcripts, recordings, replay, replay_turns
+from inference.evaluate.report import describe_machine
+from inference.evaluate.statistics import decode_statistics
 from inference.settings import MethodConfig, NgramConfig
 
 MAX_NEW_TOKENS = 1024  # the limit under which MT-Bench answers are recorded
@@ -51,14 +51,14 @@ Result = dict[str, Any]
 
 def turns_of(args: argparse.Namespace, transcripts: str, table: TrigramTable) -> list[Recording]:
     vocabulary = load_vocabulary(args.tokenizer)
-    table.require_tokenizer(vocabulary.digest, args.table[0])
+    table.require_tokenizer(vocabulary.vocabulary_digest, args.table[0])
     prompts = read_prompts(args.prompts, limit=args.questions)
     return recordings(prompts, read_transcripts(transcripts), vocabulary, VICUNA_SYSTEM)
 
 
 def run(name: str, config: NgramConfig, table: TrigramTable, turns: Sequence[Recording]) -> list[Generation]:
     method = MethodConfig(source="ngrams", ngrams=config)
-    return replay_turns(name, method, Drafters(ngrams=table), turns, max_new_tokens=MAX_NEW_TOKENS, seed=0)
+    return replay_turns(name, method, {"ngrams": table}, turns, max_new_tokens=MAX_NEW_TOKENS, seed=0)
 
 
 def summary(generations: Sequence[Generation]) -> Result:
@@ -185,7 +185,7 @@ def orders(table: TrigramTable, turns: Sequence[Recording], args: argparse.Names
 
 def corpus(table: TrigramTable, turns: Sequence[Recording], args: argparse.Namespace) -> Result:
     found: Result = {}
-    digest = load_vocabulary(args.tokenizer).digest
+    digest = load_vocabulary(args.tokenizer).vocabulary_digest
     for path in args.table:
         table = TrigramTable.open(path)
         table.require_tokenizer(digest, path)

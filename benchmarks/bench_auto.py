@@ -21,16 +21,16 @@ from subjects import add_options, parse, trained_subject
 from tqdm import tqdm
 
 from draft_models.checkpoint import provenance
-from draft_models.files import write_json
-from draft_models.streams import Streams
-from draft_models.target import pick_device
-from inference.auto import Tuning
-from inference.evaluation import AUTOREGRESSIVE, GREEDY, Generation, make_arms, synchronized_clock
-from inference.measures import chosen_sizes, decode_statistics
-from inference.report import describe_machine
+from draft_models.target.open_target import pick_device
+from inference.auto.policy import Tuning
+from inference.auto.probe import tune
+from inference.evaluate.arms import AUTOREGRESSIVE, GREEDY, Generation, make_arms, synchronized_clock
+from inference.evaluate.report import describe_machine
+from inference.evaluate.statistics import chosen_sizes, decode_statistics
 from inference.runtime import make_runtime
 from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig, StructureConfig
-from inference.tuning import tune
+from outrider.files import write_json
+from outrider.streams import Streams
 
 RESULTS = Path(__file__).parent / "results" / "auto_cpu.json"
 DRAWS = 2000

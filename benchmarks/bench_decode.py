@@ -16,13 +16,13 @@ from typing import Any
 from round_parts import profile, summarise
 from subjects import Subject, add_options, load_subjects, parse
 
-from draft_models.files import write_json
-from draft_models.target import pick_device
-from inference.evaluation import synchronized_clock
-from inference.report import describe_machine
+from draft_models.target.open_target import pick_device
+from inference.auto.probe import tune
+from inference.evaluate.arms import synchronized_clock
+from inference.evaluate.report import describe_machine
 from inference.runtime import make_runtime
 from inference.settings import MethodConfig, StopConfig, StructureConfig
-from inference.tuning import tune
+from outrider.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
 MAX_NGRAM = 3

@@ -30,17 +30,18 @@ from floor_shapes import SHAPES, Target, free_bytes, make_target, needed_bytes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from draft_models.files import write_json
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, pick_device
+from draft_models.target.open_target import pick_device
+from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive, speculative
-from inference.evaluation import Drafters, make_drafting
-from inference.report import describe_machine
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.evaluate.arms import make_drafting
+from inference.evaluate.report import describe_machine
 from inference.runtime import Runtime, make_runtime
 from inference.session import TargetSession
 from inference.settings import RUNTIMES, MethodConfig, StopConfig, StructureConfig
-from inference.sources import EarlyExitSource
 from inference.tree import ROOT, chain_parents
+from outrider.files import write_json
+from outrider.streams import Streams
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -164,7 +165,7 @@ def time_rounds(target: Target, runtime: Runtime, prompt: Sequence[int], method:
     if method is None:
         rounds = autoregressive(target.stack, prompt, max_new_tokens=ROUND_TOKENS, runtime=watched)
     else:
-        source, structure = make_drafting(method, Drafters(early_exit=target.drafter), Streams(0))
+        source, structure = make_drafting(method, {"early_exit": Calibrated(target.drafter)}, Streams(0))
         rounds = speculative(target.stack, source, structure, prompt, max_new_tokens=ROUND_TOKENS, runtime=watched)
     found = []
     captures, started = runtime.captures, clock()

@@ -13,27 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from planted_faults import FAULTS, REACHED, planted
 from tqdm import tqdm
 
-from benchmarks.planted_faults import FAULTS, REACHED, planted
-from data_prep.conversations import render_prompt
-from data_prep.prompts import read_prompts
-from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
+from draft_models.checkpoint import from_pretrained, provenance
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.files import write_json
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
-from inference.choosing import Chooser
+from draft_models.target.open_target import open_target
+from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
-from inference.drafting import make_structure
-from inference.evaluation import AUTOREGRESSIVE, Drafters, prepare, transformers_generate
-from inference.lookup import PromptLookup
-from inference.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
-from inference.report import describe_machine
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.lookup import PromptLookup
+from inference.evaluate.arms import AUTOREGRESSIVE, prepare, transformers_generate
+from inference.evaluate.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
+from inference.evaluate.report import describe_machine
+from inference.evaluate.subject import end_tokens, load_plain
 from inference.settings import MethodConfig, StructureConfig
-from inference.sources import EarlyExitSource
-from inference.subject import end_tokens, load_plain
+from inference.structures.factory import make_structure
+from outrider.files import write_json
+from outrider.streams import Streams
 
 ARMS = REACHED["passes"]
 TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=16, max_depth=5, delta=0.0))
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--checkpoint", help="an early-exit drafter; default: the target's last layer, untrained")
     parser.add_argument("--prompts", default="python_stdlib", help="see evaluate-checkpoint")
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--num-prompts", type=int, default=12, help="of every seed")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
@@ -55,7 +54,7 @@ def main() -> None:
     subject = Subject(options)
     prompts = subject.prompts(options.prompts)
     rows: list[dict[str, Any]] = []
-    for seed in tqdm(range(options.seeds), unit="seed"):
+    for seed in tqdm(options.seeds, unit="seed"):
         chosen = random.Random(seed).sample(prompts, options.num_prompts)
         references = [subject.reference(prompt, options.max_new_tokens) for prompt in chosen]
         for fault in (None, *options.faults):
@@ -78,21 +77,18 @@ class Subject:
     """The target as transformers runs it and as this runtime does, and a drafter."""
 
     def __init__(self, options: argparse.Namespace):
-        source, dtype = options.target, getattr(torch, options.dtype)
-        self.config, files = load_config(source), open_target(source)
-        self.tokenizer = load_tokenizer(source)
-        self.eos = end_tokens(source, None, self.config, self.tokenizer)
-        self.model = load_plain(source, None, dtype, torch.device("cpu"))
-        every = range(self.config.num_hidden_layers)
-        self.stack = LayerStack(load_layers(files, self.config, every, dtype=dtype))
+        target, dtype = open_target(options.target), getattr(torch, options.dtype)
+        self.tokenizer = target.tokenizer
+        self.eos = end_tokens(target)
+        self.model = load_plain(target, dtype, torch.device("cpu"))
+        self.stack = target.stack(dtype=dtype)
         if options.checkpoint:
-            fingerprint = fingerprint_target(files, self.config, self.tokenizer)
-            self.drafter = from_pretrained(options.checkpoint, self.config, fingerprint, dtype=dtype)
+            self.drafter = from_pretrained(options.checkpoint, target.config, target.fingerprint, dtype=dtype)
         else:
-            exit_layer = max(1, self.config.num_hidden_layers // 3)
-            few = load_layers(files, self.config, exit_layers(self.config, exit_layer), dtype=dtype)
+            exit_layer = max(1, target.config.num_hidden_layers // 3)
+            few = target.layers(exit_layers(target.config, exit_layer), dtype=dtype)
             self.drafter = EarlyExit.from_model(few, exit_layer, own_head=True).requires_grad_(False)
-        prepare(self.stack, Drafters(early_exit=self.drafter))
+        prepare(self.stack, {"early_exit": Calibrated(self.drafter)})
 
     def prompts(self, source: str) -> list[list[int]]:
         return [

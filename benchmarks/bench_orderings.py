@@ -18,18 +18,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
+from data_prep.text.rows import load_rows
 from draft_models.calibration import load_calibration
-from draft_models.checkpoint import fingerprint_target, from_pretrained, provenance, read_meta
+from draft_models.checkpoint import from_pretrained, provenance, read_meta
 from draft_models.small_lm import load_small_lm
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
-from inference.evaluation import Drafters, Generation, make_arms, prepare
-from inference.measures import acceptance_by_candidates
-from inference.report import describe_machine
+from draft_models.target.open_target import open_target
+from draft_models.target.stack import LayerStack
+from inference.drafters.early_exit import Calibrated
+from inference.evaluate.arms import Drafters, Generation, make_arms, prepare
+from inference.evaluate.report import describe_machine
+from inference.evaluate.statistics import acceptance_by_candidates
 from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from outrider.streams import Streams
 
 TEMPERATURES = (1.0, 0.7, 0.5, 0.4, 0.3, 0.2)
 DRAWS = 2000
@@ -174,16 +175,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    config, files = load_config(options.target), open_target(options.target)
-    tokenizer = load_tokenizer(options.target)
-    stack = LayerStack(load_layers(files, config, range(config.num_hidden_layers), dtype=torch.float32))
+    target = open_target(options.target)
+    tokenizer, stack = target.tokenizer, target.stack(dtype=torch.float32)
     small = load_small_lm(options.drafter, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
-    drafters = Drafters(small_lm=small)
+    drafters = {"small_lm": small}
     if options.checkpoint:
-        fingerprint = fingerprint_target(files, config, tokenizer)
-        early_exit = from_pretrained(options.checkpoint, config, fingerprint, dtype=torch.float32)
+        early_exit = from_pretrained(options.checkpoint, target.config, target.fingerprint, dtype=torch.float32)
         head = load_calibration(options.checkpoint, read_meta(options.checkpoint).weights_sha256)
-        drafters = Drafters(early_exit, small, head)
+        drafters = {"early_exit": Calibrated(early_exit, head), "small_lm": small}
     prepare(stack, drafters)
     rows = load_rows(DataConfig(source="python_stdlib"), tokenizer, 512, "heldout")
     starts = range(1, len(rows), max(1, len(rows) // options.prompts))[: options.prompts]

@@ -34,16 +34,16 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from draft_models.files import write_json
-from draft_models.streams import Streams
-from draft_models.target import pick_device
+from draft_models.target.open_target import pick_device
 from inference.decode import Round
-from inference.evaluation import Arm, Generation, make_arms, measure, stock_attention
+from inference.evaluate.arms import Arm, Generation, make_arms, measure, stock_attention
+from inference.evaluate.report import describe_machine
+from inference.evaluate.statistics import bootstrap_median
 from inference.generation_config import generate_options
-from inference.measures import bootstrap_median
-from inference.report import describe_machine
 from inference.runtime import make_runtime
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
+from outrider.files import write_json
+from outrider.streams import Streams
 
 RESULTS = Path(__file__).parent / "results"
 PAIRS = (
@@ -111,7 +111,6 @@ def transformers_arm(
 
 def contest_arms(subject: Subject, options: argparse.Namespace, max_new_tokens: int) -> dict[str, Arm]:
     """Ours and transformers', by name."""
-    assert subject.drafters.early_exit is not None
     count, sampling = options.draft_tokens, SamplingConfig(temperature=options.temperature)
     fixed = StopConfig(rule="fixed", max_draft=count)
     methods = {

@@ -21,9 +21,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.target import load_config, load_layers
-from draft_models.tensor_files import open_target
-from inference.report import describe_machine
+from draft_models.target.open_target import open_target
+from inference.evaluate.report import describe_machine
 from train.early_exit import default_exit_layer
 
 RESULTS = Path(__file__).parent / "results" / "train_step_cpu.json"
@@ -35,14 +34,13 @@ DEEP = {
 
 def make_student(source: str, arm: str) -> tuple[EarlyExitStudent, int, int]:
     """The student of one arm, the bytes read for it, and the frozen layers it runs."""
-    config = load_config(source)
-    exit_layer = default_exit_layer(config)
-    layers = exit_layers(config, exit_layer)
+    target = open_target(source)
+    exit_layer = default_exit_layer(target.config)
+    layers: list[int] | None = exit_layers(target.config, exit_layer)
     if arm == "whole":
-        exit_layer, layers = config.num_hidden_layers, list(range(config.num_hidden_layers))
-    files = open_target(source)
-    student = EarlyExitStudent(load_layers(files, config, layers, dtype=torch.bfloat16), exit_layer, train_head=True)
-    return student, files.bytes_read, exit_layer
+        exit_layer, layers = target.config.num_hidden_layers, None
+    student = EarlyExitStudent(target.layers(layers, dtype=torch.bfloat16), exit_layer, train_head=True)
+    return student, target.files.bytes_read, exit_layer
 
 
 def steps_of(student: EarlyExitStudent, rows: int, seq_len: int) -> Iterator[float]:

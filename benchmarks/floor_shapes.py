@@ -9,8 +9,9 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draft_models.early_exit import EarlyExit
-from draft_models.target import LayerStack, empty_model
-from inference.evaluation import Drafters, prepare
+from draft_models.target.stack import LayerStack, empty_model
+from inference.drafters.early_exit import Calibrated
+from inference.evaluate.arms import prepare
 from train.early_exit import default_exit_layer
 
 
@@ -93,7 +94,7 @@ def make_target(name: str, dtype: torch.dtype, device: torch.device) -> Target:
     model = _random_model(config, dtype, device)
     stack = LayerStack(model)
     drafter = EarlyExit.from_model(model, default_exit_layer(config), own_head=True).requires_grad_(False)
-    prepare(stack, Drafters(early_exit=drafter))
+    prepare(stack, {"early_exit": Calibrated(drafter)})
     return Target(name, weigh(config), stack, drafter)
 
 

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from draft_models.target import LayerStack
+from draft_models.target.stack import LayerStack
 from inference.cache import KVCache
-from inference.layout import Layout, Rows
+from inference.rows import Layout, Rows
 
 
 @contextmanager

@@ -16,18 +16,19 @@ from unittest.mock import patch
 from subjects import Subject
 
 from draft_models.early_exit import EarlyExit
-from draft_models.plain_lm import PlainLM
-from draft_models.streams import Streams
-from draft_models.target import LayerStack
-from inference.choosing import Chooser
+from draft_models.target.stack import LayerStack
+from draft_models.target.whole_model import PlainLM
+from inference.acceptance import Chooser
+from inference.cuda_graphs import GraphedSession
 from inference.decode import Clock, Round, autoregressive, speculative
-from inference.drafting import Structure
-from inference.evaluation import make_drafting
-from inference.graphed import GraphedSession
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.interface import Drafter
+from inference.evaluate.arms import make_drafting
 from inference.runtime import Runtime
 from inference.session import TargetSession
 from inference.settings import MethodConfig
-from inference.sources import Drafter, EarlyExitSource
+from inference.structures.factory import Structure
+from outrider.streams import Streams
 
 
 class Stopwatch:

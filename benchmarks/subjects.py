@@ -11,18 +11,19 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from data_prep.conversations import render_prompt
-from data_prep.prompts import read_prompts
-from draft_models.checkpoint import fingerprint_target, from_pretrained
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
+from draft_models.checkpoint import from_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
 from draft_models.small_lm import load_small_lm
-from draft_models.target import LayerStack, backbone, final_norm, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.open_target import open_target
+from draft_models.target.stack import LayerStack, backbone, final_norm
 from inference.decode import autoregressive
-from inference.evaluation import Drafters, prepare
-from inference.packing import can_pack
+from inference.drafters.early_exit import Calibrated
+from inference.evaluate.arms import Drafters, prepare
+from inference.evaluate.subject import load_plain
+from inference.fused_layers import can_pack
 from inference.settings import RUNTIMES
-from inference.subject import load_plain
 
 RANDOM: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
@@ -105,10 +106,12 @@ def random_subject(folder: Path, prompts: int, **placed: Any) -> Subject:
     target.save_pretrained(folder / "target")
     small.save_pretrained(folder / "small")
     source, drafter = str(folder / "target"), str(folder / "small")
-    drafters = Drafters(
-        EarlyExit.from_model(_load(source, exit_layer=1, **placed), 1, own_head=True).requires_grad_(False),
-        LayerStack(_load(drafter, **placed)),
-    )
+    drafters = {
+        "early_exit": Calibrated(
+            EarlyExit.from_model(_load(source, exit_layer=1, **placed), 1, own_head=True).requires_grad_(False)
+        ),
+        "small_lm": LayerStack(_load(drafter, **placed)),
+    }
     name = f"random Llama, {RANDOM['num_hidden_layers']} × {RANDOM['hidden_size']}"
     subject = _make_subject(name, source, drafter, drafters, [], **placed)
     starts = torch.randint(RANDOM["vocab_size"], (prompts, 1), generator=torch.Generator().manual_seed(0)).tolist()
@@ -120,12 +123,12 @@ def random_subject(folder: Path, prompts: int, **placed: Any) -> Subject:
 
 def trained_subject(options: argparse.Namespace, device: torch.device) -> Subject:
     """The target, early-exit checkpoint and small LM of the command line."""
-    config, files = load_config(options.target), open_target(options.target)
-    tokenizer = load_tokenizer(options.target)
-    fingerprint = fingerprint_target(files, config, tokenizer)
+    target = open_target(options.target)
+    tokenizer = target.tokenizer
     placed = pick(options, device)
-    early_exit = from_pretrained(options.checkpoint, config, fingerprint, **placed)
-    drafters = Drafters(early_exit, load_small_lm(options.drafter, tokenizer, **placed))
+    early_exit = from_pretrained(options.checkpoint, target.config, target.fingerprint, **placed)
+    small = load_small_lm(options.drafter, tokenizer, **placed)
+    drafters = {"early_exit": Calibrated(early_exit), "small_lm": small}
     prompts = read_prompts(options.prompts, limit=options.num_prompts)
     rendered = [
         render_prompt([{"role": "user", "content": p.turns[0]}], tokenizer, "auto" if p.chat else "none")
@@ -139,9 +142,8 @@ def _make_subject(
     device: torch.device, dtype: torch.dtype,
 ) -> Subject:  # fmt: skip
     """Everything loaded and laid out as evaluate-checkpoint does it, and transformers' own copies beside it."""
-    assert drafters.early_exit is not None
-    plain, assistant = (load_plain(source, None, dtype, device) for source in (target, drafter))
-    exit_model = as_model(target, drafters.early_exit, device, dtype)
+    plain, assistant = (load_plain(open_target(source), dtype, device) for source in (target, drafter))
+    exit_model = as_model(target, drafters["early_exit"].exit, device, dtype)
     stack = LayerStack(_load(target, device, dtype) if can_pack(device, dtype) else plain)
     prepare(stack, drafters)
     return Subject(name, stack, drafters, plain, assistant, exit_model, prompts)
@@ -164,6 +166,7 @@ def as_model(target: str, drafter: EarlyExit, device: torch.device, dtype: torch
 
 def _load(source: str, device: torch.device, dtype: torch.dtype, exit_layer: int | None = None) -> PreTrainedModel:
     """The model in `source` with all its layers, or with the first `exit_layer` and the last."""
-    config = load_config(source)
-    layers = range(config.num_hidden_layers) if exit_layer is None else exit_layers(config, exit_layer)
-    return load_layers(open_target(source), config, layers, dtype=dtype, device=device)
+    target = open_target(source)
+    return target.layers(
+        None if exit_layer is None else exit_layers(target.config, exit_layer), dtype=dtype, device=device
+    )

@@ -15,7 +15,6 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
@@ -24,11 +23,11 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from draft_models.errors import UserError
-from draft_models.plain import construct
+from conf.options import CONF_DIR, help_text
+from outrider.errors import UserError
+from outrider.settings import construct
 
 Config = TypeVar("Config")
-CONF_DIR = Path(__file__).resolve().parent
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
 _STORAGE_ERRORS = {
     errno.ENOSPC,
@@ -56,6 +55,10 @@ def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]]
 
         @functools.wraps(run)
         def main() -> None:
+            if {"--help", "-h"} & set(sys.argv[1:]):
+                with reported():
+                    print_help(name, schema)
+                return
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
             # Importing accelerate loads DeepSpeed, which warns on every machine without a GPU.
             logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
@@ -70,6 +73,19 @@ def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]]
         return main
 
     return decorate
+
+
+def print_help(name: str, schema: type) -> None:
+    """The options of a command, as the overrides in sys.argv leave them, to stdout or a pager that may close it."""
+    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    try:
+        text = help_text(name, schema, overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(explain(error, schema))
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's own last flush is silent
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from data_prep.settings import TrigramConfig
 @entry("build_trigrams", TrigramConfig)
 def main(config: TrigramConfig) -> None:
     # Imported once the config is known to be good: compiled code takes a second.
-    from data_prep.ngram_counts import build_table
+    from data_prep.ngrams.counting import build_table
 
     if config.debug:  # nothing else here needs torch
         from data_prep.debug import small_table
-        from draft_models.tiny_model import debugged
+        from draft_models.tiny_models import debugged
 
         with debugged(config, small_table) as small:
             return build_table(small)

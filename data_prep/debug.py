@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from data_prep.settings import DataConfig, GenerateConfig, MixPart, TrigramConfig
-from draft_models.tiny_model import TARGET
+from draft_models.tiny_models import TARGET
 
 RECORDS = 10  # files of the standard library; half of them held out
 
@@ -30,11 +30,11 @@ def small_data(data: DataConfig, models: Path) -> DataConfig:
 
 
 def small_responses(config: GenerateConfig, models: Path) -> GenerateConfig:
-    """See `debugged`."""
+    """What debug=true makes of the config of generate-responses (see `debugged`)."""
     limits = {"prefix_tokens": 24, "max_new_tokens": 12, "top_k_logits": 8, "batch_size": 8, "shard_size": 8}
     return shrink(config, models, limits, target=str(models / TARGET))
 
 
 def small_table(config: TrigramConfig, models: Path) -> TrigramConfig:
-    """See `debugged`."""
+    """What debug=true makes of the config of build-trigrams (see `debugged`)."""
     return shrink(config, models, {}, tokenizer=str(models / TARGET), merge=(), workers=1, memory_gb=0.1)

@@ -10,7 +10,7 @@ from data_prep.settings import GenerateConfig
 @entry("generate_responses", GenerateConfig)
 def main(config: GenerateConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
-    from data_prep.responses import generate_responses
+    from data_prep.responses.generate import generate_responses
 
     generate_responses(config)
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from draft_models.errors import UserError, require, require_choice
 from inference.settings import ARCHITECTURES, DTYPES, SamplingConfig
+from outrider.errors import UserError, require, require_choice
 
 SOURCES = ("python_stdlib", "hub", "local", "mix")
 LAYOUTS = ("auto", "text", "code", "sharegpt", "messages", "turns", "alpaca")
@@ -20,22 +20,22 @@ class SourceConfig:
     """Where records come from and how they are read.
 
     source: python_stdlib (the interpreter's own library), hub (a Hugging Face dataset) or local (files).
-    packages: python_stdlib: the source of the installed packages too, about 200 MB beside torch and transformers.
-    path: the dataset's name for hub; for local a file, a directory, a glob, or a list of those.
-    subset, data_dir, revision, split, streaming: handed to `datasets.load_dataset` (hub only).
+    packages: for python_stdlib: read the source of the installed packages too, about 200 MB beside torch.
+    path: for hub the name of the dataset; for local a file, a directory, a glob, or a list of those.
+    streaming: for hub only, as subset, data_dir, revision and split are: handed to `datasets.load_dataset`.
     layout: how a record is laid out; auto decides from the first record of each file or dataset.
     column: the column to read; None: the layout's usual one.
-    template: how a conversation becomes text: the tokenizer's own chat template, or Vicuna's.
+    template: how a conversation becomes text: tokenizer (its own chat template) or vicuna.
     max_records: read only this many records, counted before the train / held-out split.
     """
 
     source: str = "python_stdlib"
     packages: bool = False
-    path: Any = None  # a string or a list of strings: OmegaConf has no such union. Kept as a tuple
-    subset: str | None = None
-    data_dir: str | None = None
-    revision: str | None = None
-    split: str = "train"
+    path: Any = None
+    subset: str | None = None  # of a dataset on the Hub
+    data_dir: str | None = None  # of a dataset on the Hub: read this folder only
+    revision: str | None = None  # of a dataset on the Hub
+    split: str = "train"  # of a dataset on the Hub
     streaming: bool = True
     layout: str = "auto"
     column: str | None = None
@@ -135,23 +135,23 @@ class GenerateConfig:
 
     target: str  # model directory or Hub name: a causal LM of transformers whose forward takes past_key_values
     data: DataConfig  # whose user turns, or beginnings of plain texts, are the prompts; held-out records are left out
-    revision: str | None = None
+    revision: str | None = None  # of the target on the Hub: branch, tag or commit
     turns: str = "all"  # conversations: answer all user turns, each after the target's own answers, or the first
     prefix_tokens: int = 64  # plain text: tokens of a text to continue; of a text shorter than twice that, half
     max_new_tokens: int = 512  # per answer
     greedy_tokens: int = 4  # the first of every answer are the likeliest tokens, the rest are sampled
-    temperature: float = 1.0
+    temperature: float = 1.0  # of the sampled tokens
     top_k: int = 0  # sample among the k likeliest tokens; 0: all
-    top_p: float = 1.0
+    top_p: float = 1.0  # sample among the likeliest tokens that together have this probability; 1: all
     keep_truncated: bool = True  # false: drop answers that reached max_new_tokens without an end
     top_k_logits: int = 0  # also keep the target's k largest log-probabilities at every token, for distillation
     batch_size: int = 32  # prompts decoded together by one process
-    shard_size: int = 512  # prompts behind one file; a killed process repeats at most shard_size + batch_size - 1
+    shard_size: int = 512  # prompts in one file; a killed process repeats at most shard_size + batch_size - 1
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
     device_map: str | None = None  # auto spreads a large target over all GPUs of one process
-    seed: int = 0
-    out_dir: str = "runs/generate_responses"
-    resume: bool = False
+    seed: int = 0  # with a prompt's id it decides the answer
+    out_dir: str = "runs/generate_responses"  # where everything goes
+    resume: bool = False  # go on with what an earlier run left in out_dir
     debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
     debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
 
@@ -198,8 +198,8 @@ class TrigramConfig:
     merge: tuple[str, ...] = ()  # finished tables whose counts are added to the corpus's own, in memory
     workers: int | None = None  # tokenising processes; null: one for each CPU core
     memory_gb: float = 1.0  # what counting may take, beside the program and the text of the largest record
-    out_dir: str = "runs/trigrams"
-    resume: bool = False
+    out_dir: str = "runs/trigrams"  # where everything goes
+    resume: bool = False  # go on with what an earlier run left in out_dir
     debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
     debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
 

@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from draft_models.errors import UserError, warn
-from draft_models.files import read_json, write_atomically, write_json
-from draft_models.model_identity import model_differences
+from draft_models.target.model_identity import model_differences
+from outrider.errors import UserError, warn
+from outrider.files import read_json, write_atomically, write_json
 
 POSITIONS = 10  # draft positions with weights of their own; later ones share the last
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
@@ -21,10 +21,12 @@ WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
 class CalibrationHead(nn.Module):
     """θ_M = sigmoid(W_p [W^i H_t^(T) ; H_{t+i}^(D)]), EESD §3.3, as a logit.
 
-    H_t^(T) [d_T]: the target's last hidden state at the last verified position; H_{t+i}^(D) [d_D]: the
-    drafter's at draft position i. W_p [1, d_T + d_D] follows W^i ∈ R^{d_T × d_T}, i = min(i, 10), with nothing
-    between, so the two are one vector per position, w_T W^i: stored as `target` [10, d_T], and θ_M costs two dot
-    products. `bias` [10] is per position too. Inputs are detached: the head never trains what feeds it.
+    H_t^(T) [d_T]: the target's last hidden state at the last verified position. H_{t+i}^(D) [d_D]: the drafter's at
+    draft position i. W_p is [1, d_T + d_D], W^i is [d_T, d_T] with i = min(i, 10).
+
+    Nothing stands between W_p and W^i, so the two make one vector per position, w_T W^i. Stored as `target` [10, d_T],
+    it makes θ_M cost two dot products. `bias` [10] is per position too. Inputs are detached: the head never trains what
+    feeds it.
     """
 
     def __init__(self, target_width: int, draft_width: int):
@@ -61,10 +63,11 @@ def load_calibration(
 ) -> CalibrationHead:
     """The head stored in the drafter's directory `path`, in float32.
 
-    target: the `model_identity` of the target it is to calibrate for; hidden_size: the width of target and drafter.
-    Raises `UserError` when there is none, when it was trained on other weights than `drafter_sha256` or on another
-    target, when it is of another width, or when its files are damaged. Earlier versions did not record the target: one
-    warning says that it is not checked.
+    target: the `model_identity` of the target it is to calibrate for. hidden_size: the width of target and drafter.
+
+    Raises `UserError` when there is no head; when it was trained on other weights than `drafter_sha256`, or on another
+    target; when it is of another width; when its files are damaged. Earlier versions did not record the target: a
+    warning then says that it is not checked.
     """
     remedy = f"run train/calibrate.py checkpoint={path}"
     try:

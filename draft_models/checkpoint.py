@@ -6,7 +6,6 @@ digest, so a directory that loads is whole.
 
 import dataclasses
 import hashlib
-import json
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,57 +17,21 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
-from draft_models.errors import UserError, warn
-from draft_models.files import read_json, require_writable, write_atomically, write_json
-from draft_models.model_identity import changed_parts, model_differences, model_identity
-from draft_models.plain import construct, listed
-from draft_models.target import anatomy, load_config, tokenizer_digest
-from draft_models.tensor_files import TensorFiles, open_target, part_of
-from draft_models.versions import code_version, package_version
+from draft_models.target.architectures import anatomy, load_config
+from draft_models.target.fingerprint import Fingerprint
+from draft_models.target.model_identity import changed_parts
+from draft_models.target.open_target import OpenTarget, open_target
+from draft_models.target.tensor_files import TensorFiles, open_tensors, part_of
+from outrider.errors import UserError, warn
+from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.settings import construct
+from outrider.versions import code_version, package_version
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
 FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """What a drafter belongs to. All fields but `target` and `revision` must match to load it.
-
-    weights: digest of a few rows of the first and the last layer; tokenizer, chat_template: digests. config: what
-    config.json says that decides numbers. tensors: digests by part of the model of a sample of every tensor (see
-    `TensorFiles.digests`), without the parts that were not on the machine. Earlier versions recorded neither.
-    """
-
-    target: str
-    revision: str | None
-    architecture: str
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    weights: str
-    tokenizer: str
-    chat_template: str | None
-    config: dict[str, Any] | None = None
-    tensors: dict[str, str] | None = None
-
-    def differences(self, other: "Fingerprint") -> list[str]:
-        """In words, every field in which the target `other` is not the drafter's; where it lies is none of them."""
-        plain = ("target", "revision", "config", "tensors")
-        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
-        found = [(k, mine[k], theirs[k]) for k in mine if k not in plain and mine[k] != theirs[k]]
-        words = [f"{key}: drafter {a!r}, target {b!r}" for key, a, b in found]
-        return words + model_differences(mine, theirs)
-
-    def unchecked(self, other: "Fingerprint") -> list[str]:
-        """In words, what `differences` could not compare, as it was not recorded."""
-        missing = [] if self.config is not None else ["the config, but for sizes"]
-        if self.tensors is None:
-            return [*missing, "the weights, but for a few rows"]
-        parts = sorted((other.tensors or {}).keys() - self.tensors.keys())
-        return [*missing, *([f"the weights in {listed(parts)}"] if parts else [])]
 
 
 @dataclass(frozen=True)
@@ -86,27 +49,6 @@ class DrafterMeta:
     own_layer: bool = True  # false: norm and head right on the target's first layers
     format: int = FORMAT
     trained_on: dict[str, str] | None = None  # see `parts_below`; earlier versions did not record it
-
-
-def fingerprint_target(
-    files: TensorFiles, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, fetch: bool = True
-) -> Fingerprint:
-    """The fingerprint of a target. It reads a few MB, and fetches what is not here yet, unless `fetch` is off."""
-    wanted = anatomy(config).prefixes((0, config.num_hidden_layers - 1))
-    names = [name for name in files.file_of if name.startswith(wanted)]
-    template = tokenizer.chat_template
-    return Fingerprint(
-        target=files.source,
-        revision=files.revision,
-        architecture=config.model_type,
-        layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        weights=files.digest(names),
-        tokenizer=tokenizer_digest(tokenizer)[:16],
-        chat_template=None if template is None else _digest(json.dumps(template, sort_keys=True).encode()),
-        **model_identity(files, fetch=fetch),
-    )
 
 
 def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
@@ -132,7 +74,7 @@ def save_pretrained(
     trained_on: `parts_below` of the target when training read it; None: as it is now.
     """
     if trained_on is None:
-        files = open_target(fingerprint.target, fingerprint.revision)
+        files = open_tensors(fingerprint.target, fingerprint.revision)
         trained_on = parts_below(files, load_config(files.source, files.revision), drafter.exit_layer)
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()}
     blob = save(weights, metadata={"format": "pt"})
@@ -169,12 +111,11 @@ def read_meta(path: Path | str) -> DrafterMeta:
         raise UserError(f"{file}: damaged {what} ({error}); {remedy}") from None
 
 
-def target_of(path: Path | str, target: str | None, revision: str | None) -> tuple[str, str | None, PreTrainedConfig]:
-    """Name, revision and config of the target of the drafter in `path`: the one given, else that it was trained for."""
+def open_target_of(path: Path | str, target: str | None, revision: str | None) -> OpenTarget:
+    """The target of the drafter in `path`: the one given, else that which it was trained for. Raises `UserError`."""
     trained_for = read_meta(path).fingerprint
-    source, revision = target or trained_for.target, revision or trained_for.revision
     try:
-        return source, revision, load_config(source, revision)
+        return open_target(target or trained_for.target, revision or trained_for.revision)
     except UserError as error:
         if target is not None:
             raise
@@ -215,7 +156,7 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str
     """Raise `UserError` unless the target is the drafter's, naming every difference; warn of what was not recorded."""
     wrong = meta.fingerprint.differences(fingerprint)
     if not wrong and meta.trained_on is not None:
-        files = open_target(fingerprint.target, fingerprint.revision)
+        files = open_tensors(fingerprint.target, fingerprint.revision)
         names = [name for name in files.file_of if part_of(name) in meta.trained_on]
         wrong = changed_parts(meta.trained_on, files.digests(names, whole=True))
     if wrong:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE, linear_cross_entropy, linear_kl
-from draft_models.target import LayerStack, backbone, empty_model, final_norm, layer_windows, select_layers
+from draft_models.target.architectures import layer_windows, select_layers
+from draft_models.target.stack import LayerStack, backbone, empty_model, final_norm
+from outrider.errors import UserError
 
 
 def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
@@ -35,9 +36,9 @@ class NoLayer(nn.Module):
 class EarlyExit(nn.Module):
     """p(y_t) = softmax(W · RMSNorm(Layer_e(H_t^N))), EESD eq. 1, for H^N after the target's first N layers.
 
-    `head` is None when the drafter shares the target's head; then `use_head` must be called before `logits`.
-    That head stands in the list `shared_head`, so that it is no part of this module.
-    The layer's `layer_idx` is N: its keys and values belong to a cache of their own that starts at layer N.
+    `head` is None when the drafter shares the target's head. Then `use_head` must be called before `logits`. That head
+    stands in the list `shared_head`, so that it is no part of this module. The layer's `layer_idx` is N: its keys and
+    values belong to a cache of their own that starts at layer N.
     """
 
     def __init__(self, layer: nn.Module, norm: nn.Module, head: nn.Linear | None, exit_layer: int, window: int | None):
@@ -93,13 +94,15 @@ class EarlyExit(nn.Module):
 
 
 class EarlyExitStudent(nn.Module):
-    """What EESD trains: the target's frozen first N layers and, on them, the exit layer.
+    """What EESD trains: the target's frozen first N layers, and the exit layer on them.
 
-    `model` holds the layers of `exit_layers` (see `load_layers`) or, to `distill`, the whole target. The
-    exit layer, its norm and, if `train_head`, its head become float32 masters; the rest is frozen, keeps its
-    dtype and runs without gradient. The loss is token cross-entropy, as in the paper, or with `distill` the
-    KL divergence from the target's own distribution at every supervised position, for which layers N..L−1
-    run as well, on the hidden states that are there already.
+    `model` holds the layers of `exit_layers` (see `load_layers`), or with `distill` the whole target. The exit layer,
+    its norm and, with `train_head`, its head become float32 masters. The rest is frozen, keeps its dtype and runs
+    without gradient.
+
+    The loss is token cross-entropy, as in the paper. With `distill` it is the KL divergence from the target's own
+    distribution at every supervised position. Layers N..L−1 then run as well, on the hidden states of layer N that are
+    there already.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class EarlyExitStudent(nn.Module):
         return self.drafter.norm(hidden), target
 
     def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
-        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.rows`); labels are
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
         shifted already and `IGNORE` where unsupervised."""
         hidden, target = self.hidden(input_ids, positions, documents)
         weight = self.drafter.output_head.weight
@@ -164,3 +167,13 @@ class EarlyExitStudent(nn.Module):
         choices = torch.full_like(labels, IGNORE)
         choices[keep] = torch.cat([head(part).argmax(-1) for part in hidden.split(1024)])
         return choices
+
+
+USE = """An EESD early-exit drafter: a layer on the first layers of the target, with which it shares their
+computation. `drafter.json` names the target it belongs to; loading it for another one is refused.
+
+```
+evaluate-checkpoint checkpoint={path} target={target} method=eesd_beta
+```
+
+vLLM and SGLang have no kind of drafter that reads the target's inner layers; it runs in Outrider's own runtime."""

@@ -55,12 +55,12 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = 1024) -> Tensor:
-    """Sum over supervised positions of −log softmax(hidden · weightᵀ)[label], in float32 or better.
+    """The sum of −log softmax(hidden · weightᵀ)[label] over supervised positions, in float32 or better.
 
-    hidden [..., d]; weight [V, d]; labels [...] with `IGNORE` where a position is not supervised. Only
-    supervised positions reach the head, `chunk` of them at a time, so memory is chunk × V rather than
-    tokens × V. Matrix products run in hidden's dtype (the autocast dtype when autocast is on); the weight's
-    gradient is accumulated in float32. Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
+    hidden [..., d]; weight [V, d]; labels [...] with `IGNORE` where a position is not supervised. Only supervised
+    positions reach the head, `chunk` of them at a time. So memory is chunk × V rather than tokens × V. Matrix products
+    run in hidden's dtype, or with autocast in its dtype. The weight's gradient is accumulated in float32.
+    Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
     keep = labels != IGNORE
     wanted = labels[keep]
@@ -93,16 +93,18 @@ def linear_divergence(
     kind: str,
     chunk: int = 1024,
 ) -> Tensor:
-    """Sum over supervised positions of D(p, q), with p = softmax(target_hidden · target_weightᵀ) the target's and
-    q = softmax(hidden · weightᵀ) the drafter's distribution; `kind` is one of `DIVERGENCES`:
+    """The sum of D(p, q) over supervised positions; `kind`, one of `DIVERGENCES`, says which D.
+
+    p = softmax(target_hidden · target_weightᵀ) is the target's distribution, q = softmax(hidden · weightᵀ) the
+    drafter's.
 
     forward_kl: Σ p log(p/q). reverse_kl: Σ q log(q/p). jensen_shannon: (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q)/2.
     total_variation: ½ Σ |p − q| = 1 − Σ min(p, q), the probability that a token drawn from q is rejected.
 
-    hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']; labels [...] only say, by
-    `IGNORE`, which positions count. Where V ≠ V' (padded embeddings) both are taken over the ids they share. No
-    gradient reaches the target's side. Neither side's [tokens, V] logits exist at once: chunks and dtypes as in
-    `linear_cross_entropy`.
+    hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only say which
+    positions count: those that are not `IGNORE`. Where V ≠ V' (padded embeddings) both distributions are taken over the
+    ids that they share. No gradient reaches the target's side. Neither side's [tokens, V] logits exist at once: chunks
+    and dtypes are those of `linear_cross_entropy`.
     """
     keep = labels != IGNORE
     shared = min(weight.shape[0], target_weight.shape[0])
@@ -133,9 +135,9 @@ def linear_topk_divergence(
 ) -> Tensor:
     """`linear_divergence` where only the target's k likeliest tokens are known: D over k + 1 buckets.
 
-    top_ids, top_logprobs [..., k]; tail [...]: the probability of all other tokens, one bucket for p and for q. At
-    most the full divergence, and equal to it where p and q agree on the ratios within the tail. p is normalised
-    again, since it may have been stored in half precision. hidden, weight, labels, `kind` as there.
+    top_ids, top_logprobs [..., k]. tail [...]: the probability of all other tokens, which make one bucket of p and of
+    q. The result is at most the full divergence. It equals it where p and q agree on the ratios within the tail. p is
+    normalised again, since it may have been stored in half precision. hidden, weight, labels, `kind` as there.
     """
     keep = labels != IGNORE
     ids, logprobs, rest = top_ids[keep], top_logprobs[keep], tail[keep]

@@ -3,10 +3,12 @@
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draft_models.errors import UserError
-from draft_models.plain_lm import PlainLM, load_plain_lm
-from draft_models.target import LayerStack, layer_windows, load_layers, load_tokenizer, read_config, why_not_by_layers
-from draft_models.tensor_files import open_target
+from draft_models.target.architectures import layer_windows, read_config, why_not_by_layers
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
+from draft_models.target.whole_model import PlainLM, load_plain_lm
+from outrider.errors import UserError
 
 SmallLM = LayerStack | PlainLM
 
@@ -21,16 +23,16 @@ def load_small_lm(
 ) -> SmallLM:
     """The causal LM in `source` (local directory or Hub), frozen, for a target with `tokenizer`.
 
-    Layer by layer where this toolkit knows the architecture, otherwise by its own forward. Its embedding may be
-    padded to another size than the target's; the tokens themselves must agree. Raises `UserError` with both
-    sizes and the first differing token where they do not, before reading weights, and where it cannot run trees.
+    It runs layer by layer where this toolkit knows the architecture, otherwise by its own forward. Its embedding may be
+    padded to another size than the target's, but the tokens themselves must agree. Where they do not, `UserError` names
+    both sizes and the first differing token before weights are read. Raises `UserError` too where it cannot run trees.
     """
     config = read_config(source, revision, role="small_lm")
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
     if why_not_by_layers(config) is not None:
         return load_plain_lm(source, config, revision, dtype, device)
     layer_windows(config)
-    files = open_target(source, revision)
+    files = open_tensors(source, revision)
     return LayerStack(load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device))
 
 
@@ -50,3 +52,34 @@ def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrained
         f"({target.name_or_path}: {len(theirs)} tokens); {len(differing)} tokens differ, first {token!r}: drafter id "
         f"{mine.get(token)}, target id {theirs.get(token)}. Use a drafter of the target's own family"
     )
+
+
+USE = """An ordinary Hugging Face causal LM with the target's tokenizer.
+
+Outrider:
+
+```
+evaluate-checkpoint target={target} small_lm={path} method=vanilla
+```
+
+transformers:
+
+```python
+target = AutoModelForCausalLM.from_pretrained("{target}")
+drafter = AutoModelForCausalLM.from_pretrained("{path}")
+target.generate(**inputs, assistant_model=drafter)
+```
+
+vLLM:
+
+```
+vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": 5}}'
+```
+
+SGLang (steps + 1 draft tokens, one candidate each):
+
+```
+python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
+  --speculative-draft-model-path {path} --speculative-num-steps 4 --speculative-eagle-topk 1 \\
+  --speculative-num-draft-tokens 5
+```"""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from draft_models.attention import KERNELS, grouped_attention, use_kernel
-from draft_models.target import LayerStack
+from draft_models.target.attention import KERNELS, grouped_attention, use_kernel
+from draft_models.target.stack import LayerStack
 from inference.capture import GraphPool
 
 WIDTHS = (1, 4, 16, 64)  # rows of the passes that are measured,

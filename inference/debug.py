@@ -2,20 +2,25 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from draft_models.tiny_model import EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from draft_models.tiny_models import TARGET
+from inference.drafters.registry import KINDS
 from inference.settings import EvaluateConfig
 
 
 def small_evaluation(config: EvaluateConfig, models: Path) -> EvaluateConfig:
     """See `debugged`."""
+    given: dict[str, Any] = {
+        kind.option: str(models / kind.tiny)
+        for kind in KINDS.values()
+        if kind.option and kind.tiny and config.where(kind)
+    }
     return replace(
         config,
         target=str(models / TARGET),
         revision=None,
-        checkpoint=str(models / EARLY_EXIT) if config.checkpoint else None,
-        small_lm=str(models / SMALL_LM) if config.small_lm else None,
-        table=str(models / TABLE) if config.table else None,
+        **given,
         prompts="python_stdlib",
         prompt_text=[],
         prompt_chars=min(config.prompt_chars, 120),

@@ -9,15 +9,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from draft_models.errors import UserError
-from draft_models.target import LayerStack
-from inference.choosing import Chooser
-from inference.drafting import Structure
+from draft_models.target.stack import LayerStack
+from inference.acceptance import Chooser
+from inference.drafters.interface import Drafter, DraftModel
 from inference.runtime import Eager, Runtime
 from inference.session import TargetSession
-from inference.sources import Drafter, DraftModel
-from inference.structures import ToProbs
+from inference.structures.factory import Structure
+from inference.structures.shapes import ToProbs
 from inference.tree import ROOT, DraftTree, chain_parents
+from outrider.errors import UserError
 
 Clock = Callable[[], float]
 

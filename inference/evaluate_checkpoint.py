@@ -10,16 +10,14 @@ from inference.settings import EvaluateConfig
 @entry("evaluate_checkpoint", EvaluateConfig)
 def main(config: EvaluateConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
-    from data_prep.conversations import VICUNA_SYSTEM, render_prompt
-    from data_prep.prompts import read_prompts
     from data_prep.settings import DataConfig
-    from draft_models.tiny_model import debugged
-    from inference.compare import evaluate_checkpoint
-    from inference.debug import small_evaluation
-    from inference.replay import evaluate_replay
-    from inference.subject import heldout_fraction
+    from data_prep.text.chat import VICUNA_SYSTEM, render_prompt
+    from data_prep.text.prompts import read_prompts
+    from inference.evaluate.compare import evaluate_checkpoint
+    from inference.evaluate.replay import evaluate_replay
+    from inference.evaluate.subject import heldout_fraction
 
-    with debugged(config, small_evaluation) as run:
+    def evaluate(run: EvaluateConfig) -> None:
         prompts = read_prompts(
             run.prompt_text or run.prompts,
             limit=run.num_prompts,
@@ -34,6 +32,14 @@ def main(config: EvaluateConfig) -> None:
             prompts,
             lambda tokenizer, messages, chat: render_prompt(messages, tokenizer, run.template if chat else "none"),
         )
+
+    if config.debug:
+        from draft_models.tiny_models import debugged
+        from inference.debug import small_evaluation
+
+        with debugged(config, small_evaluation) as small:
+            return evaluate(small)
+    return evaluate(config)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_models.target import LayerStack
-from inference.layout import Layout, Masks, unpack
+from draft_models.target.stack import LayerStack
+from inference.rows import Layout, Masks, unpack
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run as they are
 UPLOADS = 64  # pinned buffers in turn, so that the host hardly ever waits until the device has read one

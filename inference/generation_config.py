@@ -34,10 +34,10 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from draft_models.errors import UserError, reason
-from draft_models.model_files import CONFIG_FILE, load_generation_config
+from draft_models.target.model_files import CONFIG_FILE, load_generation_config
 from inference.sampling import Sampler
 from inference.settings import SamplingConfig
+from outrider.errors import UserError, reason
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import Protocol
 
 import torch
 
-from draft_models.target import LayerStack
+from draft_models.target.stack import LayerStack
 from inference.attention_kernels import KernelChoice
-from inference.graphed import Graphed
+from inference.cuda_graphs import Graphed
 from inference.session import TargetSession
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from draft_models.early_exit import EarlyExit
-from draft_models.target import LayerStack
+from draft_models.target.stack import LayerStack
 from inference.cache import KVCache
-from inference.layout import Layout, Masks, Rows
+from inference.rows import Layout, Masks, Rows
 
 
 class View(Protocol):

@@ -1,16 +1,18 @@
 """Settings of the runtime and of evaluate-checkpoint."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from draft_models.errors import require, require_choice
+from inference.drafters.registry import KINDS, Kind
+from outrider.errors import require, require_choice
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ARCHITECTURES = ("llama", "mistral", "opt", "qwen2", "qwen3")  # of the random models of debug=true
 RUNTIMES = ("auto", "eager", "graphed")
-# A size that is chosen from costs measured at start and from acceptance (see inference/auto.py). Greedy tokens never
+# A size that is chosen from costs measured at start and from acceptance (see inference/auto/). Greedy tokens never
 # depend on it, nor does the law of sampled ones; but which tokens a seed draws does, and so on the machine's speed.
 AUTO = "auto"
 MOST_NODES = 63  # that "auto" considers: with the root 64 rows
@@ -58,18 +60,18 @@ _EVIDENCE_READS: Readers = {
 
 @dataclass(frozen=True)
 class StopConfig:
-    """When a draft is long enough, or a tree deep enough (see inference/stop_rules.py)."""
+    """When a draft is long enough, or a tree deep enough (see inference/stopping.py)."""
 
     rule: str = "fixed"  # fixed | confidence | beta | calibrated (early_exit, after train/calibrate.py)
-    # Tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts exactly so many, or chooses:
-    max_draft: int | str | None = None  # auto; null: 8 tokens, as many levels as the structure has by itself
+    # tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts so many; auto: what pays;
+    max_draft: int | str | None = None  # null: 8 tokens, as many levels as the structure has by itself
     threshold: float = 0.4  # confidence: stop below this probability
-    alpha: float = 4.0  # beta: the prior, as successes …
-    beta: float = 2.0  # … and failures already seen
+    alpha: float = 4.0  # beta: successes that the prior counts for
+    beta: float = 2.0  # beta: failures that the prior counts for
     update: str = "natural"  # beta: natural | printed
     evidence: str = "both"  # calibrated: both | model (the head alone) | sample (what was observed alone)
-    model_sigma: float = 0.15  # calibrated: σ_M and σ_S, how far head and sample are trusted
-    sample_sigma: float = 1.0
+    model_sigma: float = 0.15  # calibrated: σ_M, how far off the head is taken to be
+    sample_sigma: float = 1.0  # calibrated: σ_S, how far off what was observed is taken to be
     prior: float = 0.7  # calibrated: θ̂ before anything was observed
     mean: str = "sample"  # calibrated: θ̂ is the share of tested tokens that were right; printed: the paper's formula
 
@@ -105,7 +107,7 @@ _KIND_READS: Readers = {
 
 @dataclass(frozen=True)
 class StructureConfig:
-    """The shape of a draft (see inference/structures.py)."""
+    """The shape of a draft (see inference/structures/shapes.py)."""
 
     kind: str = "chain"  # chain | k_config | opt_tree | token_graph | static
     max_depth: int | str = 10  # opt_tree, token_graph: drafting steps at most; opt_tree: or auto
@@ -113,13 +115,13 @@ class StructureConfig:
     widths: tuple[int, ...] | str = (4, 2, 2)  # k_config: children per node, level by level; or auto
     draw: str = "without_replacement"  # k_config when sampling: with_replacement | without_replacement | top_k
     delta: float | None = None  # opt_tree: stop when E(A) gains no more than this; null: μ, as measured here
-    out_degree: int = 4  # token_graph, and its pruning and merging:
-    theta_prob: float = 0.2
-    theta_sibling: float = 0.3
-    tau: int = 2
+    out_degree: int = 4  # token_graph: children of a node at most
+    theta_prob: float = 0.2  # token_graph: a less probable node stays a leaf
+    theta_sibling: float = 0.3  # token_graph: so does one less probable than this share of its likeliest sibling
+    tau: int = 2  # token_graph: nodes that end in the same τ tokens are merged; 0 merges nothing
     shape: str = "eagle"  # static: eagle | binary | a JSON file of rank paths
-    temperature: float = 1.0  # of q under greedy decoding, where q only ranks: the target takes its likeliest token
-    # far more often than q says, so a sharper q (below 1) makes opt_tree and token_graph draft deeper
+    # of q under greedy decoding, where q only ranks: the target takes its likeliest token far more often than q says,
+    temperature: float = 1.0  # so a sharper q (below 1) makes opt_tree and token_graph draft deeper
 
     def __post_init__(self) -> None:
         require_choice("kind", self.kind, ("chain", "k_config", "opt_tree", "token_graph", "static"))
@@ -163,21 +165,21 @@ _ADAPT_READS: Readers = {True: ("increment", "max_probability")}
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Drafting from an n-gram table (see inference/ngrams.py)."""
+    """Drafting from an n-gram table (see inference/drafters/ngrams.py)."""
 
     evidence: str = "table"  # table: one order of it, adapted (ADED) | mixed: its orders 2 to 4 and the text so far
     nodes: int = 64  # node budget
     depth: int = 4  # tokens ahead at most
     order: int = 3  # table: the n of its n-grams
     adapt: bool = True  # table: raise the n-grams of prompt and output (Algorithm 2), and with it:
-    increment: float = 0.4
-    max_probability: float = 0.7
+    increment: float = 0.4  # table: what Algorithm 2 adds to an n-gram that occurs
+    max_probability: float = 0.7  # table: and the most that it comes to
     search: str = "best_first"  # table: best_first | puct; the paper's search has these settings:
     iterations: int = 150  # puct: s
     sentences: int = 24  # puct: n, the best ones that make the tree
     widest: int = 12  # puct: t, likeliest successors of a state in the table that count
     c1: float = 32.0  # puct: more explores more
-    c2: float = 8.0
+    c2: float = 8.0  # puct: larger makes exploration grow more slowly
     longest: int = 8  # mixed: longest context that is looked up in the text
     decay: float = 0.85  # mixed: what a count keeps when its context occurs again
     strength: float = 20.0  # mixed: how many tokens' evidence the prior weight of a source counts for
@@ -211,35 +213,38 @@ class MethodConfig:
     ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams
 
     def __post_init__(self) -> None:
-        require_choice("source", self.source, ("early_exit", "small_lm", "prompt_lookup", "ngrams"))
+        require_choice("source", self.source, tuple(KINDS))
+        kind = KINDS[self.source]
         require_choice("verify", self.verify, ("exact", "naive"))
         require(
-            self.stop.rule != "calibrated" or self.source == "early_exit",
+            self.stop.rule != "calibrated" or kind.hidden,
             "stop.rule",
             self.stop.rule,
             f"another rule for source={self.source}: the calibration head belongs to an early-exit drafter",
         )
         require(self.max_ngram >= 1, "max_ngram", self.max_ngram, "an integer ≥ 1")
-        modelled, kind = self.source in ("early_exit", "small_lm"), self.structure.kind
-        self._refuse_unread(modelled)
-        sized = self.stop.max_draft != AUTO or (modelled and kind == "chain")
+        modelled, shape = kind.shaped, self.structure.kind
+        self._refuse_unread(kind)
+        sized = self.stop.max_draft != AUTO or (modelled and shape == "chain")
         expected = "a number or null: auto chooses the length of a chain of early_exit or small_lm"
         require(sized, "stop.max_draft", self.stop.max_draft, expected)
         rigid = self.stop.rule == "fixed" or not self.adapts
         require(rigid, "stop.rule", self.stop.rule, "fixed where sizes are auto, which decide how deep a tree goes")
-        drawn = modelled and (kind == "chain" or (kind == "k_config" and self.structure.draw != "top_k"))
+        drawn = modelled and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
         require(self.verify == "exact" or drawn, "verify", self.verify, "exact where no candidate is ever drawn")
 
-    def _refuse_unread(self, modelled: bool) -> None:
-        """The parts that belong to other sources than the one chosen."""
-        _refuse_unread(self, "source", {"prompt_lookup": ("max_ngram",)})
-        parts: dict[str, Any] = {} if self.source == "ngrams" else {"ngrams.": self.ngrams}
-        if not modelled:
-            reads_length = self.source == "prompt_lookup"
-            stop = replace(self.stop, max_draft=None) if reads_length else self.stop
-            parts |= {"structure.": self.structure, "stop.": stop}
+    def _refuse_unread(self, kind: Kind) -> None:
+        """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
+        why = f"source={self.source} does not read it"
+        foreign = {name for other in KINDS.values() for name in other.own if "." not in name} - set(kind.own)
+        whole = {name for name in foreign if dataclasses.is_dataclass(getattr(self, name))}
+        _require_defaults(self, why, names=foreign - whole)
+        parts: dict[str, Any] = {f"{name}.": getattr(self, name) for name in sorted(whole)}
+        if not kind.shaped:
+            read: dict[str, Any] = {name.removeprefix("stop."): None for name in kind.own if name.startswith("stop.")}
+            parts |= {"structure.": self.structure, "stop.": replace(self.stop, **read)}
         for prefix, part in parts.items():
-            _require_defaults(part, f"source={self.source} does not read it", prefix=prefix)
+            _require_defaults(part, why, prefix=prefix)
 
     @property
     def adapts(self) -> bool:
@@ -280,10 +285,11 @@ class EvaluateConfig:
     checkpoint: str | None = None  # early-exit drafter directory, for methods with source=early_exit
     small_lm: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
     table: str | None = None  # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
-    target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for; or "replay":
-    transcripts: str | None = None  # recorded greedy answers to `prompts` (see inference/replay.py), and
-    tokenizer: str | None = None  # their tokenizer, a Hugging Face directory or a SentencePiece .model
-    revision: str | None = None
+    target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for; or replay
+    transcripts: str | None = None  # target=replay: recorded greedy answers to `prompts`
+    tokenizer: str | None = None  # target=replay: a Hugging Face directory or a SentencePiece .model
+    revision: str | None = None  # of the target on the Hub: branch, tag or commit
+    # the ways of decoding to compare, by name; method=[…] chooses presets
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     prompts: str = "python_stdlib"  # held-out standard-library files, or a JSONL/JSON file of prompts
     prompt_text: list[str] = field(default_factory=list)  # inline prompts instead
@@ -291,19 +297,20 @@ class EvaluateConfig:
     num_prompts: int | None = 24  # evenly spread; null: all
     template: str = "auto"  # auto | tokenizer | vicuna | none
     max_new_tokens: int = 128  # target=replay: the length of the recorded answer where that is longer
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # go on to max_new_tokens
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generation_config: str = "target"  # target: what acts on greedy decoding there is taken over | none: ignored
     stop_strings: list[str] = field(default_factory=list)  # text also ends with the first of these; none: the target's
     repeats: int = 1  # timed passes over every prompt, which draw anew when sampling; the one of median time counts
     compare_transformers: bool = True  # also time model.generate
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
-    device: str = "auto"
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: str = "auto"  # eager | graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA) | auto
     threads: int | None = None  # CPU threads; null: torch's choice
-    seed: int = 0
+    seed: int = 0  # of sampling, and of what rules and searches draw
+    drafters: dict[str, str] = field(default_factory=dict)  # models of other kinds, as +drafters.NAME=PATH
     card: bool = False  # also put the table into README.md of the drafters evaluated
-    out_dir: str = "runs/evaluate"
+    out_dir: str = "runs/evaluate"  # where the report goes
     resume: bool = False  # go on with what an earlier run left in out_dir
     debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, few tokens
     debug_architecture: str = "llama"  # see ARCHITECTURES
@@ -311,19 +318,17 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_beta")
         sources = {method.source for method in self.methods.values()}
-        for source, key, what in (
-            ("early_exit", "checkpoint", "an early-exit drafter directory"),
-            ("small_lm", "small_lm", "a causal LM directory or Hub name"),
-            ("ngrams", "table", "an n-gram table directory (data_prep/build_trigrams.py)"),
-        ):
-            using = ", ".join(name for name, method in self.methods.items() if method.source == source)
-            given = getattr(self, key)
-            require(source not in sources or given is not None, key, given, f"{what} for {using}")
+        for kind in KINDS.values():
+            using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
+            key, where = kind.option, self.where(kind)
+            if key is not None and using:
+                given_as = key if hasattr(self, key) else f"+drafters.{key}"
+                require(where is not None, given_as, where, f"{kind.needs} for {using}")
         replayed = self.target == "replay"
         for key in ("transcripts", "tokenizer"):
             expected = "a file for target=replay" if replayed else "null unless target=replay"
             require((getattr(self, key) is not None) == replayed, key, getattr(self, key), expected)
-        blind = sources <= {"prompt_lookup", "ngrams"}
+        blind = all(KINDS[source].sees_tokens_only for source in sources)
         require(not replayed or blind, "target", self.target, "a model: a recording has no hidden states or logits")
         for key, setting, expected in (
             ("sampling.temperature", self.sampling.temperature, "0 for target=replay: recordings are greedy"),
@@ -357,3 +362,10 @@ class EvaluateConfig:
         require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("runtime", self.runtime, RUNTIMES)
+
+    def where(self, kind: Kind) -> str | None:
+        """Where the model of `kind` lies, None where that is not said or it has none."""
+        if kind.option is None:
+            return None
+        given: str | None = getattr(self, kind.option, None) or self.drafters.get(kind.option)
+        return given

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from draft_models.errors import UserError
+from outrider.errors import UserError
 
 
 class StopStrings:

@@ -4,8 +4,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for a network
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+from pathlib import Path
+
 import pytest
 import torch
+
+from draft_models.tiny_models import save_tiny_models
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and what can draft for it (see `save_tiny_models`); not to be written to."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_models(folder, "llama")
+    return folder
 
 
 def pytest_configure(config: pytest.Config) -> None:

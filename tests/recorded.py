@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from inference import attention_kernels, graphed
+from inference import attention_kernels, cuda_graphs
 from inference.capture import GraphPool
 
 # The host waits for the device, or hands it memory of its own.
@@ -93,7 +93,7 @@ def _key(tensor: Tensor) -> int:
 
 def record_graphs(patch: pytest.MonkeyPatch) -> None:
     """Have arenas record and replay their passes."""
-    patch.setattr(graphed, "can_capture", lambda device: True)
+    patch.setattr(cuda_graphs, "can_capture", lambda device: True)
     patch.setattr(GraphPool, "_capture", lambda _, run: Recording(run))
     patch.setattr(torch.cuda, "synchronize", lambda: None)
     patch.setattr(attention_kernels, "TRIALS", 1)

@@ -16,28 +16,35 @@ import pytest
 import torch
 
 from conf import reported
-from data_prep.conversations import render_prompt
-from data_prep.corpus import read_records
-from data_prep.prompts import read_prompts
-from data_prep.response_files import answered, check_run, read_shard, summarise
-from data_prep.rows import load_rows
+from data_prep.ngrams.token_shards import open_encoder, passages, tokenise
+from data_prep.responses.directory import answered, check_run, read_shard, summarise
 from data_prep.settings import DataConfig
-from data_prep.token_shards import open_encoder, passages, tokenise
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
+from data_prep.text.rows import load_rows
+from data_prep.text.sources import read_records
 from draft_models.calibration import load_calibration
 from draft_models.checkpoint import read_meta
-from draft_models.errors import UserError
-from draft_models.files import require_writable
-from draft_models.plain import construct
-from draft_models.target import load_layers, load_tokenizer
-from draft_models.tiny_model import EARLY_EXIT, TABLE, TARGET, save_tiny_models
-from draft_models.trigram import TrigramTable
-from inference import compare
-from inference.prompt_results import append_result, begin_run, open_run, read_results
-from inference.replay import read_transcripts
+from draft_models.ngrams.table import TrigramTable
+from draft_models.target.open_target import load_tokenizer, open_target
+from draft_models.tiny_models import EARLY_EXIT, TABLE, TARGET
+from inference.evaluate import compare
+from inference.evaluate.prompt_results import append_result, begin_run, open_run, read_results
+from inference.evaluate.replay import read_transcripts
+from inference.evaluate.subject import (
+    find_subject,
+    heldout_fraction,
+    load_drafters,
+    load_models,
+    load_plain,
+    run_settings,
+)
 from inference.settings import EvaluateConfig, MethodConfig
-from inference.structures import read_shape
-from inference.subject import find_subject, heldout_fraction, load_drafters, load_models, load_plain, run_settings
-from tests.inference.test_prompt_results import measured
+from inference.structures.shapes import read_shape
+from outrider.errors import UserError
+from outrider.files import require_writable
+from outrider.settings import construct
+from tests.inference.evaluate.test_prompt_results import measured
 from tests.mutants import mutants
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from train import pipeline_run, run_dir
@@ -45,22 +52,15 @@ from train.fit import fit
 from train.pipeline_run import run_pipeline
 from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
 from train.time_budget import steps_for_minutes
-from train.trainer_state import read_trainer_state
+from train.training_state import EARLIER_FILE, STATE_FILE, read_state
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_tiny_models(folder, "llama")
-    return folder
-
-
 @pytest.fixture
-def folder(tmp_path: Path, models: Path) -> Path:
+def folder(tmp_path: Path, tiny_models: Path) -> Path:
     """A copy of the models to damage."""
-    return Path(shutil.copytree(models, tmp_path / "models"))
+    return Path(shutil.copytree(tiny_models, tmp_path / "models"))
 
 
 def require_named(file: Path, run: Callable[[], Any], capsys: pytest.CaptureFixture[str], count: int) -> None:
@@ -96,7 +96,7 @@ def evaluate_shortly(config: EvaluateConfig) -> None:
     """An evaluation up to the first warm tokens of every arm."""
     subject = find_subject(config)
     ids = render_prompt(["to be or not to be"], subject.tokenizer)
-    drafters = load_drafters(config, subject)
+    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
     prepared = compare.Prepared(config.methods, {})
     compare.make_bench(config, subject, load_models(config, subject, drafters), prepared, ids, 1)
 
@@ -112,7 +112,7 @@ def test_generation_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     def read() -> None:
         config = on_target(folder)
         subject = find_subject(config)
-        load_plain(subject.source, None, subject.dtype, subject.device)
+        load_plain(subject.target, subject.dtype, subject.device)
 
     require_named(folder / TARGET / "generation_config.json", read, capsys, 100)
 
@@ -128,7 +128,7 @@ def test_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str], name: str) 
 
 def shard(folder: Path) -> Path:
     """The target's weights in several files; the index of them."""
-    model = load_plain(str(folder / TARGET), None, torch.float32, torch.device("cpu"))
+    model = load_plain(open_target(str(folder / TARGET)), torch.float32, torch.device("cpu"))
     (folder / TARGET / "model.safetensors").unlink()
     model.save_pretrained(folder / TARGET, max_shard_size="200KB")
     return folder / TARGET / "model.safetensors.index.json"
@@ -139,8 +139,8 @@ def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
     def read() -> None:
         subject = find_subject(on_target(folder))
-        load_layers(subject.files, subject.config, range(subject.config.num_hidden_layers), dtype=torch.float32)
-        load_plain(subject.source, None, subject.dtype, subject.device)
+        subject.target.layers(dtype=torch.float32)
+        load_plain(subject.target, subject.dtype, subject.device)
 
     require_named(index, read, capsys, 100)
 
@@ -155,7 +155,7 @@ def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def read() -> None:
         heldout_fraction(config, 0.5)
         subject = find_subject(config)
-        load_drafters(config, subject)
+        load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
         run_settings(config, subject, [])
 
     meta = read_meta(file.parent)
@@ -200,7 +200,7 @@ def test_results_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from data_prep.response_files import open_run as begin
+    from data_prep.responses.directory import open_run as begin
 
     begin(tmp_path, {"seed": 0})
     talk = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]
@@ -232,10 +232,20 @@ def test_a_training_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFi
     train(resume=False)
     finished, middle = (run_dir.checkpoints(out_dir)[i] for i in (-1, 0))
     require_named(finished / "run.json", train, capsys, 20)
-    require_named(finished / "trainer_state.json", train, capsys, 60)
-    require_named(middle / "trainer_state.json", lambda: read_trainer_state(middle), capsys, 100)
+    require_named(finished / STATE_FILE, train, capsys, 60)
+    require_named(middle / STATE_FILE, lambda: read_state(middle), capsys, 100)
     shutil.rmtree(finished)
-    (middle / "trainer_state.json").write_text('{"global_step": "1"}')
+    (middle / STATE_FILE).write_text('{"step": "1"}')
+    with pytest.raises(UserError, match=r"training_state\.json: damaged state of a training .*remove .*checkpoint-1"):
+        train()
+    (middle / STATE_FILE).unlink()
+    with pytest.raises(UserError, match=r"training_state\.json: no readable state .*remove .*checkpoint-1"):
+        train()
+    lines = [{"step": 1, "loss": 2.5}, {"step": 1, "eval_tau": 1.5, "epoch": 0.5}]
+    (middle / EARLIER_FILE).write_text(json.dumps({"global_step": 1, "log_history": lines, "epoch": 0.5}))
+    assert read_state(middle).metrics == {"tau": 1.5}
+    require_named(middle / EARLIER_FILE, lambda: read_state(middle), capsys, 100)
+    (middle / EARLIER_FILE).write_text('{"global_step": "1", "log_history": []}')
     with pytest.raises(UserError, match=r"trainer_state\.json: damaged state of a training .*remove .*checkpoint-1"):
         train()
 
@@ -299,8 +309,8 @@ PROMPTS = [{"question_id": 1, "category": "c", "turns": ["how", "are"]}, {"task_
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_prompts(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
-    tokenizer = load_tokenizer(str(models / TARGET))
+def test_prompts(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
+    tokenizer = load_tokenizer(str(tiny_models / TARGET))
     file = tmp_path / f"prompts.{suffix}"
     file.write_text(json.dumps(PROMPTS if suffix == "json" else PROMPTS[0]) + "\n")
 
@@ -324,10 +334,10 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("layout", RECORDS)
-def test_training_text(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
+def test_training_text(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
     """As rows and as passages of an n-gram table."""
-    tokenizer = load_tokenizer(str(models / TARGET))
-    encoder = open_encoder(str(models / TARGET), None)
+    tokenizer = load_tokenizer(str(tiny_models / TARGET))
+    encoder = open_encoder(str(tiny_models / TARGET), None)
     file, shards = tmp_path / "data.jsonl", require_writable(tmp_path / "shards")
     file.write_text(json.dumps(RECORDS[layout]))
     data = DataConfig(
@@ -339,7 +349,7 @@ def test_training_text(models: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         damaged = file.read_bytes()
         file.write_bytes(good + b" ".join(damaged.split(b"\n")) + b"\n")
         try:
-            tokenise(passages(read_records(data, "train"), "all"), str(models / TARGET), None, encoder, shards, 1)
+            tokenise(passages(read_records(data, "train"), "all"), str(tiny_models / TARGET), None, encoder, shards, 1)
             load_rows(data, tokenizer, 400, "train")
         finally:
             file.write_bytes(damaged)
@@ -347,9 +357,9 @@ def test_training_text(models: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     require_named(file, read, capsys, 40)
 
 
-def test_cached_rows(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cached_rows(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A damaged entry is made again."""
-    tokenizer = load_tokenizer(str(models / TARGET))
+    tokenizer = load_tokenizer(str(tiny_models / TARGET))
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "to be or not to be"}) + "\n")
     data = DataConfig(
         source="local", path=str(tmp_path / "data.jsonl"), heldout_fraction=0.0, cache_dir=str(tmp_path / "cache")

@@ -9,33 +9,36 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_prep.settings import DataConfig
-from draft_models.attention import KERNELS
-from draft_models.checkpoint import fingerprint_target, from_pretrained
+from draft_models.checkpoint import from_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
-from inference import graphed
+from draft_models.target.architectures import load_config
+from draft_models.target.attention import KERNELS
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
+from inference import cuda_graphs
 from inference.attention_kernels import KernelChoice, attention_shape
 from inference.decode import autoregressive, speculative
-from inference.drafting import Chain, make_structure
-from inference.evaluation import (
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.small_lm import SmallLMSource
+from inference.evaluate.arms import (
     AUTOREGRESSIVE,
     Arm,
     Choosing,
-    Drafters,
     make_arms,
     measure,
     measure_deviations,
     prepare,
     synchronized_clock,
 )
+from inference.evaluate.lossless import judge
 from inference.fixed_shapes import UPLOADS, Upload
-from inference.layout import Rows
-from inference.lossless import judge
+from inference.rows import Rows
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
-from inference.sources import EarlyExitSource, SmallLMSource
-from inference.stop_rules import FixedLength
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain, make_structure
+from outrider.streams import Streams
 from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, method_of, random_prompt, reference_generate, save_target
 from train.early_exit import train_early_exit
 from train.fit_settings import FitConfig, WandbConfig
@@ -46,11 +49,11 @@ CUDA = torch.device("cuda")
 
 
 def on_gpu(path: Path, exit_layer: int, dtype: torch.dtype) -> tuple[LayerStack, EarlyExit]:
-    files, config = open_target(str(path)), load_config(str(path))
+    files, config = open_tensors(str(path)), load_config(str(path))
     stack = LayerStack(load_layers(files, config, range(LAYERS), dtype=dtype, device=CUDA))
     model = load_layers(files, config, exit_layers(config, exit_layer), dtype=dtype, device=CUDA)
     drafter = EarlyExit.from_model(model, exit_layer, own_head=True).requires_grad_(False)
-    prepare(stack, Drafters(early_exit=drafter))
+    prepare(stack, {"early_exit": Calibrated(drafter)})
     return stack, drafter
 
 
@@ -77,13 +80,13 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
 ) -> None:
     """Texts cross the cache's buckets; with each attention kernel, and with the one that is measured to be best."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
-    small = LayerStack(load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS),
+    small = LayerStack(load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS),
                                    dtype=torch.float32, device=CUDA))  # fmt: skip
     method = method_of(STRUCTURES[structure], 3)
-    runtime = graphed.Graphed()
+    runtime = cuda_graphs.Graphed()
     chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack.config), 1, 16, kernel)]
     runtime.prepare(70, chosen or runtime.choose_kernels([stack, small], 70))
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
@@ -106,7 +109,7 @@ def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
     path = save_target(tmp_path, peak=6.0, hidden_size=512, intermediate_size=2048)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
     method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
-    runtime = graphed.Graphed()
+    runtime = cuda_graphs.Graphed()
 
     def plain() -> list[int]:
         rounds = autoregressive(stack, random_prompt(5), max_new_tokens=40, runtime=runtime)
@@ -143,8 +146,8 @@ def test_sampling_draws_on_the_device(tmp_path: Path, structure: str) -> None:
     method = {"m": method_of(STRUCTURES[structure], 3)}
     options = {"max_new_tokens": 32, "eos": (), "sampling": SamplingConfig(temperature=1.0, top_k=20)}
     texts = []
-    for runtime in (None, graphed.Graphed(), None):
-        arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, runtime=runtime)
+    for runtime in (None, cuda_graphs.Graphed(), None):
+        arms = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options, runtime=runtime)
         texts.append({name: arm(random_prompt(16), Streams(0)).tokens for name, arm in arms.items()})
     assert texts[0] == texts[1] == texts[2]
 
@@ -155,12 +158,12 @@ def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
     stack, drafter = on_gpu(path, LAYERS - 1, torch.bfloat16)
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
     options = {"max_new_tokens": 64, "eos": ()}
-    arms = make_arms(stack, Drafters(early_exit=drafter), method, None, **options)
+    arms = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options)
 
     def make(choosing: Choosing) -> dict[str, Arm]:
-        return make_arms(stack, Drafters(early_exit=drafter), method, None, **options, choosing=choosing)
+        return make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options, choosing=choosing)
 
-    profilers = make_arms(stack, Drafters(early_exit=drafter), method, None, **options, clock=synchronized_clock)
+    profilers = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options, clock=synchronized_clock)
     del profilers[AUTOREGRESSIVE]
     for seed in range(4):
         prompt = random_prompt(16, seed)
@@ -184,7 +187,7 @@ def test_eesd_trains_and_its_drafter_is_lossless(tmp_path: Path, objective: str)
     config = EesdConfig(str(path), data, fit, exit_layer=2, seq_len=64, objective=objective, eval_rows=4)
     train_early_exit(replace(config, decode_prompts=2, decode_tokens=16, out_dir=str(tmp_path / "e")))
     target = load_config(str(path))
-    fingerprint = fingerprint_target(open_target(str(path)), target, load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), target, load_tokenizer(str(path)))
     stack, _ = on_gpu(path, 2, torch.float32)
     drafter = from_pretrained(tmp_path / "e", target, fingerprint, dtype=torch.float32, device=CUDA)
     prompt = random_prompt(20)

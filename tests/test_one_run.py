@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.errors import UserError
-from draft_models.out_dirs import only_run
-from draft_models.tiny_model import EARLY_EXIT, TABLE, TARGET, save_tiny_models
+from draft_models.tiny_models import EARLY_EXIT, TABLE, TARGET
+from outrider.errors import UserError
+from outrider.run_dirs import only_run
 
 ROOT = Path(__file__).parent.parent
 ENTRIES = {
@@ -34,18 +34,11 @@ ELSEWHERE = {"build_trigrams": "out.building"}  # the table gets its name when i
 REHEARSED = sorted(set(OPTIONS) - {"toy_target"})
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_tiny_models(folder, "llama")
-    return folder
-
-
 @pytest.fixture
-def out(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def out(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place for out_dirs, with the models beside them."""
     for name in (TARGET, EARLY_EXIT, TABLE):
-        (tmp_path / name).symlink_to(models / name)
+        (tmp_path / name).symlink_to(tiny_models / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -108,10 +101,10 @@ def test_a_replay_is_a_run_too(out: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_calibration_holds_the_drafters_directory(
-    out: Path, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    out: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Into which it puts the head: not while a training, or another calibration, is at work there."""
-    with only_run(models / EARLY_EXIT, "something"):
+    with only_run(tiny_models / EARLY_EXIT, "something"):
         assert run(monkeypatch, "calibrate") == 2
     assert f"out_dir={EARLY_EXIT}: another run is writing" in capsys.readouterr().err
 

@@ -16,14 +16,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from draft_models import tiny_model
+from draft_models import tiny_models
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target import LayerStack, load_config, load_layers
-from draft_models.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
 from inference.settings import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4
-VOCABULARY = tiny_model.VOCABULARY
+VOCABULARY = tiny_models.VOCABULARY
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"sliding_window": 12}),
@@ -74,7 +75,7 @@ def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, 
 
 def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """One token per byte, no merges, plus <s>, </s> and <pad>."""
-    tokenizer = tiny_model.byte_tokenizer()
+    tokenizer = tiny_models.byte_tokenizer()
     tokenizer.chat_template = chat_template
     return tokenizer
 
@@ -82,7 +83,7 @@ def byte_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
 def open_stack(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, LayerStack]:
     """The target in `path`: as transformers loads and runs it, and as the layers of this project."""
     config = load_config(str(path))
-    model = load_layers(open_target(str(path)), config, range(config.num_hidden_layers), dtype=dtype)
+    model = load_layers(open_tensors(str(path)), config, range(config.num_hidden_layers), dtype=dtype)
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), LayerStack(model)
 
 
@@ -94,7 +95,7 @@ def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: b
     makes some drafts wrong.
     """
     config = load_config(str(path))
-    model = load_layers(open_target(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
+    model = load_layers(open_tensors(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
     drafter = EarlyExit.from_model(model, exit_layer, own_head=own_head).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in drafter.layer.parameters():

@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from draft_models.errors import UserError, reason
-from draft_models.files import parse_json, require_writable, write_atomically
-from draft_models.plain import construct
+from outrider.errors import UserError, reason
+from outrider.files import parse_json, require_writable, write_atomically
+from outrider.settings import construct
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
 
 BEST_FOLDER = "best"

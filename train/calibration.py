@@ -17,23 +17,23 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data_prep.corpus import Split
-from data_prep.rows import load_rows
+from data_prep.text.rows import load_rows
+from data_prep.text.sources import Split
 from draft_models.calibration import CalibrationHead, save_calibration
-from draft_models.checkpoint import fingerprint_target, from_pretrained, read_meta, target_of
+from draft_models.checkpoint import from_pretrained, open_target_of, read_meta
 from draft_models.early_exit import EarlyExit
-from draft_models.errors import UserError
-from draft_models.files import require_writable, write_atomically, write_json
 from draft_models.losses import IGNORE
-from draft_models.processes import from_main, join_processes, only_run_of
-from draft_models.target import LayerStack, load_layers, load_tokenizer, pick_dtype
-from draft_models.tensor_files import open_target
-from draft_models.tiny_model import debugged
+from draft_models.target.open_target import pick_dtype
+from draft_models.target.stack import LayerStack
+from draft_models.tiny_models import debugged
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.evaluation import Drafters, prepare
-from inference.sources import EarlyExitSource
-from inference.stop_rules import Step
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.evaluate.arms import prepare
+from inference.stopping import Step
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from outrider.files import require_writable, write_atomically, write_json
+from outrider.processes import from_main, join_processes, only_run_of
 from train import run_dir
 from train.debug import small_calibrate
 from train.fit import fit
@@ -63,18 +63,16 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     out_dir = Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
     meta = read_meta(config.checkpoint)
-    source, revision, target = target_of(config.checkpoint, config.target, config.revision)
-    files = open_target(source, revision)
-    tokenizer = load_tokenizer(source, revision)
-    dtype = pick_dtype(config.dtype, target, state.device)
-    fingerprint = from_main(state, lambda: fingerprint_target(files, target, tokenizer))
-    drafter = from_pretrained(config.checkpoint, target, fingerprint, dtype=dtype, device=state.device)
+    target = open_target_of(config.checkpoint, config.target, config.revision)
+    tokenizer = target.tokenizer
+    dtype = pick_dtype(config.dtype, target.config, state.device)
+    fingerprint = from_main(state, lambda: target.fingerprint)
+    drafter = from_pretrained(config.checkpoint, target.config, fingerprint, dtype=dtype, device=state.device)
 
     @functools.cache
     def stack() -> LayerStack:  # only where something is left to capture
-        every = range(target.num_hidden_layers)
-        whole = LayerStack(load_layers(files, target, every, dtype=dtype, device=state.device))
-        prepare(whole, Drafters(early_exit=drafter))
+        whole = target.stack(dtype=dtype, device=state.device)
+        prepare(whole, {"early_exit": Calibrated(drafter)})
         return whole
 
     target_model = {"config": fingerprint.config, "tensors": fingerprint.tensors}
@@ -86,11 +84,11 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         "max_draft": config.max_draft,
         "shard_prompts": SHARD_PROMPTS,
     }
-    room = min(config.seq_len, target.max_position_embeddings - config.new_tokens)
+    room = min(config.seq_len, target.config.max_position_embeddings - config.new_tokens)
     if room < 1:
         raise UserError(
             f"new_tokens={config.new_tokens}: expected less than the target's context of "
-            f"{target.max_position_embeddings} tokens"
+            f"{target.config.max_position_embeddings} tokens"
         )
     captured: dict[str, Batch] = {}
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_prep.debug import shrink
-from draft_models.tiny_model import EARLY_EXIT, SMALL_LM, TARGET
+from draft_models.tiny_models import EARLY_EXIT, SMALL_LM, TARGET
 from train.fit_settings import FitConfig, WandbConfig
 from train.settings import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
 

@@ -12,21 +12,23 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
-from data_prep.rows import Rows, load_rows
+from data_prep.text.rows import Rows, load_rows
 from draft_models.card import CARD_FILE, write_card
-from draft_models.checkpoint import Fingerprint, fingerprint_target, parts_below, save_pretrained
-from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.errors import UserError
-from draft_models.files import require_writable
+from draft_models.checkpoint import parts_below, save_pretrained
+from draft_models.early_exit import USE, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
-from draft_models.out_dirs import recorded_at_first
-from draft_models.processes import from_main, join_processes, only_run_of
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
-from draft_models.tensor_files import TensorFiles, open_target
-from draft_models.tiny_model import debugged
-from inference.evaluation import Drafters, prepare
-from inference.sources import EarlyExitSource
-from train import run_dir, sharding
+from draft_models.target.fingerprint import Fingerprint
+from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_files import TensorFiles
+from draft_models.tiny_models import debugged
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.evaluate.arms import prepare
+from outrider.errors import UserError
+from outrider.files import require_writable
+from outrider.processes import from_main, join_processes, only_run_of
+from outrider.run_dirs import recorded_at_first
+from train import run_dir
 from train.best import BEST_FOLDER, Best
 from train.debug import small_eesd
 from train.export import served_dtype
@@ -43,45 +45,39 @@ def train_early_exit(config: EesdConfig) -> None:
     `UserError` for an unusable target, data set or directory, before any weight is read.
     """
     with debugged(config, small_eesd) as config:
-        target = load_config(config.target, config.revision)
-        exit_layer = config.exit_layer or default_exit_layer(target)
+        target = open_target(config.target, config.revision)
+        exit_layer = config.exit_layer or default_exit_layer(target.config)
         if config.plan:
-            plan = make_plan(config, target, exit_layer)
-            print(describe_plan(plan, exit_layer, target.num_hidden_layers), flush=True)
+            plan = make_plan(config, target.config, exit_layer)
+            print(describe_plan(plan, exit_layer, target.config.num_hidden_layers), flush=True)
             return
-        if config.decode_prompts:
-            sharding.refuse_fsdp(f"decode_prompts={config.decode_prompts}")
         state, out_dir = join_processes(), require_writable(config.out_dir)
         with only_run_of(state, out_dir, "a training"):
             _train(config, target, exit_layer, out_dir, state)
 
 
-def _train(config: EesdConfig, target: PreTrainedConfig, exit_layer: int, out_dir: Path, state: PartialState) -> None:
+def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Path, state: PartialState) -> None:
     run_dir.require_free(out_dir, config.resume)
-    layers = exit_layers(target, exit_layer)
-    if config.objective == "kl":
-        layers = list(range(target.num_hidden_layers))
-    if config.decode_prompts and config.decode_tokens >= target.max_position_embeddings:
+    layers = None if config.objective == "kl" else exit_layers(target.config, exit_layer)
+    context = target.config.max_position_embeddings
+    if config.decode_prompts and config.decode_tokens >= context:
         raise UserError(
-            f"decode_tokens={config.decode_tokens}: expected less than the target's context of "
-            f"{target.max_position_embeddings} tokens"
+            f"decode_tokens={config.decode_tokens}: expected less than the target's context of {context} tokens"
         )
-    if config.seq_len > target.max_position_embeddings:
-        raise UserError(f"seq_len={config.seq_len}: the target's context is {target.max_position_embeddings} tokens")
-    files = open_target(config.target, config.revision)
-    tokenizer = load_tokenizer(config.target, config.revision)
+    if config.seq_len > context:
+        raise UserError(f"seq_len={config.seq_len}: the target's context is {context} tokens")
+    files, tokenizer = target.files, target.tokenizer
     reads_all = config.objective == "kl" or config.decode_prompts > 0
 
     def identify() -> tuple[Fingerprint, dict[str, str]]:
-        fingerprint = fingerprint_target(files, target, tokenizer, fetch=reads_all)
-        return fingerprint, parts_below(files, target, exit_layer)
+        return target.fingerprinted(fetch=reads_all), parts_below(files, target.config, exit_layer)
 
     fingerprint, trained_on = from_main(state, identify)
     rows = load_rows(config.data, tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
 
     student = EarlyExitStudent(
-        load_layers(files, target, layers, dtype=getattr(torch, config.frozen_dtype), device=state.device),
+        target.layers(layers, dtype=getattr(torch, config.frozen_dtype), device=state.device),
         exit_layer,
         train_head=config.train_head,
         train_layer=config.train_layer,
@@ -112,19 +108,20 @@ def _train(config: EesdConfig, target: PreTrainedConfig, exit_layer: int, out_di
         out_dir,
         resume=config.resume,
         identity=identity,
-        evaluate=Watch(config, target, files, heldout, student, best, state.is_main_process),
+        evaluate=Watch(config, target, heldout, student, best, state.is_main_process),
     )
     if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it
         print(f"{out_dir}: finished already", flush=True)
     elif state.is_main_process:
         step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)
         training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "step": step, "metrics": metrics}
-        save_drafter(out_dir, student, fingerprint, training, target, trained_on)
+        save_drafter(out_dir, student, fingerprint, training, target.config, trained_on)
         facts = {key: recipe[key] for key in ("exit_layer", "objective", "train_head", "seq_len")}
         facts |= {"data": config.data.source, "steps": result.steps}
         facts |= {"chosen step": step, "tau": round(metrics["tau"], 3)} if best else {}
-        write_card(out_dir, "early_exit", config.target, facts)
-        print(f"saved drafter={out_dir} exit_layer={exit_layer} of {target.num_hidden_layers} step={step}", flush=True)
+        write_card(out_dir, USE, config.target, facts)
+        layers_of_all = f"{exit_layer} of {target.config.num_hidden_layers}"
+        print(f"saved drafter={out_dir} exit_layer={layers_of_all} step={step}", flush=True)
     state.wait_for_everyone()
 
 
@@ -168,23 +165,24 @@ class Watch:
     def __init__(
         self,
         config: EesdConfig,
-        target: PreTrainedConfig,
-        files: TensorFiles,
+        target: OpenTarget,
         heldout: Rows,
         student: EarlyExitStudent,
         best: Best | None,
         active: bool,
     ):
         self.config, self.best, self.active = config, best, active
-        self.norms = MovedNorms(student, served_dtype(target))
+        self.norms = MovedNorms(student, served_dtype(target.config))
         size = config.eval_batch_rows
         starts = range(0, len(heldout), size) if active else ()
         self.batches = [
             default_collate([heldout[i] for i in range(start, min(start + size, len(heldout)))]) for start in starts
         ]
-        room = target.max_position_embeddings - config.decode_tokens
+        room = target.config.max_position_embeddings - config.decode_tokens
         self.prompts = heldout_prompts(heldout, config.decode_prompts, room)
-        self.whole = _load_whole(files, target, student.stack.device) if active and self.prompts else None
+        device = student.stack.device
+        dtype = pick_dtype("auto", target.config, device)
+        self.whole = target.stack(dtype=dtype, device=device) if active and self.prompts else None
         # the target's argmax at the supervised positions of each batch
         self.choices = [target_choices(self.whole, batch) for batch in self.batches] if self.whole else []
 
@@ -217,11 +215,5 @@ def decode_student(
     """What `decode_metrics` says of the student's drafter, over continuations of `prompts` by the whole target."""
     shared = {id(head): head for head in student.drafter.shared_head}  # the target's: not to be copied
     drafter = copy.deepcopy(student.drafter, shared).to(stack.dtype).requires_grad_(False)
-    prepare(stack, Drafters(early_exit=drafter))
+    prepare(stack, {"early_exit": Calibrated(drafter)})
     return decode_metrics(stack, EarlyExitSource(drafter), prompts, max_new_tokens)
-
-
-def _load_whole(files: TensorFiles, target: PreTrainedConfig, device: torch.device) -> LayerStack:
-    every = range(target.num_hidden_layers)
-    dtype = pick_dtype("auto", target, device)
-    return LayerStack(load_layers(files, target, every, dtype=dtype, device=device))

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draft_models.errors import UserError
+from outrider.errors import UserError
 from train import run_dir
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from draft_models.errors import UserError, require, require_choice
+from outrider.errors import UserError, require, require_choice
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
@@ -17,9 +17,9 @@ WANDB_MODES = ("auto", "online", "offline", "disabled")
 class WandbConfig:
     """Weights & Biases: `auto` is online when a key is at hand (WANDB_API_KEY or netrc), else offline."""
 
-    mode: str = "auto"
-    project: str = "outrider"
-    name: str | None = None
+    mode: str = "auto"  # auto | online | offline | disabled
+    project: str = "outrider"  # the W&B project
+    name: str | None = None  # of the run there; null: W&B makes one up
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, WANDB_MODES)
@@ -38,25 +38,25 @@ class WandbConfig:
 class FitConfig:
     """The training loop. Exactly one of `steps` (optimizer steps) and `epochs` is given."""
 
-    steps: int | None = None
-    epochs: float | None = None
+    steps: int | None = None  # optimizer steps, or:
+    epochs: float | None = None  # passes over the rows; one of the two is null
     batch_rows: int = 64  # rows in one optimizer step, over all processes
     micro_batch_rows: int | None = None  # rows in one forward of one process; null: batch_rows / processes
-    optimizer: str = "adamw"
-    lr: float = 1e-3
+    optimizer: str = "adamw"  # adamw | muon
+    lr: float = 1e-3  # the highest learning rate
     muon_lr: float = 0.02  # optimizer=muon: the layers' matrices; everything else is AdamW at `lr`
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    weight_decay: float = 0.0  # of matrices; norms and biases have none
     warmup: float = 0.0  # below 1: share of the steps; from 1: number of steps
-    schedule: str = "linear"
+    schedule: str = "linear"  # linear | cosine | constant, after the warm-up
     max_grad_norm: float = 1.0  # 0: no clipping
     precision: str = "bf16"  # autocast over float32 masters, or plain fp32
-    gradient_checkpointing: bool = False
-    log_every: int = 10
+    gradient_checkpointing: bool = False  # compute activations again instead of keeping them
+    log_every: int = 10  # steps between lines of the log
     eval_every: int | None = None  # steps; null: at the end only
     save_every: int | None = None  # steps; null: at the end only
-    keep_checkpoints: int = 2
-    seed: int = 0
+    keep_checkpoints: int = 2  # so many of the latest ones stay
+    seed: int = 0  # of the order of rows, and of all that training draws
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self) -> None:

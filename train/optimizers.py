@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from draft_models.errors import UserError
+from outrider.errors import UserError
 from train.fit_settings import FitConfig
 
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draft_models.errors import UserError, reason
-from draft_models.files import read_json, require_writable, write_atomically, write_json
-from draft_models.out_dirs import check_identity, clear, only_run, require_rehearsal
-from draft_models.plain import read_as
+from outrider.errors import UserError, reason
+from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.run_dirs import check_identity, clear, only_run, require_rehearsal
+from outrider.settings import read_as
 from train.pipeline_settings import HERE, STEPS, PipelineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,7 +201,7 @@ def give_report(path: Path, drafter: Path, method: str) -> None:
 
     Raises `UserError` if `method` was not compared.
     """
-    from inference.report import markdown  # torch, which the steps before have no use for here
+    from inference.evaluate.report import markdown  # torch, which the steps before have no use for here
 
     mine = [report for report in reports_in(path) if report["method"] == method]
     if not mine:

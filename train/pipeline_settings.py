@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draft_models.errors import require, require_choice
+from outrider.errors import require, require_choice
 
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
 
@@ -71,8 +71,8 @@ class PipelineConfig:
 
     steps: dict[str, StepConfig] = field(default_factory=dict)  # a missing one is left out (~steps.NAME)
     own_report: str | None = None  # the method whose report the early-exit drafter's directory gets as well
-    out_dir: str = "runs/pipeline"
-    resume: bool = False
+    out_dir: str = "runs/pipeline"  # where everything goes
+    resume: bool = False  # go on with what an earlier run left in out_dir
     debug: bool = False  # a rehearsal in <out_dir>-debug: the same commands, everything small
 
     def __post_init__(self) -> None:

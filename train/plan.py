@@ -7,7 +7,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from draft_models.early_exit import exit_layers
-from draft_models.target import backbone, empty_model, final_norm, select_layers
+from draft_models.target.architectures import select_layers
+from draft_models.target.stack import backbone, empty_model, final_norm
 from train.settings import EesdConfig
 
 GB = 1e9

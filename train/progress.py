@@ -2,80 +2,118 @@
 
 import json
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_wandb_available
+from torch import Tensor
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainingArguments
 
-from draft_models.errors import UserError
+from draft_models.losses import IGNORE
+from outrider.errors import UserError
 from train.fit_settings import WandbConfig
 
 LOG_FILE = "log.jsonl"
-
-
-class Report(TrainerCallback):
-    """One line per logging step on stdout and in log.jsonl, a progress bar on a terminal, and W&B if asked for."""
-
-    def __init__(self, out_dir: Path, wandb: WandbConfig, run: Mapping[str, Any]) -> None:
-        self.out_dir, self.config, self.run = out_dir, wandb, run
-        self.bar: tqdm | None = None
-        self.wandb: Any = None
-
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        self.wandb = start_wandb(self.config, self.out_dir, self.run)
-        if sys.stderr.isatty():
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", leave=False)
-
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        if self.bar is not None:
-            self.bar.update()
-
-    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        values = {key: float(value) for key, value in logs.items() if key != "epoch"}
-        line = f"step={state.global_step}/{state.max_steps} " + " ".join(
-            f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items()
-        )
-        tqdm.write(line) if self.bar is not None else print(line, flush=True)
-        with (self.out_dir / LOG_FILE).open("a") as log:
-            log.write(json.dumps({"step": state.global_step, **values}) + "\n")
-        if self.wandb is not None:
-            self.wandb.log(values, step=state.global_step)
-
-    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        if self.wandb is not None:
-            self.wandb.finish()
-
-
 FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta": "{:.0f}s"}
 
 
-def start_wandb(config: WandbConfig, out_dir: Path, run: Mapping[str, Any]) -> Any:
-    """The W&B run to log to, None where it is disabled; `out_dir` keeps its id. Raises `UserError` without wandb."""
-    mode = config.resolved_mode()
-    if mode == "disabled":
+class Report:
+    """The numbers of the steps `steps`, of all processes together, on the main one's screen, in log.jsonl and W&B.
+
+    Every process has one and calls all of it. Its clock starts when it is made.
+    """
+
+    def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range) -> None:
+        self.accelerator, self.out_dir, self.steps = accelerator, out_dir, steps
+        self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
+        self._start = self._interval_start = time.perf_counter()
+        shown = accelerator.is_main_process and sys.stderr.isatty()
+        self._bar = tqdm(total=steps.stop, initial=steps.start, unit="step", leave=False) if shown else None
+
+    def add(self, summed: Tensor, labels: Tensor) -> None:
+        """Count a micro batch: its summed loss (scalar) and its labels [B, T], on the CPU."""
+        counts = [int((labels != IGNORE).sum()), labels.numel()]
+        counted = torch.tensor(counts, dtype=torch.float64, device=summed.device)
+        self._sums.append(torch.cat([summed.detach().double().reshape(1), counted]))
+
+    def advance(self) -> None:
+        """A step is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def drain(self) -> tuple[float, float, float]:
+        """Sums of [loss, supervised tokens, tokens] over all processes since the last call."""
+        own = torch.stack(self._sums).sum(0)
+        self._sums.clear()
+        return tuple(self.accelerator.reduce(own, "sum").tolist())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count as time of the steps around it."""
+        began = time.perf_counter()
+        yield
+        self._interval_start += time.perf_counter() - began
+
+    def log_interval(self, done: int, rate: float, norm: float | None) -> None:
+        """The line of the steps since the last one; `done` steps are done. rate: the learning rate, of the last."""
+        summed, supervised, tokens = self.drain()
+        now = time.perf_counter()
+        interval, self._interval_start = now - self._interval_start, now
+        per_step = (now - self._start) / (done - self.steps.start)
+        values = {"loss": summed / supervised, "lr": rate, "tokens_per_s": tokens / interval}
+        values |= {} if norm is None else {"grad_norm": norm}
+        self.log(done, {**values, "eta": per_step * (self.steps.stop - done)})
+
+    def log(self, done: int, values: Mapping[str, float]) -> None:
+        """One line of named numbers, after `done` steps."""
+        if not self.accelerator.is_main_process:
+            return
+        values = {key: float(value) for key, value in values.items()}
+        shown = " ".join(f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items())
+        line = f"step={done}/{self.steps.stop} {shown}"
+        tqdm.write(line) if self._bar is not None else print(line, flush=True)
+        with (self.out_dir / LOG_FILE).open("a") as log:
+            log.write(json.dumps({"step": done, **values}) + "\n")
+        self.accelerator.log(values, step=done)
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._bar is not None:
+            self._bar.close()
+        for tracker in self.accelerator.trackers:  # `end_training` would end the processes' group as well
+            tracker.finish()
+
+
+def tracker_of(config: WandbConfig) -> str | None:
+    """What an `Accelerator` is to log with; None where W&B is disabled. Raises `UserError` without wandb otherwise."""
+    if config.resolved_mode() == "disabled":
         return None
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled") from None
+    if not is_wandb_available():
+        raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled")
+    return "wandb"
+
+
+def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, run: Mapping[str, Any]) -> None:
+    """Begin the W&B run of an accelerator that logs with `tracker_of(config)`; `out_dir` keeps its id.
+
+    run: JSON-able, what W&B shows as the run's config. Does nothing where W&B is disabled.
+    """
+    if not accelerator.log_with:
+        return
     id_file = out_dir / "wandb_run_id"
     known = id_file.read_text().strip() if id_file.exists() else None  # a resumed run continues its curves
-    started = wandb.init(
-        project=config.project,
-        name=config.name,
-        mode=mode,  # type: ignore[arg-type]
-        dir=str(out_dir),
-        config=dict(run),
-        id=known,
-        resume="allow" if known else None,
-    )
-    id_file.write_text(started.id)
-    return started
+    options = {
+        "name": config.name,
+        "mode": config.resolved_mode(),
+        "dir": str(out_dir),
+        "id": known,
+        "resume": "allow" if known else None,
+    }
+    accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": options})
+    if accelerator.is_main_process:
+        id_file.write_text(accelerator.get_tracker("wandb", unwrap=True).id)

@@ -1,26 +1,29 @@
-"""In which order a run sees its rows: a pure function of (seed, epoch), so that a resumed run continues it."""
+"""In which order a run sees its rows: a pure function of (seed, step), so that a resumed run continues it."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Sequence
 
-from torch.utils.data import Sampler
-
-from draft_models.streams import Streams
+from outrider.streams import Streams
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+@functools.lru_cache(maxsize=2)  # a step may take rows of two epochs
+def epoch_order(count: int, seed: int, epoch: int) -> Sequence[int]:
     """The order of `count` rows in one epoch: a pure function of its arguments."""
-    return Streams(seed).arrays("row order", epoch).permutation(count).tolist()
+    return tuple(Streams(seed).arrays("row order", epoch).permutation(count).tolist())
 
 
-class RowOrder(Sampler[int]):
-    """Row indices of a whole run, epoch after epoch: step s takes rows [s · batch, (s + 1) · batch) of it."""
+def step_rows(count: int, batch: int, seed: int, step: int) -> list[int]:
+    """The rows of optimizer step `step` (from 0), `batch` of them.
 
-    def __init__(self, count: int, length: int, seed: int) -> None:
-        self.count, self.length, self.seed = count, length, seed
+    Epoch follows epoch without a gap. Step s takes places [s · batch, (s + 1) · batch) of that sequence.
+    """
+    places = range(step * batch, (step + 1) * batch)
+    return [epoch_order(count, seed, place // count)[place % count] for place in places]
 
-    def __len__(self) -> int:
-        return self.length
 
-    def __iter__(self) -> Iterator[int]:
-        for start in range(0, self.length, self.count):
-            yield from epoch_order(self.count, self.seed, start // self.count)[: self.length - start]
+def own_share(rows: Sequence[int], micro: int, process: int, processes: int) -> list[Sequence[int]]:
+    """Those of a step's `rows` that one process has, in micro batches of `micro` rows.
+
+    The processes take micro batches in turn. len(rows) is a multiple of micro · processes.
+    """
+    return [rows[start : start + micro] for start in range(process * micro, len(rows), processes * micro)]

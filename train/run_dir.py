@@ -2,7 +2,7 @@
 
 A checkpoint is a directory `checkpoint-<step>` that got its name by a rename after its last byte was
 written, so whatever carries such a name is complete. A command holds its out_dir while it runs (see
-`draft_models.out_dirs.only_run`); what is half-written lies in a directory of one process's own all the same.
+`outrider.run_dirs.only_run`); what is half-written lies in a directory of one process's own all the same.
 Light: an entry asks here before heavy imports.
 """
 
@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from draft_models.errors import UserError
-from draft_models.files import read_json, require_writable
-from draft_models.out_dirs import check_identity
-from draft_models.versions import code_history, code_version
+from outrider.errors import UserError
+from outrider.files import read_json, require_writable
+from outrider.run_dirs import check_identity
+from outrider.versions import code_history, code_version
 
 RUN_FILE = "run.json"  # in every checkpoint: what the run was started with
 STAGING = ".staging"  # whatever is being written, by process; never read
@@ -36,6 +36,12 @@ def step_of(checkpoint: Path) -> int:
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
+
+
+def describe_newest(out_dir: Path) -> str:
+    """Which checkpoint there is to go back to, in words."""
+    found = checkpoints(out_dir)
+    return f"{found[-1].name} is intact" if found else "there is no checkpoint yet"
 
 
 def require_free(out_dir: Path, resume: bool) -> None:

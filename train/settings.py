@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from data_prep.settings import DataConfig
-from draft_models.errors import require, require_choice
 from inference.settings import ARCHITECTURES
+from outrider.errors import require, require_choice
 from train.fit_settings import FitConfig
 
 TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
@@ -21,17 +21,17 @@ class ToyTargetConfig:
 
     data: DataConfig
     fit: FitConfig
-    out_dir: str = "runs/toy_target"
-    resume: bool = False
-    vocabulary: int = 2048
-    layers: int = 12
-    hidden: int = 256
-    intermediate: int = 704
-    heads: int = 4
-    kv_heads: int = 4
-    tied: bool = False
-    seq_len: int = 256
-    max_positions: int = 2048
+    out_dir: str = "runs/toy_target"  # where everything goes
+    resume: bool = False  # go on with what an earlier run left in out_dir
+    vocabulary: int = 2048  # tokens, of a byte-level BPE made from the data
+    layers: int = 12  # of the Llama to train
+    hidden: int = 256  # width
+    intermediate: int = 704  # width inside the MLPs
+    heads: int = 4  # of attention
+    kv_heads: int = 4  # heads of keys and values
+    tied: bool = False  # one matrix for embedding and head
+    seq_len: int = 256  # tokens of a row
+    max_positions: int = 2048  # the context that the model says it has
     minutes: float | None = None  # as many steps as take about this long here, but at most those of `fit`
     compile: bool | None = None  # the layers, by torch.compile; null: on a GPU, where a C compiler is at hand
     eval_rows: int = 200  # held-out rows of seq_len tokens behind the final bits per byte; 0: all
@@ -74,20 +74,20 @@ class EesdConfig:
     target: str  # model directory or Hub name; only the layers needed are read
     data: DataConfig
     fit: FitConfig
-    revision: str | None = None
+    revision: str | None = None  # of the target on the Hub: branch, tag or commit
     exit_layer: int | None = None  # N, the target layers under the exit layer; null: 8 % of them
     train_head: bool = True  # false: share the target's head, the thing to do with a large vocabulary
     train_layer: bool = True  # false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
     objective: str = "cross_entropy"  # the paper's, on the text's tokens; kl: from the whole target, run as well
-    frozen_dtype: str = "bfloat16"
-    seq_len: int = 2048
+    frozen_dtype: str = "bfloat16"  # float32 | bfloat16 | float16: of the target's layers, which are not trained
+    seq_len: int = 2048  # tokens of a row
     eval_rows: int = 64  # held-out rows behind eval_top1
-    eval_batch_rows: int = 4
+    eval_batch_rows: int = 4  # held-out rows run together
     decode_prompts: int = 0  # held-out prompts behind eval_tau, which chooses the drafter; 0 never loads the target
-    decode_tokens: int = 64
+    decode_tokens: int = 64  # new ones of each of those prompts
     plan: bool = False  # only say what it would read, hold and compute; needs no weights
-    out_dir: str = "runs/eesd"
-    resume: bool = False
+    out_dir: str = "runs/eesd"  # where everything goes
+    resume: bool = False  # go on with what an earlier run left in out_dir
     debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
     debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
 
@@ -130,16 +130,16 @@ class CalibrateConfig:
     data: DataConfig
     fit: FitConfig  # a row is `EXAMPLES` drafted tokens
     target: str | None = None  # null: the one `checkpoint` was trained for
-    revision: str | None = None
+    revision: str | None = None  # of the target on the Hub: branch, tag or commit
     prompts: int = 400  # texts continued to learn from; a row's start each
     heldout_prompts: int = 64  # texts continued to report on
-    seq_len: int = 512
+    seq_len: int = 512  # tokens of a text at most that are continued
     new_tokens: int = 128  # per prompt, greedy
     max_draft: int = 10  # tokens drafted every round: the paper's positions
     l2: float = 0.01  # penalty on the head's weights, per token
     dtype: str = "auto"  # auto: float32 on CPU, else the target's own
-    out_dir: str = "runs/calibrate"
-    resume: bool = False
+    out_dir: str = "runs/calibrate"  # where everything goes
+    resume: bool = False  # go on with what an earlier run left in out_dir
     debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
     debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
 
@@ -168,12 +168,12 @@ class DrafterConfig:
     """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
 
     path: str | None = None  # model directory or Hub name
-    revision: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
+    revision: str | None = None  # of it on the Hub
+    layers: int | None = None  # of a new drafter, in place of `path`
+    hidden: int | None = None  # width
+    heads: int | None = None  # of attention
     kv_heads: int | None = None  # null: heads
-    intermediate: int | None = None
+    intermediate: int | None = None  # width inside the MLPs
     tied: bool = False  # from a shape: one matrix for embedding and head
 
     def __post_init__(self) -> None:
@@ -212,7 +212,7 @@ class FinetuneConfig:
     data: DataConfig
     drafter: DrafterConfig
     fit: FitConfig
-    revision: str | None = None
+    revision: str | None = None  # of the target on the Hub: branch, tag or commit
     objective: str = "forward_kl"  # see `OBJECTIVES` and draft_models/losses.py; cross_entropy needs no target
     teacher: str = "online"  # where a divergence has the target from: run along, or cached top-k beside `data`
     on_policy: float = 0.0  # share of the steps on continuations that the drafter itself has sampled
@@ -220,11 +220,11 @@ class FinetuneConfig:
     lora_rank: int = 0  # 0: all weights are trained
     lora_alpha: float | None = None  # null: 2 · lora_rank
     frozen_dtype: str = "auto"  # of the target; auto: float32 on a CPU, else its own
-    seq_len: int = 2048
+    seq_len: int = 2048  # tokens of a row
     decode_prompts: int = 16  # held-out prompts behind eval_tau, which chooses the drafter
-    decode_tokens: int = 64
-    out_dir: str = "runs/finetune_drafter"
-    resume: bool = False
+    decode_tokens: int = 64  # new ones of each of those prompts
+    out_dir: str = "runs/finetune_drafter"  # where everything goes
+    resume: bool = False  # go on with what an earlier run left in out_dir
     debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
     debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
 

@@ -17,21 +17,23 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from data_prep.rows import Rows, load_rows
-from draft_models.attention import ATTENTION
+from data_prep.text.rows import Rows, load_rows
 from draft_models.card import write_card
-from draft_models.checkpoint import fingerprint_target, provenance
-from draft_models.errors import UserError
-from draft_models.files import require_writable, write_json
-from draft_models.model_identity import model_identity
-from draft_models.out_dirs import recorded_at_first
-from draft_models.processes import from_main, join_processes, only_run_of
-from draft_models.small_lm import require_same_vocabulary
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer, pick_dtype
-from draft_models.tensor_files import open_target
-from draft_models.tiny_model import debugged
-from inference.sources import SmallLMSource
+from draft_models.checkpoint import provenance
+from draft_models.small_lm import USE, require_same_vocabulary
+from draft_models.target.architectures import load_config
+from draft_models.target.attention import ATTENTION
+from draft_models.target.model_identity import model_identity
+from draft_models.target.open_target import load_tokenizer, open_target, pick_dtype
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
+from draft_models.tiny_models import debugged
+from inference.drafters.small_lm import SmallLMSource
+from outrider.errors import UserError
+from outrider.files import require_writable, write_json
+from outrider.processes import from_main, join_processes, only_run_of
+from outrider.run_dirs import recorded_at_first
+from outrider.streams import Streams
 from train import run_dir, sharding
 from train.best import BEST_FOLDER, Best
 from train.debug import small_finetune
@@ -52,7 +54,6 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     target, drafter, data set or directory, before any weight is read.
     """
     transformers_logging.disable_progress_bar()
-    sharding.refuse_fsdp("finetune_drafter")
     with debugged(config, small_finetune) as config:
         state, out_dir = join_processes(), require_writable(config.out_dir)
         with only_run_of(state, out_dir, "a training"):
@@ -61,9 +62,8 @@ def finetune_drafter(config: FinetuneConfig) -> None:
 
 def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> None:
     run_dir.require_free(out_dir, config.resume)
-    target = load_config(config.target, config.revision)
-    files = open_target(config.target, config.revision)
-    tokenizer = load_tokenizer(config.target, config.revision)
+    opened = open_target(config.target, config.revision)
+    target, tokenizer = opened.config, opened.tokenizer
     shape = drafter_config(config.drafter, target, tokenizer)
     require_room(config, target, shape)
     rows = training_rows(config, tokenizer)
@@ -73,8 +73,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     stack = None
     if online or state.is_main_process:  # the others decode nothing
         dtype = pick_dtype(config.frozen_dtype, target, state.device)
-        every = range(target.num_hidden_layers)
-        stack = LayerStack(load_layers(files, target, every, dtype=dtype, device=state.device))
+        stack = opened.stack(dtype=dtype, device=state.device)
     lm = start_lm(config, shape, tokenizer, state.device)
     on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, tokenizer.eos_token_id)
     student = SmallLMStudent(
@@ -83,12 +82,12 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     if state.is_main_process:
         print(describe(student, config), flush=True)
     identity = config.deciding() | {
-        "target": asdict(from_main(state, lambda: fingerprint_target(files, target, tokenizer))),
+        "target": asdict(from_main(state, lambda: opened.fingerprint)),
         "drafter_weights": None,
         "data_key": rows.key,
     }
     if config.drafter.path is not None:
-        start = open_target(config.drafter.path, config.drafter.revision)
+        start = open_tensors(config.drafter.path, config.drafter.revision)
         identity |= {"drafter_weights": start.digest(start.file_of), "drafter_model": model_identity(start)}
     served = served_dtype(target)
     watch = None
@@ -118,7 +117,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         facts: dict[str, Any] = {"objective": config.objective, "data": config.data.source}
         facts |= {"steps": result.steps, "chosen step": step}
         facts |= {name: round(value, 3) for name, value in metrics.items()}
-        write_card(out_dir, "small_lm", config.target, facts)
+        write_card(out_dir, USE, config.target, facts)
         report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
         report |= {"last_metrics": result.metrics, "settings": identity, "fit": asdict(config.fit)}
         write_json(out_dir / REPORT_FILE, report | {"made_with": provenance()})
@@ -181,7 +180,7 @@ def start_lm(
             )
             lm.generation_config = GenerationConfig(do_sample=False, **special_tokens(tokenizer))
         else:
-            files = open_target(drafter.path, drafter.revision)
+            files = open_tensors(drafter.path, drafter.revision)
             lm = load_layers(files, shape, range(shape.num_hidden_layers), dtype=torch.float32)
             lm.requires_grad_(True)
         if config.lora_rank:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE, linear_cross_entropy, linear_divergence, linear_topk_divergence
-from draft_models.streams import Streams
-from draft_models.target import LayerStack
+from draft_models.target.stack import LayerStack
 from inference.sampling import invert
+from outrider.errors import UserError
+from outrider.streams import Streams
 from train.sharding import is_shared_out
 from train.watch import packed_hidden
 
@@ -82,7 +82,7 @@ class SmallLMStudent(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
     ) -> dict[str, Tensor]:
-        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.rows`), labels shifted;
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`), labels shifted;
         top_k: top_ids, top_logprobs [B, T, k] and tail [B, T] of `train.top_k_rows`."""
         if self.training and self.on_policy is not None and self.on_policy.due(self.step):
             return {"loss_sum": self._on_own_samples(input_ids, labels, positions)}

@@ -14,10 +14,10 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from draft_models.errors import require
-from draft_models.files import write_json
-from draft_models.plain import read_as
-from draft_models.processes import join_processes
+from outrider.errors import require
+from outrider.files import write_json
+from outrider.processes import join_processes
+from outrider.settings import read_as
 from train import run_dir
 from train.fit import Rows, fit
 from train.fit_settings import FitConfig, WandbConfig
@@ -101,7 +101,7 @@ def _seconds_per_step(
             fit(model, rows, probe, scratch, resume=True, on_step=on_step)
     finally:
         shutil.rmtree(scratch.parent, ignore_errors=True)
-        gc.collect()  # a trainer is part of cycles, and holds the model and the optimizer's state
+        gc.collect()  # what trains is part of cycles, and holds the model and the optimizer's state
     return statistics.median(after - before for before, after in itertools.pairwise(times[WARM_UP:]))
 
 

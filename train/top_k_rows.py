@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.conversations import Document
-from data_prep.corpus import content_key, is_heldout, resolve_paths
-from data_prep.generation import TopK
-from data_prep.records import Record, SkipRecordError, find_layout, to_record
-from data_prep.response_files import Response, law_document, read_shard
-from data_prep.rows import pack
+from data_prep.responses.batch_decoder import TopK
+from data_prep.responses.directory import Response, law_document, read_shard
 from data_prep.settings import DataConfig
-from draft_models.errors import UserError
+from data_prep.text.chat import Document
+from data_prep.text.records import Record, SkipRecordError, find_layout, to_record
+from data_prep.text.rows import pack
+from data_prep.text.sources import content_key, is_heldout, resolve_paths
 from draft_models.losses import IGNORE
-from draft_models.processes import join_processes
+from outrider.errors import UserError
+from outrider.processes import join_processes
 
 
 class TopKRows:
-    """Rows as `data_prep.rows.Rows` makes them, in memory (about 6 k bytes a token), and beside each label the law.
+    """Rows as `data_prep.text.rows` makes them, in memory (about 6 k bytes a token), and beside each label the law.
 
     An item has, besides input_ids, labels, positions and documents, int64 [T] each: top_ids int64 [T, k],
     top_logprobs float32 [T, k] and tail float32 [T], the target's k likeliest next tokens and the probability of all

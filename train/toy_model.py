@@ -21,14 +21,14 @@ from torch.utils.data import default_collate
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from data_prep.corpus import read_records
-from data_prep.rows import Rows, load_rows
-from draft_models.attention import packed_mask
-from draft_models.errors import UserError
-from draft_models.files import require_writable, write_json
+from data_prep.text.rows import Rows, load_rows
+from data_prep.text.sources import read_records
 from draft_models.losses import IGNORE, linear_cross_entropy
-from draft_models.processes import join_processes, only_run_of
-from draft_models.streams import Streams
+from draft_models.target.attention import packed_mask
+from outrider.errors import UserError
+from outrider.files import require_writable, write_json
+from outrider.processes import join_processes, only_run_of
+from outrider.streams import Streams
 from train.export import export, special_tokens
 from train.fit import fit
 from train.optimizers import layer_matrices

@@ -6,7 +6,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from draft_models.errors import UserError, reason
+from outrider.errors import UserError, reason
 from train import sharding
 
 WEIGHTS_FILE = "model.safetensors"

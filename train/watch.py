@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from data_prep.rows import Rows
+from data_prep.text.rows import Rows
 from draft_models.losses import IGNORE
-from draft_models.target import LayerStack
+from draft_models.target.stack import LayerStack
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.evaluation import collect
-from inference.measures import acceptance_by_position, decode_statistics
-from inference.sources import Drafter
-from inference.stop_rules import FixedLength
+from inference.drafters.interface import Drafter
+from inference.evaluate.arms import collect
+from inference.evaluate.statistics import acceptance_by_position, decode_statistics
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
 from train.trained_weights import trained_parameters
 
 WATCHED_DRAFT = 4  # draft length of the τ watched while training: fixed, so that τ depends on the weights alone
@@ -76,7 +76,7 @@ def heldout_prompt(row: dict[str, Tensor], length: int = 128) -> list[int]:
 
 
 def packed_hidden(stack: LayerStack, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-    """A causal LM's hidden states behind its last norm [B, T, d], for packed rows [B, T] (see `data_prep.rows`)."""
+    """A causal LM's hidden states behind its last norm [B, T, d], for packed rows [B, T]."""
     stack.reserve(positions.shape[1])
     masks = stack.packed_masks(positions, documents)
     hidden = stack.embed(input_ids, positions)

@@ -10,12 +10,15 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from draft_models.checkpoint import fingerprint_target, save_pretrained
+from draft_models.checkpoint import save_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer
-from draft_models.target import LayerStack, load_config, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_files import open_tensors
+from inference.drafters.early_exit import EarlyExitSource
 from inference.session import TargetSession
-from inference.sources import EarlyExitSource
 from inference.tree import ROOT, chain_parents
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
@@ -125,12 +128,27 @@ def test_floor_leaves_out_what_does_not_fit(
     assert "10.0 GiB are free" in json.loads((tmp_path / "floor_cpu.json").read_text())["shapes"][0]["left_out"]
 
 
+def test_judgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a drafter of its own, as for a target that is only at hand; the gravest fault is refused."""
+    import bench_judgement
+
+    path, fault = save_target(tmp_path / "target"), "a wrong cache row after a rejection"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"number {i}: "}) + "\n" for i in range(3)))
+    options = ["--seeds", 4, "--num-prompts", 2, "--max-new-tokens", 12, "--faults", fault]
+    run(monkeypatch, bench_judgement, "--target", path, "--prompts", prompts, *options, "--out", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    refused = {row["fault"]: row["refused"] for row in rows if row["arm"] == "tree"}
+    assert refused == {"none": False, fault: True}
+    assert {row["seed"] for row in rows} == {4}
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: int) -> None:
     import bench_peers
 
     path, small = save_target(tmp_path / "target", eos_token_id=257), save_target(tmp_path / "small", seed=1)
-    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
     drafter = make_drafter(path, 2, noise=0.1)
     save_pretrained(tmp_path / "eesd", drafter, fingerprint, {}, torch.float32)
     prompts = tmp_path / "prompts.jsonl"

@@ -14,8 +14,8 @@ from hydra.errors import HydraException
 
 from conf import CONF_DIR, build, explain, register
 from data_prep.settings import GenerateConfig, TrigramConfig
-from draft_models.errors import UserError
 from inference.settings import EvaluateConfig
+from outrider.errors import UserError
 from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig
 
@@ -240,15 +240,6 @@ def test_ctrl_c_ends_in_one_line() -> None:
     assert (run.returncode, run.stderr) == (130, "interrupted\n")
 
 
-def test_help_says_where_the_options_are_explained() -> None:
-    run = subprocess.run(
-        [sys.executable, ROOT / "train/eesd.py", "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    assert run.startswith("Options are key=value.")
-    assert "exit_layer: null" in run
-    assert {path.name for path in ROOT.glob("*/*settings.py")} >= {"settings.py", "fit_settings.py"}
-
-
 def test_an_option_of_what_was_not_chosen() -> None:
     with pytest.raises(HydraException) as refused:
         compose_and_build("evaluate_checkpoint", ["checkpoint=c", "methods.eesd_fixed.stop.max_draft=3"])
@@ -271,13 +262,6 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
             if name in scripts:
                 found.append((scripts[name], words[place + 1 :]))
     return found
-
-
-def test_readme_commands_compose() -> None:
-    commands = written_commands((ROOT / "README.md").read_text().splitlines())
-    assert {command for command, _ in commands} == set(COMMANDS)
-    for command, overrides in commands:
-        compose_and_build(command, overrides)
 
 
 def test_makefile_commands_compose() -> None:

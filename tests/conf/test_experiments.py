@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from conf import CONF_DIR
 from data_prep.debug import small_data
 from data_prep.settings import DataConfig, MixPart
-from draft_models.errors import UserError
-from draft_models.tiny_model import CONFIGS, MODELS, TARGET
+from draft_models.tiny_models import CONFIGS, MODELS, TARGET
 from inference.settings import ARCHITECTURES
+from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from train.debug import small_fit
 from train.fit_settings import FitConfig, WandbConfig

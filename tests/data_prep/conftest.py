@@ -68,7 +68,7 @@ def on_the_cpu(monkeypatch):
         is_main_process=True,
         wait_for_everyone=lambda: None,
     )
-    monkeypatch.setattr("data_prep.responses.join_processes", lambda: alone)
+    monkeypatch.setattr("data_prep.responses.generate.join_processes", lambda: alone)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from data_prep.settings import DataConfig, MixPart, default_cache_dir
-from draft_models.errors import UserError
+from outrider.errors import UserError
 
 GROUP = Path(__file__).parents[2] / "conf" / "data"
 

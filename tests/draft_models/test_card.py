@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from draft_models import early_exit, small_lm
 from draft_models.card import add_report, write_card
 
 
 def test_the_commands_are_for_this_drafter(tmp_path: Path) -> None:
-    write_card(tmp_path, "small_lm", "org/target", {"objective": "kl", "steps": 7})
+    write_card(tmp_path, small_lm.USE, "org/target", {"objective": "kl", "steps": 7})
     text = (tmp_path / "README.md").read_text()
     assert "- objective: kl\n- steps: 7" in text
     (config,) = re.findall(r"--speculative-config '(.*)'", text)
@@ -25,7 +26,7 @@ def test_the_commands_are_for_this_drafter(tmp_path: Path) -> None:
 
 
 def test_an_early_exit_drafter_claims_no_serving_engine(tmp_path: Path) -> None:
-    write_card(tmp_path, "early_exit", "org/target", {})
+    write_card(tmp_path, early_exit.USE, "org/target", {})
     text = (tmp_path / "README.md").read_text()
     assert "vllm serve" not in text
     assert f"checkpoint={tmp_path} target=org/target" in text
@@ -33,7 +34,7 @@ def test_an_early_exit_drafter_claims_no_serving_engine(tmp_path: Path) -> None:
 
 def test_the_upload_command_is_understood(tmp_path: Path) -> None:
     """By the Hub's own client, as far as it gets without a network."""
-    write_card(tmp_path, "small_lm", "org/target", {})
+    write_card(tmp_path, small_lm.USE, "org/target", {})
     (line,) = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("hf ")]
     client, *arguments = shlex.split(line)
     command = [str(Path(sys.executable).with_name(client)), *arguments]
@@ -42,11 +43,11 @@ def test_the_upload_command_is_understood(tmp_path: Path) -> None:
     assert "offline mode is enabled" in tried.stdout + tried.stderr
 
 
-@pytest.mark.parametrize("kind", ["early_exit", "small_lm"])
-def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("use", [early_exit.USE, small_lm.USE])
+def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, use: str) -> None:
     """An upload of a card whose base_model is a path is refused."""
     (tmp_path / "target").mkdir()
-    write_card(tmp_path, kind, str(tmp_path / "target"), {})
+    write_card(tmp_path, use, str(tmp_path / "target"), {})
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("---\nlibrary_name: outrider\ntags: [speculative-decoding, draft-model]\n---\n")
     assert f"# A draft model for {tmp_path / 'target'}\n" in text
@@ -55,7 +56,7 @@ def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, kin
 @pytest.mark.parametrize("carded", [True, False])
 def test_a_report_replaces_the_one_before(tmp_path: Path, carded: bool) -> None:
     if carded:
-        write_card(tmp_path, "early_exit", "t", {"steps": 7})
+        write_card(tmp_path, early_exit.USE, "t", {"steps": 7})
     for number in (1, 2):
         add_report(tmp_path, f"# Report {number}\n\n| row {number} |\n")
     text = (tmp_path / "README.md").read_text()

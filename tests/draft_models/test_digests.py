@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from draft_models.checkpoint import parts_below
-from draft_models.target import load_config
-from draft_models.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.tensor_files import open_tensors
 from tests.tiny import save_target
 
 SAMPLE = 2**14  # bytes read of a tensor that is larger
@@ -19,7 +19,7 @@ SAMPLE = 2**14  # bytes read of a tensor that is larger
 def digests(folder: Path, tensors: dict[str, torch.Tensor], whole: bool = False) -> tuple[dict[str, str], int]:
     """What `digests` says of a checkpoint with these tensors, and how many bytes it has read."""
     save_file(tensors, folder / "model.safetensors")
-    files = open_target(str(folder))
+    files = open_tensors(str(folder))
     found = files.digests(files.file_of, whole=whole)
     assert files.bytes_read == 0  # hashing is not loading
     return found, files.bytes_hashed
@@ -71,7 +71,7 @@ def test_digests_are_by_part_and_of_name_type_and_shape_too(tmp_path: Path) -> N
 def test_a_large_targets_digests_cost_little(tmp_path: Path) -> None:
     """Of each matrix of a megabyte 16 kB are read; what training reads is read whole, and nothing else."""
     path = save_target(tmp_path, hidden_size=512, intermediate_size=512)
-    config, files = load_config(str(path)), open_target(str(path))
+    config, files = load_config(str(path)), open_tensors(str(path))
     sizes = {name: tensor.nbytes for name, tensor in load_file(path / "model.safetensors").items()}
     files.digests(files.file_of)
     assert files.bytes_hashed == sum(min(size, SAMPLE) for size in sizes.values()) < sum(sizes.values()) / 30

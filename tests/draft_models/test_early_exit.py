@@ -7,19 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draft_models.checkpoint import (
-    META_FILE,
-    WEIGHTS_FILE,
-    Fingerprint,
-    fingerprint_target,
-    from_pretrained,
-    save_pretrained,
-)
+from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, save_pretrained
 from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.target import LayerStack, load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import Fingerprint, fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
+from outrider.errors import UserError
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -35,7 +31,7 @@ def load_student(
     path: Path, exit_layer: int, *, train_head: bool = True, dtype: torch.dtype = torch.float32
 ) -> EarlyExitStudent:
     config = load_config(str(path))
-    model = load_layers(open_target(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
+    model = load_layers(open_tensors(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
     return EarlyExitStudent(model, exit_layer, train_head=train_head)
 
 
@@ -55,7 +51,7 @@ def test_loss_equals_the_model_run_on_each_document_alone(tmp_path: Path, archit
     """A model of the first layers and the last one, by transformers' own forward, document by document."""
     path = save_target(tmp_path, architecture, kv_heads=2)
     config = load_config(str(path))
-    plain = load_layers(open_target(str(path)), config, exit_layers(config, exit_layer), dtype=torch.float32)
+    plain = load_layers(open_tensors(str(path)), config, exit_layers(config, exit_layer), dtype=torch.float32)
     plain.set_attn_implementation("eager")
     expected = torch.zeros(())
     batch = rows()
@@ -72,7 +68,7 @@ def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -
     """Value and gradients, against logits of the whole target and of the student written out."""
     path = save_target(tmp_path, architecture, kv_heads=2)
     config, batch = load_config(str(path)), rows()
-    model = load_layers(open_target(str(path)), config, range(LAYERS), dtype=torch.float32)
+    model = load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
     student = EarlyExitStudent(model, 2, train_head=True, distill=True)
     loss = student(**batch)["loss_sum"]
     loss.backward()
@@ -80,7 +76,7 @@ def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -
     got = {name: parameter.grad.clone() for name, parameter in parameters.items()}
     assert all(name.startswith("drafter.") for name in got)
 
-    whole = LayerStack(load_layers(open_target(str(path)), config, range(LAYERS), dtype=torch.float32))
+    whole = LayerStack(load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32))
     whole.reserve(40)
     masks = whole.packed_masks(batch["positions"], batch["documents"])
     keep = batch["labels"] != IGNORE
@@ -99,7 +95,7 @@ def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -
 
 def test_the_target_distilled_into_itself_has_no_loss(tmp_path: Path) -> None:
     path = save_target(tmp_path)
-    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     student = EarlyExitStudent(model, LAYERS - 1, train_head=True, distill=True)
     assert student(**rows())["loss_sum"].abs() < 1e-3
@@ -143,7 +139,7 @@ def test_frozen_layers_run_in_their_own_dtype(tmp_path: Path) -> None:
 
 def test_frozen_layers_do_not_follow_the_loops_precision(tmp_path: Path) -> None:
     path = save_target(tmp_path)
-    model = load_layers(open_target(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
     student = EarlyExitStudent(model, 2, train_head=True, distill=True)
     inputs = {name: value for name, value in rows().items() if name != "labels"}
     own, target = student.hidden(**inputs)
@@ -165,7 +161,7 @@ def test_choices_are_the_argmax_where_supervised(tmp_path: Path) -> None:
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    return fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    return fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
 
 
 @pytest.mark.parametrize("own_head", [True, False])

@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from draft_models.calibration import META_FILE as CALIBRATION_FILE
 from draft_models.calibration import CalibrationHead, load_calibration, save_calibration
-from draft_models.checkpoint import META_FILE, fingerprint_target, from_pretrained, read_meta, save_pretrained
+from draft_models.checkpoint import META_FILE, from_pretrained, read_meta, save_pretrained
 from draft_models.early_exit import EarlyExit
-from draft_models.errors import UserError
-from draft_models.target import load_config, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.tensor_files import open_tensors
+from outrider.errors import UserError
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_target
 
 EXIT = 1  # so that of the layers only the first and, at first, the last are in the drafter
@@ -30,7 +32,7 @@ def trained(tmp_path: Path) -> Callable[..., Path]:
 
     def make(architecture: str = "llama", **changes: Any) -> Path:
         path = save_target(tmp_path / "target", architecture, **changes)
-        files, config, tokenizer = open_target(str(path)), load_config(str(path)), load_tokenizer(str(path))
+        files, config, tokenizer = open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path))
         fingerprint = fingerprint_target(files, config, tokenizer)
         save_pretrained(tmp_path / "drafter", make_drafter(path, EXIT), fingerprint, {}, torch.float32)
         return tmp_path
@@ -41,7 +43,7 @@ def trained(tmp_path: Path) -> Callable[..., Path]:
 def load(folder: Path, target: Path | None = None) -> EarlyExit:
     path = str(target or folder / "target")
     config = load_config(path)
-    fingerprint = fingerprint_target(open_target(path), config, load_tokenizer(path))
+    fingerprint = fingerprint_target(open_tensors(path), config, load_tokenizer(path))
     return from_pretrained(folder / "drafter", config, fingerprint, dtype=torch.float32)
 
 
@@ -145,7 +147,7 @@ def other(value: Any) -> Any:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_field_decides_but_those_that_are_known_not_to(trained: Callable[..., Path], architecture: str) -> None:
     """Whatever config.json holds: of some fields it is known that they decide no number; all others count."""
-    from draft_models.model_identity import NOT_DECIDING, config_differences, deciding_config
+    from draft_models.target.model_identity import NOT_DECIDING, config_differences, deciding_config
 
     path = trained(architecture) / "target"
     before, stored = deciding_config(str(path), None), json.loads((path / "config.json").read_text())
@@ -212,15 +214,15 @@ def test_layers_that_were_not_there_are_named_when_they_are(
     """A training reads its few layers of a target on the Hub and fetches no others."""
     folder = trained(shard="40KB")
     path, whole = folder / "target", shutil.copytree(folder / "target", folder / "whole")
-    files = open_target(str(path))
+    files = open_tensors(str(path))
     unread = ("model.layers.1.", "model.layers.2.")
     needed = {file for name, file in files.file_of.items() if not name.startswith(unread)}
     for file in set(files.file_of.values()) - needed:
         (path / file).unlink()
     config, tokenizer = load_config(str(path)), load_tokenizer(str(path))
     with pytest.raises(UserError, match=r"is named in model\.safetensors\.index\.json but missing"):
-        fingerprint_target(open_target(str(path)), config, tokenizer)
-    fingerprint = fingerprint_target(open_target(str(path)), config, tokenizer, fetch=False)
+        fingerprint_target(open_tensors(str(path)), config, tokenizer)
+    fingerprint = fingerprint_target(open_tensors(str(path)), config, tokenizer, fetch=False)
     save_pretrained(folder / "drafter", make_drafter(whole, EXIT), fingerprint, {}, torch.float32)
     load(folder, whole)
     (line,) = warnings(capsys.readouterr())
@@ -234,7 +236,7 @@ def test_a_calibration_belongs_to_the_target_too(trained: Callable[..., Path], c
     sha = read_meta(drafter).weights_sha256
 
     def target() -> dict[str, Any]:
-        found = fingerprint_target(open_target(path), load_config(path), load_tokenizer(path))
+        found = fingerprint_target(open_tensors(path), load_config(path), load_tokenizer(path))
         return {"config": found.config, "tensors": found.tensors}
 
     save_calibration(drafter, CalibrationHead(64, 64), sha, {"target": target()})

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from draft_models.trigram import TrigramTable
-from inference.ngrams import MixedDrafter, TrigramDrafter
+from draft_models.ngrams.table import TrigramTable
+from inference.drafters.ngrams import MixedDrafter, TrigramDrafter
 from inference.tree import DraftTree
 
 VOCABULARY = 12

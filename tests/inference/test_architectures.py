@@ -19,18 +19,19 @@ from transformers import (
     Starcoder2Config,
 )
 
-from data_prep.prompts import Prompt
-from draft_models.errors import UserError
-from draft_models.plain_lm import PlainLM, RowCache, require_rows
+from data_prep.text.prompts import Prompt
 from draft_models.small_lm import load_small_lm
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_tokenizer
-from inference.compare import evaluate_checkpoint
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
+from draft_models.target.whole_model import PlainLM, RowCache, require_rows
 from inference.decode import speculative
-from inference.drafting import make_structure
-from inference.packing import PackedLinear, can_pack, pack_linears
+from inference.drafters.small_lm import PlainSession, SmallLMSource
+from inference.evaluate.compare import evaluate_checkpoint
+from inference.fused_layers import PackedLinear, can_pack, pack_linears
 from inference.settings import EvaluateConfig, MethodConfig
-from inference.sources import PlainSession, SmallLMSource
+from inference.structures.factory import make_structure
+from outrider.errors import UserError
+from outrider.streams import Streams
 from tests.tiny import (
     STRUCTURES,
     VOCABULARY,

@@ -10,16 +10,17 @@ import torch
 
 from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
-from draft_models.errors import UserError
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_tokenizer
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
 from inference.decode import Round, autoregressive, cut, speculative, until
-from inference.drafting import Chain
-from inference.evaluation import Drafters, make_arms
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.evaluate.arms import make_arms
 from inference.settings import MethodConfig
-from inference.sources import EarlyExitSource
-from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
 from inference.stop_strings import StopStrings
+from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from outrider.streams import Streams
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 RULES = {
@@ -233,7 +234,7 @@ def test_stop_strings_anywhere_in_a_block(tmp_path: Path) -> None:
     assert len(places) > 1
     text, expected = max(ended.items(), key=lambda item: len(item[1]))
     arms = make_arms(
-        stack, Drafters(early_exit=drafter), {"m": MethodConfig()}, model, max_new_tokens=40, eos=(),
+        stack, {"early_exit": Calibrated(drafter)}, {"m": MethodConfig()}, model, max_new_tokens=40, eos=(),
         stops=["no such text", text], tokenizer=tokenizer,
     )  # fmt: skip
     assert {name: list(arm(prompt, Streams(0)).tokens) for name, arm in arms.items()} == dict.fromkeys(arms, expected)

@@ -9,20 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_models.streams import Streams
-from draft_models.target import LayerStack
+from draft_models.target.stack import LayerStack
 from inference.decode import Round, speculative
-from inference.drafting import Structure, make_structure
-from inference.evaluation import Generation, collect
-from inference.lookup import PromptLookup
-from inference.measures import acceptance_by_position
-from inference.ngrams import make_ngram_drafter
-from inference.replay import replay
-from inference.report import plot_acceptance
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.lookup import PromptLookup
+from inference.drafters.ngrams import make_ngram_drafter
+from inference.evaluate.arms import Generation, collect
+from inference.evaluate.replay import replay
+from inference.evaluate.report import plot_acceptance
+from inference.evaluate.statistics import acceptance_by_position
 from inference.settings import NgramConfig, StructureConfig
-from inference.sources import EarlyExitSource
-from inference.structures import EAGLE_25, static
+from inference.structures.factory import Structure, make_structure
+from inference.structures.shapes import EAGLE_25, static
 from inference.tree import ROOT, DraftTree, chain_parents
+from outrider.streams import Streams
 from tests.inference.ngram_cases import make_table
 from tests.known_source import KnownSource, paths_of, random_q, root
 from tests.tiny import (

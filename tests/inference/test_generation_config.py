@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from data_prep.prompts import Prompt
-from draft_models.errors import UserError
-from draft_models.target import load_tokenizer
-from inference import compare
-from inference.evaluation import AUTOREGRESSIVE, TRANSFORMERS
+from data_prep.text.prompts import Prompt
+from draft_models.target.open_target import load_tokenizer
+from inference.evaluate import compare
+from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
 from inference.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from outrider.errors import UserError
 from tests.tiny import byte_tokenizer, open_stack, random_prompt, save_target
 
 NEW = 16
@@ -82,7 +82,7 @@ def evaluate(path: Path, out_dir: Path, prompt: list[int] = PROMPT, **options: A
 
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.report._save", lambda *_: None)
+    monkeypatch.setattr("inference.evaluate.report._save", lambda *_: None)
 
 
 def cases(text: list[int]) -> dict[str, tuple[dict[str, Any], list[int]]]:
@@ -354,14 +354,14 @@ def test_sizes_are_measured_by_the_same_choice(
     saying: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also by a field that needs the end token, though nothing ends while measuring."""
-    monkeypatch.setattr("inference.tuning.SECONDS", 0.0)
+    monkeypatch.setattr("inference.auto.probe.SECONDS", 0.0)
     made: list[GenerationConfig] = []
 
     def noted(run: GenerationConfig, *given: Any) -> Any:
         made.append(run)
         return make_sampler(run, *given)
 
-    monkeypatch.setattr("inference.tuning.make_sampler", noted)
+    monkeypatch.setattr("inference.auto.probe.make_sampler", noted)
     tree = MethodConfig("small_lm", StructureConfig("opt_tree", nodes=4))
     monkeypatch.setitem(METHODS, "opt_tree", tree)
     path = saying(exponential_decay_length_penalty=[3, 1.5], eos_token_id=250, repetition_penalty=1.2)

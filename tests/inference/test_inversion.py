@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference import sampling
 from inference.sampling import invert
-from inference.structures import _draw, chain, k_config
+from inference.structures.shapes import _draw, chain, k_config
 from inference.tree import ROOT
 from inference.verify import RandomChance
 from tests.known_source import KnownSource, root

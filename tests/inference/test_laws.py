@@ -9,18 +9,21 @@ anything else than the one before it, such as how the round went, shows. Seeds a
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from draft_models.calibration import CalibrationHead
-from draft_models.streams import Streams
-from draft_models.trigram import TrigramTable
-from inference import choosing, drafting, structures, verify
-from inference.evaluation import AUTOREGRESSIVE, Arm, Drafters, make_arms
+from draft_models.ngrams.table import TrigramTable
+from inference import acceptance, verify
+from inference.drafters.early_exit import Calibrated
+from inference.evaluate.arms import AUTOREGRESSIVE, Arm, make_arms
 from inference.sampling import Sampler, invert
 from inference.settings import MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.structures import factory, shapes
 from inference.tree import DraftTree
+from outrider.streams import Streams
 from tests.inference.ngram_cases import make_documents
 from tests.table_target import TableModel, TableRuntime
 
@@ -103,9 +106,10 @@ def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> A
         head.target += 0.3
         head.draft -= 0.5
         head.bias += 0.8
+    q: Any = case.tables.q
     size = len(case.tables.p.law)
     table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
-    drafters = Drafters(case.tables.q, case.tables.q, head, table)  # type: ignore[arg-type]
+    drafters = {"early_exit": Calibrated(q, head), "small_lm": q, "ngrams": table}
     options = {"max_new_tokens": case.tokens, "eos": (), "sampling": sampling, "runtime": TableRuntime()}
     return make_arms(case.tables.p, drafters, {"m": case.method}, None, **options)[name]  # type: ignore[arg-type]
 
@@ -264,13 +268,13 @@ def withdrawing(patch: pytest.MonkeyPatch) -> None:
     """A rule that stops takes back the token that made it stop."""
 
     def shorter(source: object, root: torch.Tensor, rule: object, *, limit: int, **options: object) -> DraftTree:
-        made = structures.chain(source, root, rule, limit=limit, **options)  # type: ignore[arg-type]
+        made = shapes.chain(source, root, rule, limit=limit, **options)  # type: ignore[arg-type]
         if len(made) in (0, limit):
             return made
         q = {node: row for node, row in made.q.items() if node < len(made) - 2}
         return DraftTree(made.tokens[:-1], made.parents[:-1], (*made.rows[:-2], -1)[: len(made) - 1], q=q)
 
-    patch.setattr(drafting, "chain", shorter)
+    patch.setattr(factory, "chain", shorter)
 
 
 def forgetting_the_residual(patch: pytest.MonkeyPatch) -> None:
@@ -291,12 +295,12 @@ def accepting_more(patch: pytest.MonkeyPatch) -> None:
 
 def drawing_from_another_q(patch: pytest.MonkeyPatch) -> None:
     """The draft is not drawn from the q that it comes with."""
-    patch.setattr(structures, "invert", lambda weights, uniforms: invert(weights**1.5, uniforms))
+    patch.setattr(shapes, "invert", lambda weights, uniforms: invert(weights**1.5, uniforms))
 
 
 def taking_draws_for_independent(patch: pytest.MonkeyPatch) -> None:
     """Draws without replacement are verified as with it."""
-    patch.setattr(choosing, "Rejection", lambda replace: verify.Rejection(replace=True))
+    patch.setattr(acceptance, "Rejection", lambda replace: verify.Rejection(replace=True))
 
 
 def matching_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
@@ -312,7 +316,7 @@ def reading_the_row_above(patch: pytest.MonkeyPatch) -> None:
         rows = p if len(p) == 1 else torch.cat([p[:-1], p[-2:-1]])
         return verify_sampled(tokens, parents, q, rows, *rest, **options)  # type: ignore[arg-type]
 
-    patch.setattr(choosing, "verify_sampled", shifted)
+    patch.setattr(acceptance, "verify_sampled", shifted)
 
 
 WIDE = Case(tree("k_config", widths=(3,)))

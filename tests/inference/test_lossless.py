@@ -11,18 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from draft_models.small_lm import load_small_lm
-from draft_models.streams import Streams
-from draft_models.target import LayerStack, load_tokenizer
-from inference.choosing import Chooser
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
+from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
-from inference.drafting import Structure, make_structure, make_tree
-from inference.evaluation import Drafters, make_arms
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.interface import DraftModel
+from inference.drafters.small_lm import SmallLMSource
+from inference.evaluate.arms import make_arms
 from inference.sampling import Sampler
 from inference.settings import MethodConfig, SamplingConfig, StructureConfig
-from inference.sources import DraftModel, EarlyExitSource, SmallLMSource
-from inference.structures import K_CONFIG_MODES
+from inference.structures.factory import Structure, make_structure, make_tree
+from inference.structures.shapes import K_CONFIG_MODES
 from inference.tree import DraftTree
 from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
+from outrider.streams import Streams
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -235,7 +238,7 @@ def test_the_rule_that_verifies_belongs_to_the_draft(tiny_vocabulary: tuple, mon
     methods["opt_tree"] = MethodConfig("small_lm", STRUCTURES["opt_tree"])
     methods["naive"] = MethodConfig("small_lm", trees["with_replacement"], verify="naive")
     options = {"max_new_tokens": 8, "eos": (), "sampling": SamplingConfig(temperature=1.0)}
-    arms = make_arms(stack, Drafters(small_lm=drafter), methods, None, **options)
+    arms = make_arms(stack, {"small_lm": drafter}, methods, None, **options)
     seen: list[tuple] = []
 
     def noted(tokens: list, parents: list, q: dict, p: torch.Tensor, rule: NodeRule, chance: Chance, **given: Any):
@@ -243,7 +246,7 @@ def test_the_rule_that_verifies_belongs_to_the_draft(tiny_vocabulary: tuple, mon
             seen.append((rule, bool(q), bool(given["draws"])))
         return verify_sampled(tokens, parents, q, p, rule, chance, **given)
 
-    monkeypatch.setattr("inference.choosing.verify_sampled", noted)
+    monkeypatch.setattr("inference.acceptance.verify_sampled", noted)
     used = {}
     for name in methods:
         seen.clear()

@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from draft_models.errors import UserError
-from draft_models.plain_lm import PlainLM
-from draft_models.streams import Streams
-from draft_models.target import LayerStack
-from inference import graphed
-from inference.choosing import Chooser
+from draft_models.target.stack import LayerStack
+from draft_models.target.whole_model import PlainLM
+from inference import cuda_graphs
+from inference.acceptance import Chooser
+from inference.cuda_graphs import Graphed
 from inference.decode import Round, autoregressive, speculative
-from inference.drafting import make_structure
-from inference.graphed import Graphed
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler, likeliest
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
-from inference.sources import EarlyExitSource, SmallLMSource
+from inference.structures.factory import make_structure
+from outrider.errors import UserError
+from outrider.streams import Streams
 from tests.recorded import record_graphs
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
@@ -76,7 +77,7 @@ def models(path: Path) -> Models:
 
 @pytest.fixture(params=["eager", "graphed", "recorded"])
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     if request.param == "recorded":
         record_graphs(monkeypatch)
     return Eager() if request.param == "eager" else Graphed()

@@ -9,20 +9,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_models.streams import Streams
-from draft_models.target import LayerStack
-from inference import graphed
+from draft_models.target.stack import LayerStack
+from inference import cuda_graphs
+from inference.acceptance import Chooser
 from inference.cache import KVCache
-from inference.choosing import Chooser
 from inference.decode import Round, speculative
-from inference.drafting import Structure, make_structure
-from inference.lookup import PromptLookup
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.interface import Drafter
+from inference.drafters.lookup import PromptLookup
+from inference.drafters.small_lm import SmallLMSource
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler
 from inference.session import TargetSession
 from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
-from inference.sources import Drafter, EarlyExitSource, SmallLMSource
+from inference.structures.factory import Structure, make_structure
 from inference.tree import DraftTree, chain_parents
+from outrider.streams import Streams
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -97,8 +99,8 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     """How passes run; one for all tests, as its buffers are made to be used again. Small buckets: texts cross them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphed, "SMALLEST_BUCKET", 16)
-        yield Eager() if request.param == "eager" else graphed.Graphed()
+        patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+        yield Eager() if request.param == "eager" else cuda_graphs.Graphed()
 
 
 _expected: dict[tuple[Path, int, int], list[int]] = {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_models.calibration import POSITIONS, CalibrationHead
-from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
+from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
 from inference.tree import ROOT
 from inference.verify import verify_greedy
 

@@ -26,11 +26,11 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from draft_models.errors import UserError
 from inference.generation_config import generate_options
 from inference.sampling import Sampler, branches
 from inference.settings import SamplingConfig
 from inference.tree import ROOT
+from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, save_target
 
 VOCABULARY = 40

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from inference.cache import KVCache
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.layout import Rows, unpack
+from inference.drafters.early_exit import EarlyExitSource
+from inference.rows import Rows, unpack
 from inference.session import TargetSession
-from inference.sources import EarlyExitSource
-from inference.stop_rules import FixedLength
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
 from inference.tree import chain_parents
 from inference.verify import verify_greedy
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, save_target

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from draft_models.errors import UserError
-from draft_models.streams import Streams
-from inference.evaluation import AUTOREGRESSIVE, TRANSFORMERS, Drafters, make_arms
+from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, make_arms
 from inference.settings import MethodConfig, StopConfig, StructureConfig
 from inference.stop_strings import StopStrings
+from outrider.errors import UserError
+from outrider.streams import Streams
 from tests import tiny
 from tests.tiny import open_stack, random_prompt, save_target
 
@@ -55,7 +55,7 @@ def generate(target: SimpleNamespace, prompt: list[int], **options: object) -> l
 
 
 def run_arms(target: SimpleNamespace, prompt: list[int], stops: Sequence[str], tokenizer: object) -> dict[str, list]:
-    drafters = Drafters(small_lm=target.stack)
+    drafters = {"small_lm": target.stack}
     options = {"max_new_tokens": NEW, "eos": (), "stops": stops, "tokenizer": tokenizer}
     arms = make_arms(target.stack, drafters, METHODS, target.model, **options)
     return {name: list(arm(prompt, Streams(0)).tokens) for name, arm in arms.items()}

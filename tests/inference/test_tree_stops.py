@@ -1,9 +1,8 @@
-"""Stop rules on trees: where they end a tree, what they see of it, and that tokens and law stay the target's own."""
+"""Stop rules on trees: where they end a tree, what they see of it, and that tokens stay the target's own."""
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -14,22 +13,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from draft_models.calibration import CalibrationHead
-from draft_models.streams import Streams
-from draft_models.target import LayerStack
-from inference import graphed
+from draft_models.target.stack import LayerStack
+from inference import cuda_graphs
 from inference.decode import speculative
-from inference.drafting import Tree, make_structure
-from inference.evaluation import AUTOREGRESSIVE, Arm, Drafters, make_arms
-from inference.opt_tree import opt_tree
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.small_lm import SmallLMSource
+from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
 from inference.runtime import Eager
 from inference.settings import MethodConfig, StopConfig, StructureConfig
-from inference.sources import EarlyExitSource, SmallLMSource
-from inference.stop_rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
-from inference.structures import EAGLE_25, chain, k_config, static
-from inference.token_graph import token_graph
+from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
+from inference.structures.factory import Tree, make_structure
+from inference.structures.opt_tree import opt_tree
+from inference.structures.shapes import EAGLE_25, k_config, static
+from inference.structures.token_graph import token_graph
 from inference.tree import DraftTree
-from inference.verify import Chance, Rejection
-from tests.exact_laws import Draft, Drafter, Model, emitted, plain, random_model, ships
+from outrider.streams import Streams
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.tiny import LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
 
@@ -236,89 +234,6 @@ def test_rules_that_look_at_nothing_transfer_nothing(name: str) -> None:
     assert transfers(Confidence(4, 1e-9))[0] > bare  # power: this one looks
 
 
-# --- the law, exactly ------------------------------------------------------------------------------------------------
-
-
-class Deciding:
-    """Stops when `decide` says so, given a chance of its own and what it is shown."""
-
-    max_draft = 99
-
-    def __init__(self, decide: Callable[[Chance, Step], bool], chance: Chance):
-        self._decide, self._chance = decide, chance
-        self.depth: int | None = None
-
-    def stop(self, step: Step) -> bool:
-        stopped = self._decide(self._chance, step)
-        self.depth = step.drafted if stopped else None
-        return stopped
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        pass
-
-
-DECISIONS: dict[str, Callable[[Chance, Step], bool]] = {
-    "its token": lambda _, step: int(step.token) == 0,
-    "its probability": lambda _, step: float(step.logits.exp()[0, step.token]) < 0.5,
-    "chance": lambda chance, _: chance.accept(Fraction(2, 3)),
-}
-
-
-def drafted_by(
-    q: Model, widths: tuple[int, ...] | None, decide: Callable[[Chance, Step], bool], *, withdraw: bool = False
-) -> Drafter:
-    """The shipped chain, or tree of `widths`, its draws made branch by branch. withdraw: the fault of a rule that takes
-    back the level it was asked about."""
-
-    def draft(chance: Chance) -> Draft:
-        source, rule = KnownSource(lambda path: [float(weight) for weight in q(path)]), Deciding(decide, chance)
-
-        def draw(probs: Tensor, count: int, *_: Any, **__: Any) -> Tensor:
-            rows = []
-            for path in source.paths[-len(probs) :]:
-                left, drawn = q(path), []
-                for _ in range(count):
-                    drawn.append(chance.choose(left) if left.sum() else -1)
-                    left = left.copy()
-                    left[drawn[-1]] = 0
-                rows.append(drawn)
-            return torch.tensor(rows)
-
-        generator = random.Random(0)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("inference.structures._draw", draw)
-            patch.setattr("inference.structures.invert", lambda probs, _: draw(probs, 1))
-            if widths is None:
-                tree = chain(source, root(), rule, limit=2, generator=generator)
-            else:
-                tree = k_config(source, root(), limit=9, widths=widths, generator=generator, rule=rule)
-        texts = paths_of(tree)
-        kept = [node for node, text in enumerate(texts) if not (withdraw and len(text) == rule.depth)]
-        tokens = tree.tokens.tolist()
-        rows = {parent: q(texts[parent] if parent >= 0 else ()) for parent in (tree.parents[node] for node in kept)}
-        return [tokens[node] for node in kept], [tree.parents[node] for node in kept], rows
-
-    return draft
-
-
-@pytest.mark.parametrize("decision", DECISIONS)
-@pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])
-def test_the_law_is_the_targets_whatever_a_rule_looks_at(widths: tuple[int, ...] | None, decision: str) -> None:
-    for seed in range(2):
-        p, q = random_model(seed, 2 + seed), random_model(seed + 10, 2 + seed)
-        drafter = drafted_by(q, widths, DECISIONS[decision])
-        assert emitted(p, drafter, ships(Rejection(replace=False)), 3) == plain(p, 3)
-
-
-@pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])
-def test_a_rule_that_withdraws_what_it_saw_is_noticed(widths: tuple[int, ...] | None) -> None:
-    p, q = random_model(1, 3), random_model(11, 3)
-    faulty = drafted_by(q, widths, DECISIONS["its token"], withdraw=True)
-    assert emitted(p, faulty, ships(Rejection(replace=False)), 3) != plain(p, 3)
-    blind = drafted_by(q, widths, DECISIONS["chance"], withdraw=True)  # not because of its token: shorter, still exact
-    assert emitted(p, blind, ships(Rejection(replace=False)), 3) == plain(p, 3)
-
-
 # --- with models -----------------------------------------------------------------------------------------------------
 
 RULES = {
@@ -339,7 +254,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafte
     for parameter in head.parameters():
         parameter += torch.randn(parameter.shape, generator=generator) / 8
     head.bias += 1.0
-    return open_stack(path)[1], Drafters(make_drafter(path, LAYERS - 1, noise=0.3), calibration=head)
+    return open_stack(path)[1], {"early_exit": Calibrated(make_drafter(path, LAYERS - 1, noise=0.3), head)}
 
 
 @pytest.fixture(scope="module")
@@ -371,7 +286,6 @@ def test_greedy_tokens_are_those_of_plain_decoding(arms: dict[str, Arm], structu
 @pytest.mark.parametrize("structure", TREES)
 def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack, Drafters], structure: str) -> None:
     stack, drafters = models
-    assert drafters.early_exit is not None
     drafting = make_structure(MethodConfig(structure=TREES[structure]), Streams(0))
     assert isinstance(drafting, Tree)
     rule, expected = At(3), []
@@ -384,7 +298,7 @@ def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack
         observe(tree, accepted)
 
     drafting.observe = noted  # type: ignore[method-assign]
-    source = EarlyExitSource(drafters.early_exit)
+    source = EarlyExitSource(drafters["early_exit"].exit)
     rounds = list(speculative(stack, source, drafting, random_prompt(20), max_new_tokens=30))
     assert rule.told == expected == [(r.depth, r.accepted) for r in rounds[1:]]
     assert {depth for depth, _ in expected} >= {3}
@@ -392,8 +306,8 @@ def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack
 
 @pytest.fixture(params=["eager", "graphed"])
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(graphed, "SMALLEST_BUCKET", 16)
-    return Eager() if request.param == "eager" else graphed.Graphed()
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    return Eager() if request.param == "eager" else cuda_graphs.Graphed()
 
 
 @pytest.mark.parametrize("structure", TREES)
@@ -403,9 +317,8 @@ def test_real_hidden_states_are_those_behind_the_logits(
 ) -> None:
     """What a rule sees of a source's hidden states gives, through the source's head, the logits it sees."""
     stack, drafters = models
-    assert drafters.early_exit is not None
-    source = EarlyExitSource(drafters.early_exit) if kind == "early_exit" else SmallLMSource(stack)
-    logits_of = drafters.early_exit.logits if kind == "early_exit" else stack.logits
+    source = EarlyExitSource(drafters["early_exit"].exit) if kind == "early_exit" else SmallLMSource(stack)
+    logits_of = drafters["early_exit"].exit.logits if kind == "early_exit" else stack.logits
     rows: list[int] = []
 
     def compare(step: Step) -> bool:

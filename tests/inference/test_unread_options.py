@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
-from draft_models.errors import UserError
-from draft_models.streams import Streams
-from inference.auto import Tuning
-from inference.costs import Costs
-from inference.drafting import make_structure
-from inference.evaluation import Drafters, make_drafting
+from inference.auto.costs import Costs
+from inference.auto.policy import Tuning
+from inference.evaluate.arms import make_drafting
 from inference.settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.structures import plain_probs
+from inference.structures.factory import make_structure
+from inference.structures.shapes import plain_probs
+from outrider.errors import UserError
+from outrider.streams import Streams
 from tests.inference.ngram_cases import TABLE, FakeSession
 from tests.known_source import KnownSource, random_q, root
 
@@ -79,7 +79,7 @@ def noting() -> Iterator[set[str]]:
 
 def options_read(method: MethodConfig) -> set[str]:
     """What making and using the drafts of `method` looks at, greedily and sampling."""
-    drafters = Drafters(ngrams=TABLE, calibration=CalibrationHead(1, 1).requires_grad_(False))
+    drafters, head = {"ngrams": TABLE}, CalibrationHead(1, 1).requires_grad_(False)
     with noting() as read:
         for drawn in (False, True):
             if method.source in ("prompt_lookup", "ngrams"):
@@ -88,7 +88,7 @@ def options_read(method: MethodConfig) -> set[str]:
                 drafter.draft(None, torch.tensor([2]), 9)
             else:
                 source: Any = _Source(random_q(0), plain_probs if drawn else None)
-                make_structure(method, Streams(0), drawn, drafters.calibration, TUNING).draft(source, root(), 9)
+                make_structure(method, Streams(0), drawn, head, TUNING).draft(source, root(), 9)
     return read
 
 
@@ -164,11 +164,10 @@ def test_what_means_nothing_is_refused_with_its_name(given: dict[str, Any], mess
 
 def test_max_draft_of_null() -> None:
     """8 tokens of a chain or of prompt lookup, as many levels of a tree as it has by itself."""
-    drafters = Drafters()
     lengths = {}
     for given in (None, 3, 12):
         stop = StopConfig(max_draft=given)
-        lookup: Any = make_drafting(MethodConfig("prompt_lookup", stop=stop), drafters, Streams(0))[1]
+        lookup: Any = make_drafting(MethodConfig("prompt_lookup", stop=stop), {}, Streams(0))[1]
         rules = [
             make_structure(MethodConfig(structure=StructureConfig(**shape), stop=stop), Streams(0)).rule  # type: ignore[attr-defined]
             for shape in ({}, {"kind": "opt_tree", "delta": 0.0}, {"kind": "static"}, {"kind": "k_config"})

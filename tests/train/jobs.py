@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data_prep.settings import DataConfig
 from train.fit_settings import FitConfig, WandbConfig
-from train.settings import DrafterConfig, FinetuneConfig
+from train.settings import DrafterConfig, EesdConfig, FinetuneConfig
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog "
@@ -47,6 +47,21 @@ def finetuning(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) 
         on_policy_tokens=8,
         decode_prompts=2,
         decode_tokens=8,
+        out_dir=str(out_dir),
+    )
+    return replace(settings, **changes)
+
+
+def distilling(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> EesdConfig:
+    """Six steps of an early exit from layer 2; `changes` say what is otherwise."""
+    settings = EesdConfig(
+        target=str(target),
+        data=corpus,
+        fit=replace(FIT, steps=6),
+        exit_layer=2,
+        frozen_dtype="float32",
+        seq_len=64,
+        eval_rows=4,
         out_dir=str(out_dir),
     )
     return replace(settings, **changes)

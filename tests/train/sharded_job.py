@@ -11,8 +11,8 @@ from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import nn
 
-from draft_models.errors import UserError
-from draft_models.processes import join_processes
+from outrider.errors import UserError
+from outrider.processes import join_processes
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from train import sharding
 from train.fit import fit
@@ -60,7 +60,8 @@ def adjust_launcher() -> None:
     original = AcceleratorState.__init__
 
     def with_gpus(self: AcceleratorState, *args: object, **options: object) -> None:
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        if not AcceleratorState._shared_state:  # later ones find the answer of the first
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         original(self, *args, **options)
 
     AcceleratorState.__init__ = with_gpus

@@ -13,15 +13,17 @@ from safetensors.torch import load_file
 
 from data_prep.settings import DataConfig
 from draft_models.calibration import META_FILE, WEIGHTS_FILE, CalibrationHead, load_calibration, save_calibration
-from draft_models.checkpoint import fingerprint_target, read_meta, save_pretrained
-from draft_models.errors import UserError
+from draft_models.checkpoint import read_meta, save_pretrained
 from draft_models.losses import IGNORE
-from draft_models.target import load_config, load_tokenizer
-from draft_models.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.sources import EarlyExitSource
-from inference.stop_rules import FixedLength
+from inference.drafters.early_exit import EarlyExitSource
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
+from outrider.errors import UserError
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 from tests.train import jobs
 from tests.train.jobs import TORCHRUN, finish, kill_when, launch
@@ -49,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a drafter that is right about half the time, and text."""
     folder = tmp_path_factory.mktemp("calibrate")
     path = save_target(folder / "target")
-    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
     save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.1), fingerprint, {}, torch.float32)
     lines = [json.dumps({"text": f"{i} the quick brown fox {i * 7919} jumps " * 3}) for i in range(80)]
     (folder / "text.jsonl").write_text("\n".join(lines))
@@ -270,7 +272,7 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
     assert captured(new_tokens=250) == 26
     assert max(map(len, texts)) == 256 - 250
     path = folder / "target"
-    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
     save_pretrained(tmp_path / "other", make_drafter(path, LAYERS - 1, noise=0.2), fingerprint, {}, torch.float32)
     assert captured(checkpoint=str(tmp_path / "other")) == 26
     (tmp_path / "text.jsonl").write_text((folder / "text.jsonl").read_text().replace("fox", "ox"))

@@ -1,57 +1,41 @@
 """EESD training end to end on tiny targets: from a config to a drafter that decodes."""
 
 import json
-import shutil
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
-from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
-from draft_models.card import CARD_FILE, add_report
-from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, fingerprint_target, from_pretrained, read_meta
+from data_prep.text.rows import load_rows
+from draft_models.checkpoint import WEIGHTS_FILE, from_pretrained, read_meta
 from draft_models.early_exit import EarlyExitStudent
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.out_dirs import LOCK_FILE, recorded_at_first
-from draft_models.target import load_config, load_layers, load_tokenizer
-from draft_models.tensor_files import open_target
-from draft_models.versions import code_version
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer, open_target
+from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.sources import EarlyExitSource
-from inference.stop_rules import FixedLength
+from inference.drafters.early_exit import EarlyExitSource
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from outrider.run_dirs import LOCK_FILE
+from tests.launched import free_port
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train import jobs
-from tests.train.jobs import TORCHRUN, finish, kill_when, launch, same
-from train import fit as fit_module
-from train import run_dir
+from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
+from tests.train.jobs import TORCHRUN, distilling, finish, launch, same
 from train.early_exit import Watch, default_exit_layer, train_early_exit
-from train.settings import EesdConfig
+from train.fit import fit
 from train.watch import heldout_prompt, heldout_prompts
 
 FIT = replace(jobs.FIT, steps=6)
-
-
-def config(path: Path, corpus: DataConfig, out_dir: Path, **changes: object) -> EesdConfig:
-    settings = EesdConfig(
-        target=str(path),
-        data=corpus,
-        fit=FIT,
-        exit_layer=2,
-        frozen_dtype="float32",
-        seq_len=64,
-        eval_rows=4,
-        out_dir=str(out_dir),
-    )
-    return replace(settings, **changes)
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
@@ -64,7 +48,7 @@ def test_a_trained_drafter_is_lossless_and_better(
     tmp_path: Path, corpus: DataConfig, architecture: str, train_head: bool, capsys: pytest.CaptureFixture
 ) -> None:
     path = save_target(tmp_path / "target", architecture, kv_heads=2, tied=True)
-    run = config(path, corpus, tmp_path / "eesd", train_head=train_head, decode_prompts=2, decode_tokens=8)
+    run = distilling(path, corpus, tmp_path / "eesd", train_head=train_head, decode_prompts=2, decode_tokens=8)
     train_early_exit(replace(run, fit=replace(FIT, steps=60, eval_every=30)))
     lines = [line for line in capsys.readouterr().out.splitlines() if "eval_top1=" in line]
     top1 = [float(line.partition("eval_top1=")[2].split()[0]) for line in lines]
@@ -77,7 +61,7 @@ def test_a_trained_drafter_is_lossless_and_better(
     assert meta.own_head == train_head
     assert meta.training["steps"] == 60
     assert ("head.weight" in weights(tmp_path / "eesd")) == train_head
-    fingerprint = fingerprint_target(open_target(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
     drafter = from_pretrained(tmp_path / "eesd", load_config(str(path)), fingerprint, dtype=torch.float32)
     model, stack = open_stack(path)
     if not train_head:
@@ -98,7 +82,7 @@ def test_the_drafter_is_the_best_not_the_last(
         return {"tau": next(taus)}
 
     monkeypatch.setattr("train.early_exit.decode_student", decode)
-    run = config(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=2, decode_tokens=8)
+    run = distilling(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=2, decode_tokens=8)
     train_early_exit(replace(run, fit=replace(FIT, eval_every=2)))
     assert torch.equal(weights(tmp_path / "eesd")["norm.weight"], seen[1])
     assert not torch.equal(seen[1], seen[2])
@@ -112,13 +96,13 @@ def test_the_drafter_is_the_best_not_the_last(
 def test_training_reads_only_what_it_needs(tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture) -> None:
     """With the shards of every other layer deleted it still trains; the bytes read are those of the named tensors."""
     path = save_target(tmp_path / "target", shard="40KB")
-    files = open_target(str(path))
+    files = open_tensors(str(path))
     needed = {n for n in files.file_of if not n.startswith(("model.layers.1.", "model.layers.2."))}
-    size = sum(t.nbytes for t in open_target(str(path)).read(needed).values())
+    size = sum(t.nbytes for t in open_tensors(str(path)).read(needed).values())
     for file in set(files.file_of.values()) - {files.file_of[name] for name in needed}:
         (path / file).unlink()
     assert len(list(path.glob("*.safetensors"))) < len(set(files.file_of.values()))
-    train_early_exit(config(path, corpus, tmp_path / "eesd", exit_layer=1))
+    train_early_exit(distilling(path, corpus, tmp_path / "eesd", exit_layer=1))
     assert f"read_bytes={size} " in capsys.readouterr().out
 
 
@@ -127,21 +111,18 @@ def torchrun() -> Sequence[str]:
 
 
 def accelerate_launch() -> Sequence[str]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    options = ["--config_file=conf/accelerate/ddp.yaml", "--num_processes=2", f"--main_process_port={port}"]
+    options = ["--config_file=conf/accelerate/ddp.yaml", "--num_processes=2", f"--main_process_port={free_port()}"]
     return ["-m", "accelerate.commands.launch", *options]
 
 
 @pytest.mark.parametrize("launcher", [torchrun, accelerate_launch])
 def test_two_processes_equal_one(tmp_path: Path, corpus: DataConfig, launcher: Callable[[], Sequence[str]]) -> None:
     path = save_target(tmp_path / "target")
-    train_early_exit(config(path, corpus, tmp_path / "one"))
-    said = finish(launch("train/eesd.py", config(path, corpus, tmp_path / "two"), *launcher()))
+    train_early_exit(distilling(path, corpus, tmp_path / "one"))
+    said = finish(launch("train/eesd.py", distilling(path, corpus, tmp_path / "two"), *launcher()))
     assert "processes=2" in said
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    start = open_target(str(path)).read(["lm_head.weight"])["lm_head.weight"]
+    start = open_tensors(str(path)).read(["lm_head.weight"])["lm_head.weight"]
     assert (one["head.weight"] - start).abs().max() > 1e-3  # it did train
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
@@ -149,36 +130,11 @@ def test_two_processes_equal_one(tmp_path: Path, corpus: DataConfig, launcher: C
 
 def test_accumulation_equals_one_batch(tmp_path: Path, corpus: DataConfig) -> None:
     path = save_target(tmp_path / "target")
-    train_early_exit(config(path, corpus, tmp_path / "whole"))
-    train_early_exit(config(path, corpus, tmp_path / "parts", fit=replace(FIT, micro_batch_rows=1)))
+    train_early_exit(distilling(path, corpus, tmp_path / "whole"))
+    train_early_exit(distilling(path, corpus, tmp_path / "parts", fit=replace(FIT, micro_batch_rows=1)))
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     for name in whole:
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-5)
-
-
-def test_sigkill_then_resume_ends_with_the_same_bits(tmp_path: Path, corpus: DataConfig) -> None:
-    path = save_target(tmp_path / "target")
-    long = replace(FIT, steps=120, save_every=20)
-    killed = tmp_path / "killed"
-    job = launch("train/eesd.py", config(path, corpus, killed, fit=long))
-    refused: list[str] = []
-
-    def second_is_refused() -> bool:
-        """Once there is a checkpoint: another training into the same directory."""
-        if list(killed.glob("checkpoint-*")):
-            with pytest.raises(UserError, match=rf"process {job.pid} on .*train/eesd\.py") as error:
-                train_early_exit(config(path, corpus, killed, fit=replace(long, seed=3, lr=1.0), resume=True))
-            refused.append(str(error.value))
-        return bool(refused)
-
-    kill_when(second_is_refused, job)
-    assert refused
-    assert not (killed / META_FILE).exists()
-    said = finish(launch("train/eesd.py", config(path, corpus, killed, fit=long, resume=True)))
-    assert f"taken over from a run that did not end by itself: process {job.pid} on " in said
-    assert {path.name for path in killed.glob(".*")} == {LOCK_FILE}
-    train_early_exit(config(path, corpus, tmp_path / "whole", fit=long))
-    assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus: DataConfig) -> None:
@@ -209,13 +165,13 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus:
     }
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):
-            train_early_exit(replace(config(path, corpus, out_dir), **changes))
+            train_early_exit(replace(distilling(path, corpus, out_dir), **changes))
         assert not out_dir.exists() or {path.name for path in out_dir.iterdir()} <= {LOCK_FILE}
     with pytest.raises(UserError, match="heldout_fraction"):
-        replace(config(path, corpus, out_dir), data=replace(corpus, heldout_fraction=0.0))
+        replace(distilling(path, corpus, out_dir), data=replace(corpus, heldout_fraction=0.0))
     (path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="expected a safetensors checkpoint"):
-        train_early_exit(config(path, corpus, out_dir))
+        train_early_exit(distilling(path, corpus, out_dir))
 
 
 def test_default_exit_layer_is_in_the_papers_range() -> None:
@@ -228,7 +184,7 @@ def test_the_target_distilled_into_its_own_last_layer_has_nothing_to_learn(tmp_p
     path = save_target(tmp_path / "target", dtype="bfloat16")
     losses = {}
     for objective, frozen in (("kl", "float32"), ("kl", "bfloat16"), ("cross_entropy", "float32")):
-        run = config(path, corpus, tmp_path / f"{objective} {frozen}", exit_layer=3, frozen_dtype=frozen)
+        run = distilling(path, corpus, tmp_path / f"{objective} {frozen}", exit_layer=3, frozen_dtype=frozen)
         train_early_exit(replace(run, objective=objective, fit=replace(FIT, steps=1, log_every=1)))
         losses[objective, frozen] = jobs.log(Path(run.out_dir))[0]["loss"]
         assert {tensor.dtype for tensor in weights(Path(run.out_dir)).values()} == {torch.bfloat16}
@@ -238,11 +194,11 @@ def test_the_target_distilled_into_its_own_last_layer_has_nothing_to_learn(tmp_p
 def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> None:
     """top1 and top1_target against predictions written out with stock models, tau against a decode of its own."""
     path = save_target(tmp_path / "target", "mistral", kv_heads=2)
-    run = config(path, corpus, tmp_path / "eesd", decode_prompts=3, decode_tokens=12, eval_batch_rows=3)
-    files, target = open_target(str(path)), load_config(str(path))
-    heldout = load_rows(corpus, load_tokenizer(str(path)), 64, "heldout", max_rows=4)
-    student = EarlyExitStudent(load_layers(files, target, [0, 1, 3], dtype=torch.float32), 2, train_head=True)
-    drafter = load_layers(files, target, [0, 1, 3], dtype=torch.float32)
+    run = distilling(path, corpus, tmp_path / "eesd", decode_prompts=3, decode_tokens=12, eval_batch_rows=3)
+    opened = open_target(str(path))
+    heldout = load_rows(corpus, opened.tokenizer, 64, "heldout", max_rows=4)
+    student = EarlyExitStudent(opened.layers([0, 1, 3], dtype=torch.float32), 2, train_head=True)
+    drafter = opened.layers([0, 1, 3], dtype=torch.float32)
     drafter.set_attn_implementation("eager")
     whole = AutoModelForCausalLM.from_pretrained(path)
     right = dict.fromkeys(("top1", "top1_target"), 0)
@@ -257,7 +213,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    metrics = Watch(run, target, files, heldout, student, None, active=True)(student, 1)
+    metrics = Watch(run, opened, heldout, student, None, active=True)(student, 1)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     _, stack = open_stack(path)
@@ -275,7 +231,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
         )[1:]
     ]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
-    idle = Watch(run, target, files, heldout, student, None, active=False)
+    idle = Watch(run, opened, heldout, student, None, active=False)
     assert idle(student, 1) == {}
     assert idle.whole is None
 
@@ -292,19 +248,7 @@ def test_the_target_to_watch_with_is_there_before_training(
 
     monkeypatch.setattr("train.early_exit.fit", fit)
     with pytest.raises(KeyboardInterrupt):
-        train_early_exit(config(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=1))
-
-
-def test_decoding_under_fsdp_is_refused_at_once(
-    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    path = save_target(tmp_path / "target")
-    (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"decode_prompts=2: .*FSDP.*; use ddp or DeepSpeed"):
-        train_early_exit(config(path, corpus, tmp_path / "eesd", decode_prompts=2))
-    with pytest.raises(UserError, match="expected a safetensors checkpoint"):  # without decoding nothing is refused
-        train_early_exit(config(path, corpus, tmp_path / "eesd"))
+        train_early_exit(distilling(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=1))
 
 
 def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
@@ -319,19 +263,21 @@ def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
     assert heldout_prompt(row) == list(range(50))  # half of a short one
 
 
-def test_one_process_uses_one_gpu(tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_uses_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with several GPUs a plain script neither wraps the model nor multiplies the batch."""
-    monkeypatch.setattr("transformers.TrainingArguments.n_gpu", property(lambda self: self._n_gpu))
-    original = TrainingArguments.__post_init__
+    sizes: list[int] = []
 
-    def several(self: TrainingArguments) -> None:
-        original(self)
-        self._n_gpu = 2
+    class Watched(TinyModel):
+        def forward(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            sizes.append(len(inputs["input_ids"]))
+            return super().forward(**inputs)
 
-    monkeypatch.setattr(TrainingArguments, "__post_init__", several)
-    arguments = fit_module._arguments(FIT, 6, tmp_path)
-    assert arguments.n_gpu == 1
-    assert arguments.train_batch_size == FIT.batch_rows
+    model, config = Watched(), tiny_config(steps=6)
+    for wrapper in ("DataParallel", "parallel.DistributedDataParallel"):
+        monkeypatch.setattr(f"torch.nn.{wrapper}", None)  # making one fails
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    fit(model, tiny_rows(), config, tmp_path)
+    assert sizes == 6 * [config.batch_rows]
 
 
 def test_gradient_checkpointing_changes_nothing(
@@ -345,98 +291,21 @@ def test_gradient_checkpointing_changes_nothing(
 
     monkeypatch.setattr("draft_models.early_exit.checkpoint", counted)
     path = save_target(tmp_path / "target")
-    train_early_exit(config(path, corpus, tmp_path / "kept"))
+    train_early_exit(distilling(path, corpus, tmp_path / "kept"))
     assert not calls
-    train_early_exit(config(path, corpus, tmp_path / "recomputed", fit=replace(FIT, gradient_checkpointing=True)))
+    train_early_exit(distilling(path, corpus, tmp_path / "recomputed", fit=replace(FIT, gradient_checkpointing=True)))
     assert len(calls) == FIT.steps  # of the one trained layer
     assert same(weights(tmp_path / "kept"), weights(tmp_path / "recomputed"))
-
-
-def test_a_finished_drafter_is_left_alone(tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture) -> None:
-    run = config(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", resume=True)
-    train_early_exit(run)
-    before = weights(tmp_path / "eesd")
-    add_report(tmp_path / "eesd", "# Measured since\n")
-    train_early_exit(run)
-    assert capsys.readouterr().out.endswith(f"{tmp_path / 'eesd'}: finished already\n")
-    assert "Measured since" in (tmp_path / "eesd" / CARD_FILE).read_text()
-    for file in (CARD_FILE, WEIGHTS_FILE):
-        (tmp_path / "eesd" / file).unlink()
-    train_early_exit(run)  # trained, but not saved to the end
-    assert same(before, weights(tmp_path / "eesd"))
-    assert (tmp_path / "eesd" / CARD_FILE).exists()
-
-
-def test_resume_with_other_text_or_target_is_refused(tmp_path: Path, corpus: DataConfig) -> None:
-    path = save_target(tmp_path / "target")
-    train_early_exit(config(path, corpus, tmp_path / "eesd"))
-    text = tmp_path / "text.jsonl"
-    text.write_text(Path(corpus.path[0]).read_text().replace("quick", "quiet"))
-    with pytest.raises(UserError, match="data_key"):
-        train_early_exit(config(path, replace(corpus, path=str(text)), tmp_path / "eesd", resume=True))
-    other = save_target(tmp_path / "other", seed=1)
-    with pytest.raises(UserError, match=r"target\.weights"):
-        train_early_exit(config(other, corpus, tmp_path / "eesd", resume=True))
-
-
-def test_a_resumed_run_has_the_target_it_began_with(tmp_path: Path, corpus: DataConfig) -> None:
-    """What it reads, to the byte, and how the config says it is to be run; the teacher by a sample."""
-    path = save_target(tmp_path / "target")
-    plain, kl = config(path, corpus, tmp_path / "plain"), config(path, corpus, tmp_path / "kl", objective="kl")
-    for run in (plain, kl):
-        train_early_exit(run)
-    stored = load_file(path / "model.safetensors")
-    described = (path / "config.json").read_text()
-
-    def refused(run: EesdConfig, message: str) -> None:
-        with pytest.raises(UserError, match=rf"was made with other settings: .*{message}"):
-            train_early_exit(replace(run, resume=True))
-
-    read, unread = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2))
-    touched = stored[read].clone()
-    touched[5, 7] += 1e-5
-    save_file({**stored, read: touched}, path / "model.safetensors", metadata={"format": "pt"})
-    refused(plain, r"trained_on\.model\.layers\.1=")
-    save_file({**stored, unread: -stored[unread]}, path / "model.safetensors", metadata={"format": "pt"})
-    refused(kl, r"target\.tensors\.model\.layers\.2=")
-    train_early_exit(replace(plain, resume=True))  # which has not read it
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(described.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    refused(plain, r"target\.config\.rms_norm_eps=1e-05 \(was 1e-06\)")
-
-
-def test_another_version_of_the_code_goes_on_and_says_so(
-    tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also after one that recorded less: its run is continued to the bits that it would have had."""
-    path = save_target(tmp_path / "target")
-    whole, cut = (config(path, corpus, tmp_path / name, decode_prompts=1, decode_tokens=4) for name in ("whole", "cut"))
-    train_early_exit(whole)
-    train_early_exit(cut)
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
-    record = tmp_path / "cut" / "checkpoint-4" / run_dir.RUN_FILE
-    before = json.loads(record.read_text())
-    assert before.pop("code") == [code_version()]
-    record.write_text(json.dumps(recorded_at_first(before)))
-    monkeypatch.setattr("draft_models.versions.code_version", lambda: "0.2+abc")
-    capsys.readouterr()
-    train_early_exit(replace(cut, resume=True))
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(lines) == 2
-    assert "did not record target.config, target.tensors, trained_on; not checked" in lines[0]
-    assert "made by another version of this project's code, one that was not recorded; goes on with 0.2+abc" in lines[1]
-    assert json.loads((tmp_path / "cut" / "checkpoint-6" / run_dir.RUN_FILE).read_text())["code"] == ["0.2+abc"]
-    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
 def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
     """The paper's ablation: norm and head alone are trained, stored, and draft losslessly."""
     path = save_target(tmp_path / "target")
-    run = config(path, corpus, tmp_path / "eesd", train_layer=False)
+    run = distilling(path, corpus, tmp_path / "eesd", train_layer=False)
     train_early_exit(replace(run, fit=replace(FIT, steps=20)))
     assert set(weights(tmp_path / "eesd")) == {"norm.weight", "head.weight"}
     target = load_config(str(path))
-    fingerprint = fingerprint_target(open_target(str(path)), target, load_tokenizer(str(path)))
+    fingerprint = fingerprint_target(open_tensors(str(path)), target, load_tokenizer(str(path)))
     drafter = from_pretrained(tmp_path / "eesd", target, fingerprint, dtype=torch.float32)
     model, stack = open_stack(path)
     prompt = random_prompt(20)

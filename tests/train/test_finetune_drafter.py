@@ -16,15 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.settings import DataConfig
 from draft_models.card import CARD_FILE, add_report
-from draft_models.errors import UserError
-from draft_models.out_dirs import LOCK_FILE
-from draft_models.processes import join_processes
 from draft_models.small_lm import load_small_lm
-from draft_models.target import load_config, load_tokenizer
+from draft_models.target.architectures import load_config
+from draft_models.target.open_target import load_tokenizer
 from inference.decode import speculative
-from inference.drafting import Chain
-from inference.sources import SmallLMSource
-from inference.stop_rules import FixedLength
+from inference.drafters.small_lm import SmallLMSource
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from outrider.processes import join_processes
+from outrider.run_dirs import LOCK_FILE
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, TORCHRUN, finetuning, finish, kill_when, launch, log, same
 from train.best import BEST_FOLDER, Best
@@ -321,15 +322,6 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path, target: Path, sma
 
 
 # -------------------------------------------------------------------------------------------------- bad input
-
-
-def test_fsdp_is_refused_at_once(
-    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match=r"finetune_drafter: .*FSDP.*; use ddp or DeepSpeed"):
-        finetune_drafter(finetuning(target, corpus, tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_names_what_is_wrong_before_anything_is_written(

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +12,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import default_collate
 
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE
+from outrider.errors import UserError
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import TORCHRUN, finish, kill_when
 from train import run_dir
 from train.fit import fit
 from train.fit_settings import WandbConfig
-from train.progress import LOG_FILE, start_wandb
-from train.row_order import RowOrder, epoch_order
+from train.progress import LOG_FILE, start_wandb, tracker_of
+from train.row_order import epoch_order, own_share, step_rows
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
+from train.training_state import STATE_FILE
 
 REPOSITORY = Path(__file__).parents[2]
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
@@ -140,12 +143,28 @@ def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
         assert seen.pop() == torch.float32  # of the loop nothing is left
 
 
+def test_the_launchers_precision_is_not_taken_silently(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    _fit(tmp_path, steps=1, warmup=0)
+    assert "warning: mixed_precision=fp16 in the launcher's config has no effect" in capsys.readouterr().err
+
+
 def test_row_order_is_a_function_of_seed_and_epoch():
     assert epoch_order(50, 1, 0) == epoch_order(50, 1, 0)
     assert len({tuple(epoch_order(50, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
-    order = list(RowOrder(10, 25, seed=3))
-    assert len(order) == len(RowOrder(10, 25, seed=3)) == 25
+    order = [row for step in range(5) for row in step_rows(10, 5, 3, step)]
+    assert len(order) == 25
     assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+    assert order[8:24] == [row for step in range(2, 6) for row in step_rows(10, 4, 3, step)]  # across epochs
+
+
+@pytest.mark.parametrize(("micro", "processes"), [(1, 1), (4, 1), (2, 2), (3, 4)])
+def test_processes_share_a_step_out(micro, processes):
+    """Taken in turn, their micro batches are the step's rows in order: it does not matter how many there are."""
+    rows = step_rows(37, 24, 0, 2)
+    shares = [own_share(rows, micro, process, processes) for process in range(processes)]
+    assert {len(share) for share in shares} == {24 // (micro * processes)}
+    assert [row for turn in zip(*shares, strict=True) for batch in turn for row in batch] == rows
 
 
 # --------------------------------------------------------------------------------------------------- resume
@@ -209,7 +228,7 @@ def test_what_another_process_is_writing_is_neither_published_nor_removed(tmp_pa
 def test_a_finished_run_returns_at_once_with_its_weights(tmp_path, monkeypatch):
     found = iter([0.25, 0.5])
     model, first = _fit(tmp_path, evaluate=lambda *_: {"agreement": next(found)}, eval_every=4)
-    monkeypatch.setattr("train.fit._FitTrainer", None)  # nothing is to be trained
+    monkeypatch.setattr("train.fit.Engine", None)  # nothing is to be trained
     again, second = _fit(tmp_path, resume=True)
     assert second.resumed_from == second.steps == 8
     assert second.metrics == first.metrics == {"agreement": 0.5}
@@ -251,6 +270,49 @@ def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
     _fit(tmp_path, steps=4, resume=True, log_every=1, save_every=1, micro_batch_rows=2)
     assert [entry["step"] for entry in _log(tmp_path)] == [2, 4, 3, 4]
     assert (tmp_path / "checkpoint-3").exists()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
+    """Trainer's: a scheduler beside the optimizer, and the evaluations in its log."""
+    model, first = _fit(tmp_path / "old", evaluate=lambda *_: {"agreement": 0.5})
+    lines = [{"step": 2, "loss": 1.0}, {"step": 8, "eval_agreement": 0.5, "epoch": 1.0}]
+    for checkpoint in run_dir.checkpoints(tmp_path / "old"):
+        (checkpoint / STATE_FILE).unlink()
+        state = {"global_step": run_dir.step_of(checkpoint), "log_history": lines, "epoch": 1.0, "max_steps": 8}
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        torch.save({"last_epoch": run_dir.step_of(checkpoint)}, checkpoint / "scheduler.pt")
+    assert _fit(tmp_path / "old", resume=True)[1].metrics == first.metrics
+    shutil.rmtree(tmp_path / "old" / "checkpoint-8")
+    again, second = _fit(tmp_path / "old", resume=True, evaluate=lambda *_: {"agreement": 0.5})
+    assert second.resumed_from == 6
+    torch.testing.assert_close(_weights(again), _weights(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
+def test_a_damaged_state_names_the_file_and_the_way_on(tmp_path, name):
+    _fit(tmp_path, steps=4)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    file = tmp_path / "checkpoint-2" / name
+    for content in (file.read_bytes()[:-100], b""):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name}: not readable .*; remove .*checkpoint-2"):
+            _fit(tmp_path, steps=4, resume=True)
+
+
+class _Dropping(TinyModel):
+    """Draws from torch's own random numbers."""
+
+    def forward(self, **inputs):
+        return {"loss_sum": super().forward(**inputs)["loss_sum"] * (1 + torch.rand(()))}
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    straight, _ = _fit(tmp_path, _Dropping())
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    torch.manual_seed(5)
+    resumed, result = _fit(tmp_path, _Dropping(), resume=True)
+    assert result.resumed_from == 6
+    torch.testing.assert_close(_weights(resumed), _weights(straight), rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
@@ -378,14 +440,30 @@ def test_a_resumed_run_continues_its_wandb_curves(tmp_path, monkeypatch):
     asked = []
 
     def init(**options):
-        asked.append((options["id"], options["resume"], options["mode"], options["config"]["seed"]))
+        asked.append((options["id"], options["resume"], options["mode"]))
         return SimpleNamespace(id="abc")
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for _ in range(2):
-        start_wandb(WandbConfig(mode="online"), tmp_path, {"seed": 7})
+    def update(values, **_):
+        asked[-1] += (values["seed"],)
+
+    online, disabled = WandbConfig(mode="online"), WandbConfig(mode="disabled")
+    accelerators = [Accelerator(log_with=tracker_of(online)) for _ in range(2)]
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, config=SimpleNamespace(update=update)))
+    for accelerator in accelerators:
+        start_wandb(accelerator, online, tmp_path, {"seed": 7})
     assert asked == [(None, None, "online", 7), ("abc", "allow", "online", 7)]
-    assert start_wandb(WandbConfig(mode="disabled"), tmp_path, {}) is None
+    without = Accelerator(log_with=tracker_of(disabled))
+    assert start_wandb(without, disabled, tmp_path, {}) is None
+    assert without.trackers == []
+
+
+def test_wandb_disabled_does_without_wandb(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    _fit(tmp_path, steps=2)
+    assert [entry["step"] for entry in _log(tmp_path)] == [2]
+    monkeypatch.setattr("train.progress.is_wandb_available", lambda: False)
+    with pytest.raises(UserError, match=r"wandb\.mode: wandb is not installed; pip install wandb, or disabled"):
+        _fit(tmp_path / "offline", steps=2, wandb=WandbConfig(mode="offline"))
 
 
 def test_wandb_offline_stays_in_out_dir(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.errors import UserError
+from outrider.errors import UserError
 from train.fit_settings import FitConfig, WandbConfig
 
 SHAPES = {

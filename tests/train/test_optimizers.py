@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draft_models.errors import UserError
+from outrider.errors import UserError
 from tests.train.fit_job import TinyModel, tiny_config
 from train.optimizers import MuonAdamW, build_optimizer, layer_matrices
 from train.trained_weights import trained_parameters

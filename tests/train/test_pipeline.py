@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from draft_models.errors import UserError
-from draft_models.out_dirs import only_run
+from outrider.errors import UserError
+from outrider.run_dirs import only_run
 from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
 from train.pipeline_run import give_report, run_pipeline
 from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig

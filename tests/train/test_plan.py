@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 
 from data_prep.settings import DataConfig
 from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.target import load_config, load_layers
-from draft_models.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.stack import load_layers
+from draft_models.target.tensor_files import open_tensors
 from tests.tiny import save_target
 from train.early_exit import train_early_exit
 from train.fit_settings import FitConfig
@@ -67,7 +68,7 @@ def test_the_work_and_the_memory_are_counted_part_by_part() -> None:
 @pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
 def test_the_plan_is_what_happens(tmp_path: Path, objective: str, train_head: bool, tied: bool) -> None:
     path = save_target(tmp_path / "target", tied=tied)
-    target, files = load_config(str(path)), open_target(str(path))
+    target, files = load_config(str(path)), open_tensors(str(path))
     config = replace(CONFIG, objective=objective, train_head=train_head, frozen_dtype="float32")
     plan = make_plan(config, target, 2)
     layers = range(target.num_hidden_layers) if objective == "kl" else exit_layers(target, 2)

@@ -9,10 +9,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draft_models.errors import UserError
 from draft_models.losses import IGNORE
-from draft_models.target import LayerStack, load_config, load_layers
-from draft_models.tensor_files import open_target
+from draft_models.target.architectures import load_config
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
+from outrider.errors import UserError
 from tests.tiny import VOCABULARY, open_stack, random_prompt, save_target
 from train.small_lm_student import (
     OnPolicy,
@@ -26,7 +27,7 @@ from train.small_lm_student import (
 
 def student(target: Path, objective: str = "forward_kl", on_policy: OnPolicy | None = None) -> SmallLMStudent:
     """An untrained drafter beside its teacher, both of the target's own layers: two of them and all four."""
-    settings, files = load_config(str(target)), open_target(str(target))
+    settings, files = load_config(str(target)), open_tensors(str(target))
     lm = load_layers(files, settings, [0, 3], dtype=torch.float32).requires_grad_(True)
     teacher = LayerStack(load_layers(files, settings, range(4), dtype=torch.float32))
     return SmallLMStudent(lm, objective, teacher, on_policy)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from draft_models.errors import UserError
+from outrider.errors import UserError
 from train.fit_settings import FitConfig, WandbConfig
 from train.time_budget import MEASURED, WARM_UP, steps_for_minutes
 

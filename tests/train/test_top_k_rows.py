@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_prep.conversations import encode
-from data_prep.generation import TopK
-from data_prep.response_files import Response, Shard
-from data_prep.rows import load_rows
+from data_prep.responses.batch_decoder import TopK
+from data_prep.responses.directory import Response, Shard
 from data_prep.settings import DataConfig
-from draft_models.errors import UserError
+from data_prep.text.chat import encode
+from data_prep.text.rows import load_rows
 from draft_models.losses import IGNORE
+from outrider.errors import UserError
 from tests.tiny import byte_tokenizer, open_stack
 from tests.train.jobs import FIT, TEXT, finetuning, log, same
 from train.settings import DrafterConfig

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data_prep.rows import load_rows
 from data_prep.settings import DataConfig
-from draft_models.errors import UserError
+from data_prep.text.rows import load_rows
 from draft_models.losses import IGNORE
-from draft_models.out_dirs import LOCK_FILE
+from outrider.errors import UserError
+from outrider.run_dirs import LOCK_FILE
 from train import time_budget
 from train.export import export
 from train.fit_settings import FitConfig, WandbConfig

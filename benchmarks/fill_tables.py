@@ -1,0 +1,113 @@
+"""The figures of a report in the tables of README.md and docs/: written, or compared.
+
+    python benchmarks/fill_tables.py benchmarks/results/demo_cpu.json README.md docs/results.md
+
+A page marks its table with two comments, and the table's own header says which columns it has:
+
+    <!-- demo table: begin -->
+    | method | identical | τ |
+    …
+    <!-- demo table: end -->
+
+Every row under the header is written anew, baselines first. So is every figure of the form "`eesd_beta` τ 3.64"
+elsewhere on the page. --check writes nothing, and ends with status 1 where a page differs from the report.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Report = Mapping[str, Any]
+BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
+TAU = re.compile(r"`(\w+)` τ \d+\.\d\d")
+
+
+def fill(page: str, reports: Sequence[Report]) -> str:
+    """`page` with the figures of `reports`. Raises `ValueError` for a column or a method that they do not have."""
+    tau = {report["method"]: report["tau"] for report in reports}
+
+    def table(found: re.Match[str]) -> str:
+        header, rule, *_ = found[2].splitlines()
+        columns = [name.strip() for name in header.strip("|").split("|")]
+        return found[1] + "\n".join([header, rule, *(row(columns, cells) for cells in rows(reports))]) + found[3]
+
+    def figure(found: re.Match[str]) -> str:
+        if found[1] not in tau:
+            raise ValueError(f"{found[0]}: the report has {', '.join(tau)}")
+        return f"`{found[1]}` τ {tau[found[1]]:.2f}"
+
+    return TAU.sub(figure, BLOCK.sub(table, page))
+
+
+def row(columns: Sequence[str], cells: Mapping[str, str]) -> str:
+    """One line of a table, its cells in the order of the header."""
+    known = ("method", "identical", "τ", "v_d", "r_d", "HM", "drafted/round", "tokens/s", "speed-up [95 %]")
+    unknown = set(columns) - {*known, "vs transformers"}
+    if unknown:
+        raise ValueError(f"column {', '.join(sorted(unknown))}: expected some of {', '.join(known)}, vs transformers")
+    return "|" + "|".join(f" {cells[column]} " if column in cells else " " for column in columns) + "|"
+
+
+def rows(reports: Sequence[Report]) -> list[dict[str, str]]:
+    """All cells of all rows, by the names of the columns: both baselines, then the methods."""
+    first = reports[0]
+    speeds, checked = first["tokens_per_second"], first["lossless"]["checked"]
+    autoregressive = {
+        "method": "autoregressive", "identical": f"{first['lossless']['autoregressive_identical']}/{checked}",
+        "τ": "1.00", "tokens/s": f"{speeds['autoregressive']:.1f}", "speed-up [95 %]": "1.00",
+    }  # fmt: skip
+    transformers = {
+        "method": "transformers generate", "identical": "reference", "τ": "1.00",
+        "tokens/s": f"{speeds['transformers_generate']:.1f}", "vs transformers": "1.00",
+    }  # fmt: skip
+    return [autoregressive, transformers, *map(cells_of, reports)]
+
+
+def cells_of(report: Report) -> dict[str, str]:
+    """The cells of one method."""
+    lossless, speedup = report["lossless"], report["speedup"]
+    ties = f" (+{lossless['excused_ties']} ties)" if lossless["excused_ties"] else ""
+    return {
+        "method": report["method"],
+        "identical": f"{lossless['identical']}/{lossless['checked']}{ties}",
+        "τ": f"{report['tau']:.2f}",
+        "v_d": f"{report['acceptance_rate']:.2f}",
+        "r_d": f"{report['draft_share']:.2f}",
+        "HM": f"{100 * report['harmonic_mean']:.1f}",
+        "drafted/round": f"{report['drafted_tokens_per_round']:.2f}",
+        "tokens/s": f"{report['tokens_per_second']['speculative']:.1f}",
+        "speed-up [95 %]": interval(speedup),
+        "vs transformers": interval(speedup["vs_transformers_generate"]),
+    }
+
+
+def interval(speedup: Mapping[str, Any]) -> str:
+    low, high = speedup["ci95"]
+    return f"{speedup['median']:.2f}× [{low:.2f}, {high:.2f}]"
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="report.json of evaluate-checkpoint")
+    parser.add_argument("pages", type=Path, nargs="+", help="Markdown files")
+    parser.add_argument("--check", action="store_true", help="compare, do not write")
+    options = parser.parse_args(arguments)
+    content = json.loads(options.report.read_text())
+    reports, differ = content.get("reports", [content]), []
+    for page in options.pages:
+        old = page.read_text()
+        new = fill(old, reports)
+        if new != old:
+            differ.append(str(page))
+            if not options.check:
+                page.write_text(new)
+    if options.check and differ:
+        sys.exit(f"{', '.join(differ)}: other figures than {options.report}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,176 @@
+"""The options of a command as text: what each means, what it may be, its default. All of it from the settings' fields.
+
+A field is explained once, where it is declared: in the comment on its line (the lines above it may begin it), or in
+the docstring of its class as `name: text`.
+"""
+
+import dataclasses
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+CONF_DIR = Path(__file__).resolve().parent
+_WORDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any"}
+_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option: its key, what it may be, its default as composed, and what it means."""
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def help_text(name: str, schema: type, overrides: list[str]) -> str:
+    """What `--help` prints of the command whose config is conf/<name>.yaml, with `overrides` taken into account."""
+    composed = compose_defaults(name, overrides)
+    lines = [f"Options are key=value; a group is chosen with group=choice. {first_sentence(schema)}", ""]
+    for group, choices in groups_of(name).items():
+        chosen = f"{group}: {', '.join(choices)}"
+        lines += textwrap.wrap(chosen, _WIDTH, subsequent_indent=" " * 4)
+    lines.append("")
+    for option in options_of(schema, composed):
+        lines.append(f"{option.key}={option.default}   ({option.kind})")
+        lines += textwrap.wrap(option.meaning, _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4)
+    return "\n".join(
+        [*lines, "", "--cfg job prints the config as composed; --multirun runs several, e.g. -m fit.seed=0,1"]
+    )
+
+
+def markdown(commands: dict[str, tuple[str, type]]) -> str:
+    """docs/options.md: the options of all commands; commands: script and settings by the name of their YAML."""
+    parts = [
+        "# Options",
+        "Every command takes `key=value`. This page is made from the settings by `python docs/make_options.py`; "
+        "`--help` prints the same of one command.",
+    ]
+    for name, (script, schema) in commands.items():
+        parts += [f"## {script}", first_sentence(schema)]
+        groups = [f"- `{group}`: {', '.join(choices)}" for group, choices in groups_of(name).items()]
+        if groups:
+            parts.append("Groups, chosen with `group=choice`:\n\n" + "\n".join(groups))
+        rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
+        for option in options_of(schema, compose_defaults(name, [])):
+            cells = (f"`{option.key}`", option.kind, f"`{option.default}`" if option.default else "", option.meaning)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def compose_defaults(name: str, overrides: list[str]) -> DictConfig:
+    """conf/<name>.yaml over its schema, which is registered, with `overrides`."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), version_base=None):
+        return compose(name, overrides=overrides)
+
+
+def groups_of(name: str) -> dict[str, list[str]]:
+    """The groups that conf/<name>.yaml chooses from, and the experiments for it, with their choices."""
+    defaults = OmegaConf.load(CONF_DIR / f"{name}.yaml").defaults
+    named = [next(iter(item)) for item in defaults if not isinstance(item, str)]
+    groups = {group: sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml")) for group in named}
+    for group in groups:
+        own = [f"{name}/{file.stem}" for file in sorted((CONF_DIR / group / name).glob("*.yaml"))]
+        groups[group] = own if group == "experiment" and own else groups[group]
+    return {group: choices for group, choices in groups.items() if choices}
+
+
+def options_of(schema: type, composed: Any, prefix: str = "") -> Iterator[Option]:
+    """Every option of `schema`, the nested ones by their dotted keys; composed: where their defaults are."""
+    meanings, hints = meanings_of(schema), typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        key, kind = prefix + field.name, hints[field.name]
+        value = None if composed is None else OmegaConf.select(composed, field.name, throw_on_missing=False)
+        if dataclasses.is_dataclass(kind):
+            yield from options_of(typing.cast(type, kind), value, f"{key}.")
+            continue
+        inner = typing.get_args(kind)[1:] if typing.get_origin(kind) is dict else ()
+        if inner and dataclasses.is_dataclass(inner[0]):
+            yield Option(f"{key}.NAME", "settings", "", meanings.get(field.name, ""))
+            yield from options_of(typing.cast(type, inner[0]), None, f"{key}.NAME.")
+            continue
+        missing = composed is not None and OmegaConf.is_missing(composed, field.name)
+        if composed is None:
+            value = field.default if field.default is not dataclasses.MISSING else None
+        yield Option(key, words(kind), "" if missing else shown(value), meanings.get(field.name, ""))
+
+
+def words(kind: Any) -> str:
+    """A type in words."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        parts = [part for part in typing.get_args(kind) if part is not type(None)]
+        optional = len(parts) < len(typing.get_args(kind))
+        return " or ".join([*map(words, parts), *(["null"] if optional else [])])
+    if typing.get_origin(kind) in (list, tuple):
+        return f"list of {words(typing.get_args(kind)[0])}"
+    if typing.get_origin(kind) is dict:
+        return f"{words(typing.get_args(kind)[1])} by name"
+    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def shown(value: Any) -> str:
+    """A value as it is given on a command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple) or OmegaConf.is_list(value):
+        return "[" + ",".join(map(shown, value)) + "]"
+    return "{}" if OmegaConf.is_dict(value) or isinstance(value, dict) else str(value)
+
+
+def first_sentence(schema: type) -> str:
+    """What the settings are for: their docstring's first sentence."""
+    return re.split(r"(?<=[.!])\s", inspect.getdoc(schema) or "", maxsplit=1)[0]
+
+
+def meanings_of(schema: type) -> dict[str, str]:
+    """What each field means, by name; of inherited ones too."""
+    found: dict[str, str] = {}
+    for cls in reversed(schema.__mro__):
+        if dataclasses.is_dataclass(cls):
+            found |= _from_docstring(cls) | _from_comments(cls)
+    return found
+
+
+def _from_docstring(cls: type) -> dict[str, str]:
+    names = {field.name for field in dataclasses.fields(cls)}
+    text = " ".join((inspect.getdoc(cls) or "").split())
+    parts = re.split(r"(?:^|(?<=[.;,:] ))(" + "|".join(sorted(names, key=len, reverse=True)) + r"): ", text)
+    return {name: meaning.strip().rstrip(";,") for name, meaning in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def _from_comments(cls: type) -> dict[str, str]:
+    found: dict[str, str] = {}
+    source = textwrap.dedent(inspect.getsource(cls))
+    comments = {
+        token.start[0]: token.string.removeprefix("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    above: list[str] = []
+    for number, line in enumerate(source.splitlines(), start=1):
+        declared = re.match(r"    (\w+): ", line)
+        if line.startswith("    # "):
+            above.append(comments[number])
+        elif declared and (above or number in comments):
+            found[declared[1]] = " ".join([*above, *([comments[number]] if number in comments else [])])
+            above = []
+        else:
+            above = []
+    return found

@@ -1,0 +1,1 @@
+"""Counting a corpus into an n-gram table."""

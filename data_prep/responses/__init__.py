@@ -1,0 +1,1 @@
+"""A target's own answers: decoded in batches, kept in a directory."""

@@ -1,0 +1,202 @@
+"""Continuing many prompts at once with a target: the first tokens greedy, the rest sampled."""
+
+import inspect
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from inference.sampling import Sampler, invert
+from outrider.errors import UserError
+from outrider.streams import Streams
+
+_FAILED = -1  # where a token would be: the target's logits were not numbers
+_REPACK = 0.75  # finished rows leave the batch, which copies the cache, once so few are still decoding
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The target's own distribution (temperature 1) at each of n tokens that it emitted: the likeliest k, and the rest.
+
+    tokens int64 [n]: what was emitted. ids int64 [n, k], logprobs float32 [n, k]: the k likeliest tokens, likeliest
+    first. tail float32 [n]: the probability of all others together.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    tail: Tensor
+
+    def first(self, count: int) -> "TopK":
+        """The same of the first `count` tokens."""
+        return TopK(*(part[:count] for part in self._parts()))
+
+    def then(self, other: "TopK") -> "TopK":
+        """These tokens, and the other's after them."""
+        return TopK(*(torch.cat(pair) for pair in zip(self._parts(), other._parts(), strict=True)))
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.tokens, self.ids, self.logprobs, self.tail
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What continued one prompt. tokens: an end token included; failure: why there are none, else empty."""
+
+    tokens: tuple[int, ...] = ()
+    ended: bool = False  # by an end token, not by the budget
+    top: TopK | None = None
+    failure: str = ""  # memory | not_a_number
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """The tokens without the end token."""
+        return self.tokens[:-1] if self.ended else self.tokens
+
+
+class Generator:
+    """Continues prompts with `model`, a causal LM of transformers that keeps its state in `past_key_values`.
+
+    The first `greedy_tokens` of an answer are the likeliest tokens. The rest are drawn from `sampler`'s distribution,
+    by inverting its cumulative sum at a uniform number of the prompt's own (Liu et al. 2023's hybrid generation). So an
+    answer is a function of its prompt and its numbers. Prompts decoded beside it only move the last bits of its logits.
+
+    Raises `UserError` for a model that keeps its state elsewhere.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sampler: Sampler,
+        eos: Collection[int],
+        *,
+        greedy_tokens: int,
+        top_k_logits: int = 0,
+    ):
+        if sampler.reads_context:
+            raise ValueError("prompts are decoded without their texts: no repetition penalty")
+        self.model, self.sampler, self.eos = model, sampler, frozenset(eos)
+        self.greedy_tokens, self.top_k_logits = greedy_tokens, top_k_logits
+        self._fits = sys.maxsize  # prompts in one batch
+        takes = inspect.signature(model.forward).parameters
+        if "past_key_values" not in takes:  # it would take the cache, ignore it, and go on without context
+            raise UserError(
+                f"target: {type(model).__name__} keeps its state elsewhere than in past_key_values, so it cannot be "
+                "decoded here; use another target, or a serving engine"
+            )
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._takes_positions = "position_ids" in takes
+
+    def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
+        """Continue each prompt (at least one token); draws: uniform numbers in [0, 1), one per token it may emit.
+
+        A batch too large for the device's memory is halved, and so are those after it; a single prompt that is too
+        large fails alone.
+        """
+        if len(prompts) <= self._fits:
+            try:
+                return self._answer(prompts, draws)
+            except torch.OutOfMemoryError:
+                if len(prompts) == 1:
+                    return [Answer(failure="memory")]
+                self._fits = len(prompts) // 2
+            torch.cuda.empty_cache()  # out of the handler: the traceback holds the batch's tensors
+        half = len(prompts) // 2
+        return self.answer(prompts[:half], draws[:half]) + self.answer(prompts[half:], draws[half:])
+
+    @torch.inference_mode()
+    def _answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
+        device = self.model.device
+        ids, mask = (part.to(device) for part in left_pad(prompts))
+        budgets = [len(numbers) for numbers in draws]
+        uniform = torch.nn.utils.rnn.pad_sequence(list(draws), batch_first=True).to(device)
+        cache = DynamicCache(config=self.model.config)
+        emitted: list[list[int]] = [[] for _ in prompts]
+        law: list[tuple[list[int], tuple[Tensor, Tensor, Tensor]]] = []  # per step: whose rows, and what they show
+        rows = list(range(len(prompts)))  # the prompt in each row of the batch
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        for step in range(max(budgets)):
+            placed = {"position_ids": positions} if self._takes_positions else {}
+            out = self.model(
+                input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **placed, **self._last_only
+            )
+            logits = out.logits[:, -1].to(device).float()
+            tokens = self._choose(logits, uniform[:, step], step)
+            if self.top_k_logits:
+                law.append((rows, top_law(logits, self.top_k_logits)))
+            open_rows = []
+            for row, (prompt, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
+                if self._open(emitted[prompt], budgets[prompt]):
+                    emitted[prompt].append(token)
+                    if self._open(emitted[prompt], budgets[prompt]):
+                        open_rows.append(row)
+            if not open_rows:
+                break
+            ids, mask, positions = tokens.clamp(min=0)[:, None], _one_more(mask), positions[:, -1:] + 1
+            if len(open_rows) <= _REPACK * len(rows):
+                kept = torch.tensor(open_rows, device=device)
+                # Of all ways to select rows the one that hybrid caches have too.
+                cache.reorder_cache(kept)  # type: ignore[arg-type]  # asks for torch's legacy class
+                ids, mask, positions, uniform = ids[kept], mask[kept], positions[kept], uniform[kept]
+                rows = [rows[row] for row in open_rows]
+        tops = gather_laws(law, emitted) if self.top_k_logits else [None] * len(prompts)
+        return [self._finish(tokens, top) for tokens, top in zip(emitted, tops, strict=True)]
+
+    def _choose(self, logits: Tensor, uniform: Tensor, step: int) -> Tensor:
+        """The next token [B] from logits [B, V] and numbers [B]; `_FAILED` where logits are not numbers."""
+        greedy = step < self.greedy_tokens
+        tokens = logits.argmax(-1) if greedy else invert(self.sampler.probabilities(logits), uniform[:, None])[:, 0]
+        return torch.where(logits.isnan().any(-1), _FAILED, tokens)
+
+    def _open(self, tokens: list[int], budget: int) -> bool:
+        return len(tokens) < budget and (not tokens or (tokens[-1] != _FAILED and tokens[-1] not in self.eos))
+
+    def _finish(self, tokens: list[int], top: TopK | None) -> Answer:
+        if tokens[-1] == _FAILED:
+            return Answer(failure="not_a_number")
+        return Answer(tuple(tokens), tokens[-1] in self.eos, top)
+
+
+def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
+    """`count` uniform numbers float64 in [0, 1): a fixed function of the other arguments, shorter ones its prefixes."""
+    return torch.from_numpy(Streams(seed, identity).arrays("response", turn).random(count))
+
+
+def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """(ids, mask), int64 [B, longest] each: every prompt ends in the last column; padding is id 0 under mask 0."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask
+
+
+def top_law(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids [B, k], log-probabilities [B, k], the rest's probability [B]) of the softmax of logits [B, V]."""
+    logprobs, ids = logits.log_softmax(-1).topk(min(k, logits.shape[-1]), dim=-1)
+    return ids, logprobs, (1 - logprobs.exp().sum(-1)).clamp(min=0)
+
+
+def gather_laws(
+    law: Sequence[tuple[list[int], tuple[Tensor, Tensor, Tensor]]], emitted: Sequence[list[int]]
+) -> list[TopK]:
+    """The steps' rows, sorted by prompt and cut to the tokens it emitted, on the CPU."""
+    steps: list[list[tuple[Tensor, ...]]] = [[] for _ in emitted]
+    for rows, parts in law:
+        on_cpu = [part.cpu() for part in parts]
+        for row, prompt in enumerate(rows):
+            if len(steps[prompt]) < len(emitted[prompt]):
+                steps[prompt].append(tuple(part[row] for part in on_cpu))
+    return [
+        TopK(torch.tensor(tokens), *(torch.stack(parts) for parts in zip(*found, strict=True)))
+        for tokens, found in zip(emitted, steps, strict=True)
+    ]
+
+
+def _one_more(mask: Tensor) -> Tensor:
+    return torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)

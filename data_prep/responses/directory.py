@@ -1,0 +1,260 @@
+"""A directory of responses: shards are written whole, and read back for resuming and for training.
+
+    run.json                      what decides the responses
+    responses-00000.jsonl         records that any reader of this project trains on, {"id", "messages" or "text", …}
+    responses-00000.safetensors   with top_k_logits, of each response: ID.tokens [n], ID.top_ids and ID.top_logprobs
+                                  [n, k], ID.tail [n] (see `TopK`), ID.sequence [m] and ID.places [n] (see `Response`)
+    skipped-00000.jsonl           prompts without a response, {"id", "source", "reason", "detail"}
+    summary.json                  counts over all shards, written when the run is through
+    .lock                         held by the run that is writing
+
+A shard is complete when its JSONL is there: that file is written last. Each prompt is in one shard. A
+`responses-*.jsonl` from elsewhere (a serving engine) may lie beside them. Its prompts count as answered.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.responses.batch_decoder import TopK
+from data_prep.text.chat import Document, encode
+from data_prep.text.records import Message, find_layout, to_record
+from data_prep.text.sources import RESPONSES, RUN_FILE, read_file
+from outrider.errors import UserError
+from outrider.files import read_json, write_atomically, write_json
+from outrider.run_dirs import check_identity
+from outrider.versions import code_history, code_version
+
+SUMMARY_FILE = "summary.json"
+_Law = tuple[TopK, torch.Tensor | None, torch.Tensor | None]  # with sequence and places, see `Response`
+_OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
+
+
+class Response(NamedTuple):
+    """A record of a shard and, where they were kept, the target's distributions at its tokens (`top`).
+
+    sequence int64 [m]: the token ids that the target has seen and said. places int64 [n]: where in it the n tokens of
+    `top` are. Of the turns before the last these are the tokens that the later prompts repeat unchanged.
+    """
+
+    record: dict[str, Any]
+    top: TopK | None
+    sequence: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
+
+@dataclass
+class Shard:
+    """What one process has gathered for its next file."""
+
+    responses: list[Response] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.responses) + len(self.skipped)
+
+    def save(self, folder: Path, number: int) -> None:
+        """Write it as shard `number`. Raises `UserError` where it cannot be written; the shard is then not there."""
+        laws = _law_tensors(self.responses)
+        if laws:
+            write_atomically(_file(folder, "responses", number, "safetensors"), save(laws))
+        if self.skipped:
+            write_atomically(_file(folder, "skipped", number, "jsonl"), _lines(self.skipped))
+        records = [response.record for response in self.responses]
+        write_atomically(_file(folder, "responses", number, "jsonl"), _lines(records))
+
+
+def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
+    """What a prompt is known by: a hash of its system and user messages, or of its plain text."""
+    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
+    return hashlib.sha256(json.dumps([asked, text]).encode()).hexdigest()[:32]
+
+
+def read_shard(shard: Path) -> Iterator[Response]:
+    """The responses of one JSONL file, with the distributions beside it. Raises `UserError` if it cannot be read."""
+    companion = shard.with_suffix(".safetensors")
+    laws = _read_laws(companion) if companion.exists() else {}
+    for record, identity in _records(shard):
+        yield Response({**record, "id": identity}, *laws.get(identity, (None,)))
+
+
+def law_document(
+    response: Response, tokenizer: PreTrainedTokenizerBase, template: str
+) -> tuple[Document, np.ndarray] | None:
+    """The text of a response as a document, and where in it the recorded tokens are: indices int64 [n].
+
+    `top` holds what the target predicts for the token at each of these. The document is the sequence that the target
+    has seen. Where that was not kept (shards from elsewhere) the record is tokenised. The result is None if tokenising
+    gives other tokens than were generated, as often happens to sampled text.
+    """
+    assert response.top is not None
+    if response.sequence is not None:
+        ids, places = response.sequence.numpy(), np.asarray(response.places)
+        supervised = np.zeros(len(ids), bool)
+        supervised[places] = True
+        return Document(ids, supervised, whole=True), places
+    record, tokens = response.record, response.top.tokens.numpy()
+    layout = find_layout(record, "auto", None, record["id"])
+    (document,) = encode([to_record(record, layout, record["id"])], tokenizer, template)
+    if "text" in record:
+        places = _count(record, "prompt_tokens", record["id"]) + np.arange(len(tokens))
+        places = places[places < len(document.ids)]
+    else:
+        places = np.flatnonzero(document.supervised)[: len(tokens)]
+    return (document, places) if np.array_equal(document.ids[places], tokens) else None
+
+
+def shards(folder: Path) -> list[Path]:
+    """The complete shards of a directory, in order of name."""
+    return sorted(folder.glob(RESPONSES))
+
+
+def answered(folder: Path) -> set[str]:
+    """The ids of all prompts that have a response, or were skipped, in complete shards."""
+    found = set()
+    for shard in shards(folder):
+        skipped = shard.with_name(shard.name.replace("responses-", "skipped-", 1))
+        for path in (shard, skipped) if skipped.exists() else (shard,):
+            for record, identity in _records(path):
+                found.add(identity)
+                if "messages" in record and "unanswered_turns" not in record:  # from elsewhere: its id may be its own
+                    found.add(_asked_id(record, str(path)))
+    return found
+
+
+def next_number(folder: Path) -> int:
+    """The first shard number that no file of the directory has."""
+    matches = [_OWN.fullmatch(path.name) for path in folder.glob("*")]
+    return 1 + max((int(match[2]) for match in matches if match), default=-1)
+
+
+def open_run(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Make a directory ready for more shards: clear what a killed process left, say what decides the responses."""
+    for path in folder.iterdir():
+        match = _OWN.fullmatch(path.name)
+        if path.name.startswith((".responses-", ".skipped-")) or (
+            match and not _file(folder, "responses", int(match[2]), "jsonl").exists()
+        ):
+            path.unlink()
+    write_json(folder / RUN_FILE, identity)
+
+
+def check_run(folder: Path, identity: Mapping[str, Any], resume: bool) -> list[str]:
+    """The versions of the code by which the responses of a directory are made, the present one last.
+
+    Raises `UserError` if it holds responses that are not to be continued, or were made otherwise.
+    """
+    if not resume and shards(folder):
+        raise UserError(
+            f"out_dir={folder}: holds responses already; resume=true continues them, another out_dir keeps both"
+        )
+    path = folder / RUN_FILE
+    if not (resume and path.exists()):
+        return [code_version()]
+    before = read_json(path, "record of a run", "give another out_dir")
+    code = before.pop("code", []) if isinstance(before, dict) else []
+    check_identity(before, identity, folder)
+    return code_history(code, folder)
+
+
+def summarise(folder: Path) -> dict[str, Any]:
+    """Counts over all shards: responses, tokens, truncated, skipped, and skipped by reason."""
+    counts: Counter[str] = Counter(responses=0, tokens=0, truncated=0, skipped=0)
+    for shard in shards(folder):
+        for record, identity in _records(shard):
+            counts["responses"] += 1
+            counts["tokens"] += _count(record, "tokens", f"{shard}: {identity}") if "tokens" in record else 0
+            counts["truncated"] += record.get("finish") == "length"
+    reasons = Counter(
+        str(record.get("reason")) for path in folder.glob("skipped-*.jsonl") for record, _ in _records(path)
+    )
+    counts["skipped"] = reasons.total()
+    return {**counts, "skipped_by_reason": dict(reasons)}
+
+
+def _file(folder: Path, kind: str, number: int, suffix: str) -> Path:
+    return folder / f"{kind}-{number:05d}.{suffix}"
+
+
+def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8", "replace")
+
+
+def _records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of a JSONL file, and the ids of their prompts. Raises `UserError` naming file and line."""
+    for number, record in read_file(path):
+        where = f"{path}:{number}"
+        if not isinstance(record, dict) or not ("id" in record or "messages" in record):
+            raise UserError(f"{where}: expected a record with id and text, or with messages (role, content)")
+        yield record, str(record["id"]) if "id" in record else _asked_id(record, where)
+
+
+def _asked_id(record: Mapping[str, Any], where: str) -> str:
+    messages = record["messages"]
+    if not isinstance(messages, list) or any(
+        not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
+    ):
+        raise UserError(f"{where}: messages: expected a list of mappings with role and content")
+    return prompt_id(messages)
+
+
+def _count(record: Mapping[str, Any], key: str, where: str) -> int:
+    value = record.get(key)
+    if type(value) is not int or value < 0:
+        raise UserError(f"{where}: {key}={value!r}: expected an integer ≥ 0")
+    return value
+
+
+def _law_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for record, law, sequence, places in responses:
+        identity = record["id"]
+        if law is not None:
+            tensors[f"{identity}.tokens"] = law.tokens.int()
+            tensors[f"{identity}.top_ids"] = law.ids.int()
+            tensors[f"{identity}.top_logprobs"] = law.logprobs.half()
+            tensors[f"{identity}.tail"] = law.tail.half()
+        if sequence is not None and places is not None:
+            tensors[f"{identity}.sequence"], tensors[f"{identity}.places"] = sequence.int(), places.int()
+    return tensors
+
+
+def _read_laws(path: Path) -> dict[str, _Law]:
+    """id → (distributions, sequence, places) of a shard's safetensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error}); make this shard again") from None
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor.long() for name, tensor in stored.items()}
+    names = [name.removesuffix(".tokens") for name in tensors if name.endswith(".tokens")]
+    return {name: _law(tensors, name, path) for name in names}
+
+
+def _law(tensors: Mapping[str, torch.Tensor], name: str, path: Path) -> _Law:
+    """Raises `UserError` unless the tensors of a response have the shapes of `TopK` and `Response`."""
+    try:
+        law = TopK(*(tensors[f"{name}.{part}"] for part in ("tokens", "top_ids", "top_logprobs", "tail")))
+        fits = law.tokens.shape == law.tail.shape == law.ids.shape[:1] and law.ids.ndim == 2
+        fits = fits and law.ids.shape == law.logprobs.shape
+        sequence = places = None
+        if f"{name}.sequence" in tensors:
+            sequence, places = tensors[f"{name}.sequence"], tensors[f"{name}.places"]
+            inside = (places >= 0) & (places < len(sequence))
+            fits = fits and places.shape == law.tokens.shape and sequence.ndim == 1 and bool(inside.all())
+    except KeyError:
+        fits = False
+    if not fits:
+        raise UserError(f"{path}: damaged law of response {name}; make this shard again")
+    return law, sequence, places

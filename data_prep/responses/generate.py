@@ -1,0 +1,355 @@
+"""Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from data_prep.debug import small_responses
+from data_prep.responses.batch_decoder import Answer, Generator, TopK, uniforms
+from data_prep.responses.directory import (
+    SUMMARY_FILE,
+    Response,
+    Shard,
+    answered,
+    check_run,
+    next_number,
+    open_run,
+    prompt_id,
+    summarise,
+)
+from data_prep.settings import DataConfig, GenerateConfig
+from data_prep.text.chat import adds_bos, render_prompt
+from data_prep.text.records import Message, Record
+from data_prep.text.sources import read_records
+from draft_models.target.fingerprint import tokenizer_digest
+from draft_models.target.model_files import load_causal_lm
+from draft_models.target.model_identity import model_identity
+from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
+from draft_models.tiny_models import debugged
+from inference.evaluate.subject import end_tokens
+from inference.sampling import Sampler
+from outrider.errors import UserError
+from outrider.files import require_writable, write_json
+from outrider.processes import from_main, join_processes, only_run_of
+
+_CHARS_A_TOKEN = 32  # at most: no more of a long text is tokenised to find its first tokens
+_WEIGHTS_HASHED = 16  # tensors, evenly spread, by which earlier versions told one target from another
+_NOT_DECIDING = {
+    "data", "revision", "target", "batch_size", "shard_size", "device_map", "out_dir", "resume",
+    "debug", "debug_architecture",
+}  # fmt: skip
+
+
+def generate_responses(config: GenerateConfig) -> None:
+    """Answer the prompts of `config.data` and leave them in `config.out_dir` (see `data_prep.responses.directory`).
+
+    Each process answers the prompts whose ids fall to it, and writes its own shards. An answer depends on its prompt,
+    the target, the seed and the decoding options. It does not depend on processes, batches, or how often the run was
+    stopped. With resume=true, prompts that were answered or skipped before are left alone. The data may have grown
+    since.
+
+    Raises `UserError` for an unusable target, data set or directory, and where another run is writing there.
+    """
+    with debugged(config, small_responses) as config:
+        state, folder = join_processes(), require_writable(config.out_dir)
+        with only_run_of(state, folder, "responses"):
+            _generate(config, folder, state)
+
+
+def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None:
+    target = open_target(config.target, config.revision, by_layers=False)
+    tokenizer = target.tokenizer
+    dtype = pick_dtype(config.dtype, target.config, state.device)
+    if config.device_map is not None and state.num_processes > 1:
+        raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
+    identity = from_main(state, lambda: run_identity(config, target, dtype))
+    identity["code"] = check_run(folder, identity, config.resume)
+    done, first = answered(folder), next_number(folder) + state.process_index
+    state.wait_for_everyone()  # every process has seen which shards there are before there is one more
+    if state.is_main_process:
+        open_run(folder, identity)
+    state.wait_for_everyone()
+
+    todo = Todo()
+    for task in read_tasks(config, tokenizer, todo):
+        if task.id not in done and int(task.id, 16) % state.num_processes == state.process_index:
+            todo.add(task, tokenizer, context_length(target.config))
+    if not todo.counts["prompts"]:
+        found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
+        raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
+    responder = Responder(config, target, dtype, state.device) if todo.tasks else None
+    rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state.is_main_process)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        summary = {**todo.counts, **summarise(folder)}
+        write_json(folder / SUMMARY_FILE, summary)
+        print(f"responses out_dir={folder} {_words(summary)} tokens_per_second_a_process={rate:.0f}", flush=True)
+        if summary["skipped"]:
+            print(f"skipped prompts are listed in {folder}/skipped-*.jsonl", flush=True)
+    state.wait_for_everyone()
+
+
+# ------------------------------------------------------------------------------------------------- prompts
+
+
+@dataclass
+class Task:
+    """A prompt, and its answers so far.
+
+    source: where the record was found. prompt: token ids to continue now. messages: the conversation up to and
+    with the user's turn to be answered; None for a plain text. upcoming: the user's turns after that.
+    """
+
+    id: str
+    source: str
+    template: str
+    prompt: list[int]
+    messages: list[Message] | None = None
+    upcoming: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    law: TopK | None = None  # of the answers' tokens, which are at `places` in `sequence`
+    places: list[int] = field(default_factory=list)
+    sequence: list[int] = field(default_factory=list)  # the last prompt that was answered, and the answer
+    problem: str = ""  # why there is no answer, or no further one
+    detail: str = ""
+
+    def keep(self, answer: Answer) -> None:
+        """Add an answer to the current prompt; of earlier ones `law` is kept as far as the prompt repeats them."""
+        same = 0
+        while same < min(len(self.sequence), len(self.prompt)) and self.sequence[same] == self.prompt[same]:
+            same += 1
+        known = sum(place < same for place in self.places)
+        if answer.top is not None:
+            self.law = answer.top if self.law is None else self.law.first(known).then(answer.top)
+        self.sequence = [*self.prompt, *answer.tokens]
+        self.places = [*self.places[:known], *range(len(self.prompt), len(self.sequence))]
+        self.answers.append(answer)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """What is listed of a prompt without an answer."""
+        return {"id": self.id, "source": self.source, "reason": self.problem, "detail": self.detail}
+
+
+@dataclass
+class Todo:
+    """The prompts of one process, and what the reading of all of them counted."""
+
+    tasks: list[Task] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
+        """Take a task, to be skipped where it has a problem or leaves no room in the target's context."""
+        if task.messages and not task.problem:  # not before: most tasks may be another process's, or done
+            _render(task, tokenizer)
+        if not task.problem and len(task.prompt) >= context:
+            task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {context}"
+        if task.problem:
+            self.skipped.append(task.skipped)
+        else:
+            self.tasks.append(task)
+
+
+def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo: Todo) -> Iterator[Task]:
+    """Each distinct prompt of the training records, in the order of the data; `todo.counts` counts what is read.
+
+    Raises `UserError` where conversations and plain texts are mixed: a shard has one layout.
+    """
+    seen: set[str] = set()
+    parts = [part for _, _, part in config.data.parts()] or [config.data]
+    for data in parts:
+        for record in read_records(data, "train", todo.counts):
+            task = _to_task(record, data, config, tokenizer)
+            if task.id in seen:
+                todo.counts["duplicates"] += 1
+                continue
+            seen.add(task.id)
+            todo.counts["prompts"] += 1
+            todo.counts["texts" if "text" in record else "conversations"] += 1
+            if todo.counts["texts"] and todo.counts["conversations"]:
+                raise UserError(f"{task.source}: data has both plain texts and conversations; answer them in two runs")
+            yield task
+
+
+def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    if "text" in record:
+        beginning = record["text"][: config.prefix_tokens * _CHARS_A_TOKEN]
+        ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = list(ids[: min(config.prefix_tokens, max(1, len(ids) // 2))])
+        identity = prompt_id(text=str(tokenizer.decode(ids)))
+        problem = "" if ids else "no_question"
+        if adds_bos(tokenizer):
+            ids.insert(0, tokenizer.bos_token_id)
+        return Task(identity, record["id"], data.template, ids, problem=problem)
+    asked = [message for message in record["messages"] if message["role"] != "assistant"]
+    system = [message for message in asked if message["role"] == "system"]
+    turns = [message["content"] for message in asked if message["role"] == "user"]
+    turns = turns[: 1 if config.turns == "first" else None]
+    messages: list[Message] = [*system, *({"role": "user", "content": turn} for turn in turns)]
+    first, problem = messages[: len(system) + 1], "" if turns else "no_question"
+    return Task(prompt_id(messages), record["id"], data.template, [], first, turns[1:], problem=problem)
+
+
+def _render(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the prompt of a task from its messages, or its problem where the chat template refuses them."""
+    assert task.messages is not None
+    try:
+        task.prompt = render_prompt(task.messages, tokenizer, task.template)
+    except UserError as error:
+        if task.template == "tokenizer" and not tokenizer.chat_template:
+            raise
+        task.problem, task.detail = "template", str(error)
+
+
+# --------------------------------------------------------------------------------------------------- answers
+
+
+class Responder:
+    """The target, loaded, and how it is asked."""
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        target: OpenTarget,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.config, self.tokenizer = config, target.tokenizer
+        self.context = context_length(target.config)
+        self.generator = Generator(
+            load_target(config, dtype, device),
+            Sampler(config.sampling),
+            end_tokens(target),
+            greedy_tokens=config.greedy_tokens,
+            top_k_logits=config.top_k_logits,
+        )
+
+    def answer(self, tasks: Iterable[Task]) -> None:
+        """Answer tasks to the end: all their turns, together turn by turn."""
+        waiting = list(tasks)
+        while waiting:
+            answers = self.generator.answer([task.prompt for task in waiting], [self._draws(task) for task in waiting])
+            waiting = [task for task, answer in zip(waiting, answers, strict=True) if self._take(task, answer)]
+
+    def response(self, task: Task) -> Response:
+        """The record of a task with an answer, and the target's distributions at the answers' tokens."""
+        shown: dict[str, Any] = {"id": task.id}
+        if task.messages is None:
+            shown |= {"text": self._text([*task.prompt, *task.answers[0].said]), "prompt_tokens": len(task.prompt)}
+        else:
+            shown |= {"messages": task.messages, "unanswered_turns": len(task.upcoming)}
+        shown["tokens"] = sum(len(answer.tokens) for answer in task.answers)
+        shown["finish"] = "end" if task.answers[-1].ended else "length"
+        if task.law is None:
+            return Response(shown, None)
+        return Response(shown, task.law, torch.tensor(task.sequence), torch.tensor(task.places))
+
+    def _draws(self, task: Task) -> torch.Tensor:
+        room = min(self.config.max_new_tokens, self.context - len(task.prompt))
+        return uniforms(self.config.seed, task.id, len(task.answers), room)
+
+    def _take(self, task: Task, answer: Answer) -> bool:
+        """Add an answer to its task; whether the user's next turn is to be answered."""
+        text = self._text(answer.said)
+        task.problem = answer.failure or ("" if text.strip() else "empty")
+        if not (task.problem or answer.ended or self.config.keep_truncated):
+            task.problem = "truncated"
+        if task.problem:
+            if task.messages is not None:
+                task.upcoming.insert(0, task.messages.pop()["content"])
+            return False
+        task.keep(answer)
+        if task.messages is None:
+            return False
+        task.messages.append({"role": "assistant", "content": text.strip()})
+        return bool(answer.ended and task.upcoming) and self._ask_next(task)
+
+    def _ask_next(self, task: Task) -> bool:
+        """Put the user's next turn; False, and the conversation ends before it, where it cannot be answered."""
+        assert task.messages is not None
+        task.messages.append({"role": "user", "content": task.upcoming.pop(0)})
+        _render(task, self.tokenizer)
+        if task.problem or len(task.prompt) >= self.context:
+            task.upcoming.insert(0, task.messages.pop()["content"])
+            return False
+        return True
+
+    def _text(self, tokens: Iterable[int]) -> str:
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text).rstrip("\ufffd")  # a character that the budget cut in half
+
+
+def respond(
+    config: GenerateConfig, responder: Responder | None, todo: Todo, folder: Path, numbers: Iterable[int], main: bool
+) -> float:
+    """Answer a process's tasks and write its shards, numbered by `numbers`; returns tokens per second.
+
+    Longest prompts first: neighbours are of like length, and a batch too large for memory shows at once.
+    """
+    free = iter(numbers)
+    shard = Shard(skipped=list(todo.skipped))
+    tasks = sorted(todo.tasks, key=lambda task: (-len(task.prompt), task.id))
+    tokens, started, rate = 0, time.perf_counter(), 0.0
+    with tqdm(total=len(tasks), desc="answering", unit="prompt", disable=None if main else True) as bar:
+        for start in range(0, len(tasks), config.batch_size):
+            assert responder is not None
+            batch = tasks[start : start + config.batch_size]
+            responder.answer(batch)
+            shard.responses += [responder.response(task) for task in batch if task.answers]
+            shard.skipped += [task.skipped for task in batch if not task.answers]
+            if len(shard) >= config.shard_size:
+                shard.save(folder, next(free))
+                shard = Shard()
+            tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
+            rate = tokens / (time.perf_counter() - started)
+            bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+            bar.update(len(batch))
+    if len(shard):
+        shard.save(folder, next(free))
+    return rate
+
+
+# ---------------------------------------------------------------------------------------------------- target
+
+
+def load_target(config: GenerateConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The target as transformers runs it. Raises `UserError`."""
+    model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
+    if config.device_map is None:
+        model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
+    return model.eval()
+
+
+def context_length(target: PreTrainedConfig) -> int:
+    """Tokens that the target can hold; practically no limit where its config names none."""
+    return getattr(target.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype) -> dict[str, Any]:
+    """All that decides what a prompt is answered, and which prompts a record makes."""
+    files, tokenizer = target.files, target.tokenizer
+    names = sorted(files.file_of)
+    templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
+    return {
+        **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights": files.digest(names[:: max(1, len(names) // _WEIGHTS_HASHED)]),
+        "model": model_identity(files),
+        "end_tokens": sorted(end_tokens(target)),
+        "tokenizer": tokenizer_digest(tokenizer)[:16],
+        "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],
+    }
+
+
+def _words(summary: dict[str, Any]) -> str:
+    flat = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
+    return " ".join(f"{key}={value}" for key, value in flat.items() if isinstance(value, int))

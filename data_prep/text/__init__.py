@@ -1,0 +1,1 @@
+"""Text from its sources to rows of tokens: records, chat templates, packing, prompts."""

@@ -1,0 +1,229 @@
+"""Records in normal form → token ids and supervised mask; prompts → token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from data_prep.text.pieces import encode_all
+from data_prep.text.records import ChatRecord, Message, Record
+from outrider.errors import UserError, reason, require_choice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+PROMPT_TEMPLATES = ("auto", "tokenizer", "vicuna", "none")
+OTHER_TEMPLATE = "use template=vicuna, or a tokenizer whose chat template reproduces the history"
+_MARK = "\ue000"  # a private character, which templates leave alone
+
+
+class Document(NamedTuple):
+    """A tokenised record: ids int64 [n], supervised bool [n]; `whole`: it must not be cut over two rows."""
+
+    ids: np.ndarray
+    supervised: np.ndarray
+    whole: bool
+
+
+# ------------------------------------------------------------------------------------- records → tokens
+
+
+def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
+    """Tokenise records, in their order. Each is tokenised over its full text; a long one in pieces (see `pieces`).
+
+    Plain text begins with the BOS token where the tokenizer adds one. It ends with the EOS token where there is one; a
+    truncated text does not. Every token is supervised.
+
+    A conversation is rendered by `template` (tokenizer or vicuna). User turns after the last answer are left out. A
+    token is supervised if it begins inside an assistant's turn. The end-of-turn token counts as inside, except of a
+    truncated answer. The ids are those of the whole rendering, so a fast tokenizer is needed, one that reports text
+    offsets.
+
+    Raises `UserError` for a tokenizer without chat template or offsets, and for a chat template that does not
+    reproduce the history.
+    """
+    rendered: list[tuple[str, list[tuple[int, int]] | None]] = [
+        (record["text"], None) if "text" in record else _render_conversation(record, tokenizer, template)
+        for record in records
+    ]
+    chat = any(spans is not None for _, spans in rendered)
+    if chat and not tokenizer.is_fast:
+        raise UserError(
+            f"{_name(tokenizer)}: conversations need a fast tokenizer (tokenizer.json), which reports where "
+            "in the text each token begins; convert this one with AutoTokenizer and save_pretrained"
+        )
+
+    def rows_of(texts: list[str]) -> list[np.ndarray]:
+        """Of each text, id (and begin and end in the text) of its tokens: int64 [n, 1 or 3]."""
+        found = _tokenize(tokenizer, texts, return_offsets_mapping=chat)
+        rows = [np.array(ids, np.int64).reshape(-1, 1) for ids in found["input_ids"]]
+        if not chat:
+            return rows
+        places = (np.array(offsets, np.int64).reshape(-1, 2) for offsets in found["offset_mapping"])
+        return [np.concatenate(pair, axis=1) for pair in zip(rows, places, strict=True)]
+
+    encoded = encode_all([text for text, _ in rendered], rows_of)
+    bos, documents = adds_bos(tokenizer), []
+    for i, (_, spans) in enumerate(rendered):
+        ids = encoded[i][:, 0]
+        if spans is None:
+            ids = _with_ends(ids, tokenizer, bos, eos=not records[i].get("truncated"))
+            documents.append(Document(ids, np.ones(len(ids), bool), whole=False))
+        else:
+            supervised = _inside(encoded[i][:, 1:], spans)
+            if template == "vicuna" and bos:  # a chat template writes its own BOS
+                ids, supervised = np.r_[tokenizer.bos_token_id, ids], np.r_[False, supervised]
+            documents.append(Document(ids, supervised, whole=True))
+    return documents
+
+
+def render_prompt(
+    turns: Sequence[str | Message], tokenizer: PreTrainedTokenizerBase, template: str = "auto"
+) -> list[int]:
+    """Token ids to decode from: the conversation so far and the opening of the assistant's next turn.
+
+    turns: messages, or their texts with user and assistant in turn. The last is the user's.
+    template: tokenizer (its chat template), vicuna, none (the bare text, for completion), or auto (the tokenizer's
+    where it has one, else none). A leading BOS token is there exactly once where the tokenizer adds one, or as the chat
+    template writes it.
+    """
+    require_choice("template", template, PROMPT_TEMPLATES)
+    messages = [
+        {"role": "assistant" if i % 2 else "user", "content": turn} if isinstance(turn, str) else turn
+        for i, turn in enumerate(turns)
+    ]
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("a prompt ends with a user turn")
+    if template == "auto":
+        template = "tokenizer" if tokenizer.chat_template else "none"
+    if template == "tokenizer":
+        text = _apply(tokenizer, messages, "prompt", opening=True)
+        return list(_tokenize(tokenizer, [text])["input_ids"][0])
+    if template == "vicuna":
+        text = _vicuna(messages, tokenizer)[0] + "ASSISTANT:"
+    else:
+        text = "\n".join(message["content"] for message in messages)
+    ids = list(_tokenize(tokenizer, [text])["input_ids"][0])
+    if adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
+        ids.insert(0, tokenizer.bos_token_id)
+    return ids
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts its BOS token before plain text."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: bool) -> Any:
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
+
+
+def _with_ends(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase, bos: bool, eos: bool) -> np.ndarray:
+    if bos and ids[:1].tolist() != [tokenizer.bos_token_id]:
+        ids = np.r_[tokenizer.bos_token_id, ids]
+    if eos and tokenizer.eos_token_id is not None and ids[-1:].tolist() != [tokenizer.eos_token_id]:
+        ids = np.r_[ids, tokenizer.eos_token_id]
+    return ids
+
+
+def _inside(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """bool [n]: which tokens begin inside one of the text spans; offsets int64 [n, 2]."""
+    starts, ends = offsets[:, 0].copy(), offsets[:, 1]
+    blank = np.flatnonzero(starts == ends)  # whitespace trimmed to zero width lies after its own text
+    blank = blank[blank > 0]
+    starts[blank] = ends[blank - 1]
+    inside = np.zeros(len(starts), bool)
+    for start, stop in spans:
+        inside |= (start <= starts) & (starts < stop)
+    return inside
+
+
+# --------------------------------------------------------------------------------------------- templates
+
+
+def _render_conversation(
+    record: ChatRecord, tokenizer: PreTrainedTokenizerBase, template: str
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation up to its last answer, and the spans of the assistant's turns in it."""
+    messages = record["messages"]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        return "", []
+    messages = messages[: answers[-1] + 1]
+    text, spans = _render_answers(messages, tokenizer, template, record["id"])
+    if record.get("truncated"):  # its last span ends where a mark after its text comes out
+        last = messages[-1] | {"content": messages[-1]["content"].rstrip() + _MARK}
+        marked, _ = _render_answers([*messages[:-1], last], tokenizer, template, record["id"])
+        spans[-1] = (spans[-1][0], marked.rfind(_MARK))
+    return text, spans
+
+
+def _render_answers(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, where: str
+) -> tuple[str, list[tuple[int, int]]]:
+    if template == "vicuna":
+        return _vicuna(messages, tokenizer)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    text = _apply(tokenizer, messages, where)
+    special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
+    spans = []
+    for i in answers:
+        prompt = _apply(tokenizer, messages[:i], where, opening=True)
+        through = _apply(tokenizer, messages[: i + 1], where) if i != answers[-1] else text
+        if not (through.startswith(prompt) and text.startswith(through)):
+            raise UserError(
+                f"{where}: the chat template of {_name(tokenizer)} does not reproduce the history: message "
+                f"{i + 1} is rendered differently once the conversation goes on, so training would not see "
+                f"what decoding sees; {OTHER_TEMPLATE}"
+            )
+        spans.append((len(prompt), _end_of_turn(through, len(prompt), special)))
+    return text, spans
+
+
+def _end_of_turn(text: str, start: int, special: tuple[str, ...]) -> int:
+    """Where the turn text[start:] ends: line breaks after its end-of-turn token are never generated."""
+    trimmed = text[start:].rstrip()
+    return start + len(trimmed) if trimmed.endswith(special) else len(text)
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, opening: bool = False) -> str:
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{_name(tokenizer)} has no chat template, which conversations need; use template=vicuna, "
+            "or the tokenizer of a chat model"
+        )
+    try:
+        rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening)
+    except Exception as error:  # a template is code: it refuses by an error of its own, or stumbles over a text
+        raise UserError(
+            f"{where}: the chat template of {_name(tokenizer)} refuses this conversation ({reason(error)}); "
+            + OTHER_TEMPLATE
+        ) from error
+    return str(rendered)
+
+
+def _vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
+    """Vicuna v1.1 and later: a space after system and user turns, the EOS token after answers."""
+    end = tokenizer.eos_token or "</s>"
+    given = messages[0]["role"] == "system"
+    text = (messages[0]["content"] if given else VICUNA_SYSTEM) + " "
+    spans = []
+    for message in messages[given:]:
+        if message["role"] == "user":
+            text += f"USER: {message['content']} "
+        else:
+            text += "ASSISTANT:"
+            start = len(text)
+            text += f" {message['content']}{end}"
+            spans.append((start, len(text)))
+    return text, spans
+
+
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"tokenizer {tokenizer.name_or_path!r}" if tokenizer.name_or_path else "the tokenizer"

@@ -1,0 +1,169 @@
+"""Prompts to measure decoding on: held-out library files, benchmark files, or texts given inline."""
+
+import reprlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data_prep.settings import DataConfig
+from data_prep.text.records import alpaca_instruction
+from data_prep.text.sources import read_file, read_records
+from outrider.errors import UserError, require
+from outrider.files import is_text
+
+_STRIDE = 4  # further prompts of a library file begin this many prompt lengths apart
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: the user's turns, and whether they are chat (to be rendered by a template) or bare text."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    chat: bool
+
+
+def read_prompts(
+    prompts: str | Sequence[str],
+    *,
+    limit: int | None = None,
+    prompt_chars: int = 1000,
+    heldout_fraction: float = DataConfig.heldout_fraction,
+) -> list[Prompt]:
+    """Prompts, in a fixed order.
+
+    prompts: one of three things.
+      "python_stdlib": beginnings of held-out files of the interpreter's library, `prompt_chars` long and cut at a line
+      end. There is one per file, and more from within the files where `limit` asks for more.
+      A path of a JSONL, JSON or parquet file. Its columns tell the layout: MT-Bench / Spec-Bench (turns), HumanEval
+      (task_id, prompt), GSM8K (question), Alpaca (instruction, input), plain prompt or text, or a JSON list of strings.
+      Questions are chat, the others are text to complete.
+      A list of texts to complete.
+    limit: keep so many, evenly spread, with categories balanced.
+    heldout_fraction: must not be above the one used in training.
+
+    Raises `UserError` that names file and record for anything unusable.
+    """
+    require(limit is None or limit >= 1, "limit", limit, "at least 1, or null")
+    if isinstance(prompts, str) and prompts == "python_stdlib":
+        require(prompt_chars >= 1, "prompt_chars", prompt_chars, "at least 1")
+        found = _from_library(prompt_chars, heldout_fraction, limit)
+    elif isinstance(prompts, str):
+        found = list(_from_file(prompts))
+    else:
+        found = [Prompt(f"inline:{i}", "inline", (_text(t, f"inline:{i}"),), False) for i, t in enumerate(prompts, 1)]
+    if not found:
+        raise UserError(f"prompts={prompts}: no prompt in it")
+    found = _with_own_ids(found)
+    return found if limit is None else _spread(found, limit)
+
+
+def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts, later ones of an equal id renamed "id#2", "id#3", …: results are kept by id."""
+    seen: Counter[str] = Counter()
+    own = []
+    for prompt in prompts:
+        seen[prompt.id] += 1
+        own.append(prompt if seen[prompt.id] == 1 else replace(prompt, id=f"{prompt.id}#{seen[prompt.id]}"))
+    return own
+
+
+def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None) -> list[Prompt]:
+    config = DataConfig(heldout_fraction=heldout_fraction)
+    texts = {r["id"]: r["text"] for r in read_records(config, "heldout") if "text" in r}
+    files = {name: list(_windows(text, prompt_chars)) for name, text in texts.items()}
+    files = {name: windows for name, windows in files.items() if windows}
+    found: list[Prompt] = []
+    depth = 0
+    while limit is None or len(found) < limit:
+        level = [(name, *windows[depth]) for name, windows in files.items() if depth < len(windows)]
+        if limit is not None:
+            level = _evenly(level, limit - len(found))
+        found += [Prompt(f"{name}:{line}", "python_stdlib", (text,), False) for name, line, text in level]
+        depth += 1
+        if limit is None or not level:
+            break
+    return found
+
+
+def _windows(text: str, prompt_chars: int) -> Iterator[tuple[int, str]]:
+    """(line number, about prompt_chars of text): whole lines, as much text again left to continue with."""
+    start = 0
+    while start + 2 * prompt_chars <= len(text):
+        stop = text.rfind("\n", start, start + prompt_chars) + 1
+        if stop > start and text[start:stop].strip():
+            yield text.count("\n", 0, start) + 1, text[start:stop]
+        start = text.find("\n", start + _STRIDE * prompt_chars) + 1
+        if not start:
+            return
+
+
+def _from_file(name: str) -> Iterator[Prompt]:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"prompts={name}: no such file; expected python_stdlib, the path of a JSONL or JSON file, "
+            "or a list of texts"
+        )
+    for number, raw in read_file(path):
+        yield _to_prompt(raw, f"{path}:{number}" if number else str(path), number)
+
+
+def _to_prompt(raw: Any, where: str, number: int) -> Prompt:
+    if isinstance(raw, str):
+        return Prompt(str(number), "text", (_text(raw, where),), False)
+    if not isinstance(raw, dict):
+        raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
+    identity = _encodable(str(raw.get("question_id", raw.get("task_id", raw.get("id", number)))), where)
+    category = _encodable(str(raw.get("category") or ""), where)
+    if "turns" in raw:
+        if not isinstance(raw["turns"], list) or not raw["turns"]:
+            raise UserError(f"{where}: turns={raw['turns']!r}: expected a list of texts")
+        return Prompt(identity, category or "question", tuple(_text(t, where) for t in raw["turns"]), True)
+    if "question" in raw:
+        return Prompt(identity, category or "question", (_text(raw["question"], where),), True)
+    if "instruction" in raw:
+        _text(raw["instruction"], where)
+        return Prompt(identity, category or "instruction", (_text(alpaca_instruction(raw), where),), True)
+    if "prompt" in raw:
+        kind = "code" if "task_id" in raw else "text"
+        return Prompt(identity, category or kind, (_text(raw["prompt"], where),), False)
+    if "text" in raw:
+        return Prompt(identity, category or "text", (_text(raw["text"], where),), False)
+    raise UserError(
+        f"{where}: expected one of the columns turns, question, instruction, prompt, text; "
+        f"columns present: {', '.join(map(str, raw)) or '(none)'}"
+    )
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: prompt is {reprlib.repr(value)}: expected a text that is not empty")
+    return _encodable(value, where)
+
+
+def _encodable(text: str, where: str) -> str:
+    """`text`, which goes to a tokenizer or a report as it is. Raises `UserError` where UTF-8 cannot hold it."""
+    if not is_text(text):
+        raise UserError(f"{where}: {reprlib.repr(text)} has a lone surrogate, which no text has; remove it")
+    return text
+
+
+def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
+    """At most `limit` prompts: categories share as equally as their sizes allow, evenly spread in each."""
+    groups: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        groups.setdefault(prompt.category, []).append(i)
+    shares = dict.fromkeys(groups, 0)
+    for _ in range(min(limit, len(prompts))):
+        name = min((n for n in groups if shares[n] < len(groups[n])), key=lambda n: shares[n])
+        shares[name] += 1
+    return [prompts[i] for i in sorted(i for n, group in groups.items() for i in _evenly(group, shares[n]))]
+
+
+def _evenly(items: list[Any], count: int) -> list[Any]:
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]

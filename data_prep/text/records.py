@@ -1,0 +1,209 @@
+"""Records of any layout → one normal form."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, final
+
+from outrider.errors import UserError
+from outrider.files import is_text
+
+_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "assistant": "assistant",
+}
+_COLUMNS = {
+    "text": "text",
+    "code": "content",
+    "sharegpt": "conversations",
+    "messages": "messages",
+    "turns": "data",
+    "alpaca": "output",
+}
+_TEXT_COLUMNS = {"text": "text", "content": "code"}
+# Not "turns": in benchmarks all of them are questions.
+_CHAT_COLUMNS = ("messages", "conversations", "data", "dialogue")
+_ANSWER_COLUMNS = ("output", "response")
+
+
+Message = dict[str, str]  # {"role": system, user or assistant; "content": text}
+
+
+@final
+class TextRecord(TypedDict):
+    id: str
+    text: str
+    truncated: NotRequired[bool]  # it breaks off: what it ends with is no end
+
+
+@final
+class ChatRecord(TypedDict):
+    id: str
+    messages: list[Message]
+    truncated: NotRequired[bool]  # the last answer breaks off
+
+
+Record = TextRecord | ChatRecord
+
+
+class Layout(NamedTuple):
+    """How the records of one file are laid out, and the column that is read."""
+
+    name: str
+    column: str
+
+
+class SkipRecordError(Exception):
+    """A record that cannot be used and is counted under `reason`: empty or malformed."""
+
+    def __init__(self, reason: Literal["empty", "malformed"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def find_layout(raw: Any, layout: str, column: str | None, where: str) -> Layout:
+    """The layout of a file, from its first record's columns and values when `layout` is auto.
+
+    Raises `UserError` naming `where` and the columns present if none fits.
+    """
+    if layout != "auto":
+        return Layout(layout, column or _COLUMNS[layout])
+    _require_mapping(raw, where)
+    if column is not None:
+        _require_column(raw, column, where)
+    elif "instruction" in raw and (answer := _first(raw, _ANSWER_COLUMNS)):
+        return Layout("alpaca", answer)
+    column = column or _first(raw, _CHAT_COLUMNS) or _first(raw, tuple(_TEXT_COLUMNS))
+    found = column and _layout_of_value(raw[column], column)
+    if not column or not found:
+        raise UserError(
+            f"{where}: cannot tell the layout from columns {_columns(raw)}; name it with layout= and column="
+        )
+    return Layout(found, column)
+
+
+def to_record(raw: Any, layout: Layout, identity: str) -> Record:
+    """Bring a raw record into normal form. `identity` (file:line) becomes its id and is named in errors.
+
+    A raw record with "finish": "length", as generate-responses writes it, is `truncated`. Texts become `encodable`.
+
+    Raises `UserError` if the column is missing or of another kind. Raises `SkipRecordError` if it or one of its turns
+    is blank, or if its turns do not alternate between user and assistant.
+    """
+    _require_mapping(raw, identity)
+    _require_column(raw, layout.column, identity)
+    value = raw[layout.column]
+    match layout.name:
+        case "text" | "code":
+            return _truncated(raw, text_record(_typed(value, str, layout, identity), identity))
+        case "alpaca":
+            _require_column(raw, "instruction", identity)
+            turns = [("user", alpaca_instruction(raw)), ("assistant", value)]
+        case "turns":
+            items = _typed(value, list, layout, identity)
+            turns = [("assistant" if i % 2 else "user", item) for i, item in enumerate(items)]
+        case "sharegpt":
+            turns = _role_turns(_typed(value, list, layout, identity), "from", "value")
+        case _:
+            turns = _role_turns(_typed(value, list, layout, identity), "role", "content")
+    return _truncated(raw, {"id": identity, "messages": _messages(turns)})
+
+
+def text_record(text: str, identity: str) -> TextRecord:
+    """A plain-text record, `encodable`; raises `SkipRecordError` if it is blank."""
+    if not text.strip():
+        raise SkipRecordError("empty")
+    return {"id": identity, "text": encodable(text)}
+
+
+def encodable(text: str) -> str:
+    """Lone surrogates, which JSON may hold and neither UTF-8 nor a tokenizer can, become question marks."""
+    return text if is_text(text) else text.encode(errors="replace").decode()
+
+
+def alpaca_instruction(raw: dict[str, Any]) -> str:
+    """The user's side of an Alpaca record: the instruction, and below it the input if there is one."""
+    return "\n\n".join(str(raw[name]) for name in ("instruction", "input") if raw.get(name))
+
+
+def content_key(record: Record) -> str:
+    """What a record says, apart from where it was found: equal records have equal keys."""
+    return record["text"] if "text" in record else json.dumps(record["messages"])
+
+
+def _truncated(raw: dict[str, Any], record: Record) -> Record:
+    if raw.get("finish") == "length":
+        record["truncated"] = True
+    return record
+
+
+def _messages(turns: Sequence[tuple[Any, Any]]) -> list[Message]:
+    """[(role, content)] → messages: an optional system message, then user and assistant in turn."""
+    if any(not isinstance(content, str | None) for _, content in turns):
+        raise SkipRecordError("malformed")
+    if not any(content and content.strip() for _, content in turns):
+        raise SkipRecordError("empty")
+    head = [turn for turn in turns[:1] if turn[0] == "system" and turn[1]]
+    rest = list(turns[1:] if turns[0][0] == "system" else turns)
+    if rest and rest[0][0] == "assistant":  # exports that begin in the middle of a conversation
+        rest = rest[1:]
+    for i, (role, content) in enumerate(rest):
+        if role != ("assistant" if i % 2 else "user"):
+            raise SkipRecordError("malformed")
+        if not (content and content.strip()):
+            raise SkipRecordError("empty")
+    return [{"role": role, "content": encodable(content)} for role, content in head + rest]
+
+
+def _role_turns(items: list[Any], role: str, content: str) -> list[tuple[Any, Any]]:
+    if any(not isinstance(item, dict) for item in items):
+        raise SkipRecordError("malformed")
+    roles = [item.get(role) for item in items]
+    return [
+        (_ROLES.get(said) if isinstance(said, str) else None, item.get(content))
+        for said, item in zip(roles, items, strict=True)
+    ]
+
+
+def _layout_of_value(value: Any, column: str) -> str | None:
+    if isinstance(value, str):
+        return _TEXT_COLUMNS.get(column, "text")
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str):
+        return "turns"
+    if isinstance(first, dict) and "from" in first:
+        return "sharegpt"
+    return "messages" if isinstance(first, dict) and "role" in first else None
+
+
+def _first(raw: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in raw), None)
+
+
+def _columns(raw: dict[str, Any]) -> str:
+    return ", ".join(map(str, raw)) or "(none)"
+
+
+def _require_mapping(raw: Any, where: str) -> None:
+    if not isinstance(raw, dict):
+        raise UserError(f"{where}: expected a record with named columns, found {type(raw).__name__}")
+
+
+def _require_column(raw: dict[str, Any], column: str, where: str) -> None:
+    if column not in raw:
+        raise UserError(f"{where}: no column {column!r}; columns present: {_columns(raw)}")
+
+
+def _typed(value: Any, kind: type, layout: Layout, where: str) -> Any:
+    if value is None:
+        raise SkipRecordError("empty")
+    if not isinstance(value, kind):
+        raise UserError(
+            f"{where}: column {layout.column!r} holds {type(value).__name__}, "
+            f"layout={layout.name} needs {kind.__name__}"
+        )
+    return value

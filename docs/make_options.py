@@ -1,0 +1,39 @@
+"""Write docs/options.md: every option of every command, from the settings themselves.
+
+python docs/make_options.py
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from conf import register
+from conf.options import markdown
+from data_prep.settings import GenerateConfig, TrigramConfig
+from inference.settings import EvaluateConfig
+from train.pipeline_settings import PipelineConfig
+from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig
+
+PAGE = Path(__file__).parent / "options.md"
+COMMANDS: dict[str, tuple[str, type]] = {
+    "evaluate_checkpoint": ("inference/evaluate_checkpoint.py", EvaluateConfig),
+    "eesd": ("train/eesd.py", EesdConfig),
+    "calibrate": ("train/calibrate.py", CalibrateConfig),
+    "finetune_drafter": ("train/finetune_drafter.py", FinetuneConfig),
+    "build_trigrams": ("data_prep/build_trigrams.py", TrigramConfig),
+    "generate_responses": ("data_prep/generate_responses.py", GenerateConfig),
+    "toy_target": ("train/toy_target.py", ToyTargetConfig),
+    "pipeline": ("train/pipeline.py", PipelineConfig),
+}
+
+
+def page() -> str:
+    """What the page should be."""
+    for name, (_, schema) in COMMANDS.items():
+        register(name, schema)
+    return markdown(COMMANDS)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

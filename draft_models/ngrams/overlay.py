@@ -1,0 +1,338 @@
+"""What is learnt while decoding, beside a read-only n-gram table: raised probabilities, and an index of the text.
+
+Both are a `ContextMap`: contexts with weighted successors, in flat arrays that compiled code walks. In an `Overlay` a
+weight is a probability that ADED's Algorithm 2 has raised, and stands for the table's own. In a `TextIndex` a weight
+counts what followed a context of 1 to K tokens in the text so far, with older occurrences decayed.
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+from numba import njit
+
+from draft_models.ngrams.kernels import context_key, find, successors_of
+from draft_models.ngrams.table import Level, TrigramTable
+from outrider.errors import UserError, require
+from outrider.files import write_atomically
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_LOAD = 2  # slots per context at least
+
+
+_SLOT = np.dtype([("key", np.uint64), ("sum", np.float64), ("head", np.int32), ("seen", np.int32)], align=True)
+_ENTRY = np.dtype(
+    [("weight", np.float64), ("base", np.float64), ("token", np.int32), ("following", np.int32)], align=True
+)
+
+
+class ContextMap(NamedTuple):
+    """Contexts in an open hash table of 2^b slots. A context's successors are a linked list, the heaviest first.
+
+    slots: records [2^b] of a context's key, the sum of its weights, its head (first entry; −1: the slot is free) and
+    how often it was seen. entries: records [E] of a successor's weight, its base (where decay leads back to), its
+    token, and the following entry (−1: none). used: int64 [2], the numbers of contexts and entries.
+    """
+
+    slots: np.ndarray
+    entries: np.ndarray
+    used: np.ndarray
+
+
+class LevelArrays(NamedTuple):
+    """A `Level` as compiled code takes it; `shift` and `bits` (of a token) as in `Level`."""
+
+    order: int
+    bits: int
+    shift: int
+    buckets: np.ndarray
+    keys: np.ndarray
+    starts: np.ndarray
+    totals: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
+
+
+def flat(level: Level) -> LevelArrays:
+    """The arrays of `level`, read-only so that compiled code sees one type however the table came about."""
+    arrays = []
+    for name in ("buckets", "keys", "starts", "totals", "tokens", "counts"):
+        view = np.asarray(getattr(level, name)).view()
+        view.flags.writeable = False
+        arrays.append(view)
+    return LevelArrays(level.order, level.token_bits, level.shift, *arrays)
+
+
+def new_map(contexts: int = 1 << 10) -> ContextMap:
+    """An empty map with room for `contexts` contexts and as many entries."""
+    size = 1 << max(4, (_LOAD * contexts - 1).bit_length())
+    slots = np.zeros(size, _SLOT)
+    slots["head"] = -1
+    return ContextMap(slots, np.zeros(size // _LOAD, _ENTRY), np.zeros(2, np.int64))
+
+
+def with_room(known: ContextMap, more: int) -> ContextMap:
+    """`known`, or a larger copy of it, with room for `more` contexts and entries."""
+    needed = int(known.used.max()) + more
+    if needed <= len(known.entries):
+        return known
+    larger = new_map(2 * needed)
+    _copy(known, larger)
+    return larger
+
+
+def _is_sound(known: ContextMap, vocabulary: int) -> bool:
+    """Whether compiled code can walk the map: it checks no index, and would go round in circles for ever."""
+    slots, entries, used = known
+    size = slots.size
+    shapes, types = zip(*((array.shape, array.dtype) for array in known), strict=True)
+    if types != (_SLOT, _ENTRY, np.int64) or shapes != ((size,), (size // _LOAD,), (2,)):
+        return False
+    if size < _LOAD or size & (size - 1):
+        return False
+    heads = slots["head"][slots["head"] >= 0]
+    contexts, count = used.tolist()
+    if contexts != len(heads) or contexts > len(entries) or not 0 <= count <= len(entries):
+        return False
+    following, tokens = entries["following"][:count], entries["token"][:count]
+    linked = np.sort(np.concatenate([heads, following[following >= 0]]))  # every entry once: no circles, none shared
+    return np.array_equal(linked, np.arange(count)) and bool(((tokens >= 0) & (tokens < vocabulary)).all())
+
+
+def _successors(known: ContextMap, key: np.uint64) -> dict[int, float]:
+    """{token: weight} after the context `key`, the heaviest first."""
+    entry = known.slots["head"][slot_of(known, key)]
+    found = {}
+    while entry >= 0:
+        found[int(known.entries["token"][entry])] = float(known.entries["weight"][entry])
+        entry = known.entries["following"][entry]
+    return found
+
+
+@njit(cache=True, nogil=True)
+def slot_of(known, key):  # type: ignore[no-untyped-def]
+    """The slot of context `key`: its own, or the free one (head −1) where it would go."""
+    slots = len(known.slots)
+    slot = np.int64((key * _GOLDEN) >> np.uint64(32)) & (slots - 1)
+    while known.slots[slot].head >= 0 and known.slots[slot].key != key:
+        slot = (slot + 1) & (slots - 1)
+    return slot
+
+
+@njit(cache=True, nogil=True)
+def _copy(known, larger):  # type: ignore[no-untyped-def]
+    for slot in range(len(known.slots)):
+        if known.slots[slot].head >= 0:
+            larger.slots[slot_of(larger, known.slots[slot].key)] = known.slots[slot]
+    larger.entries[: known.used[1]] = known.entries[: known.used[1]]
+    larger.used[:] = known.used
+
+
+@njit(cache=True, nogil=True)
+def _take(known, slot, token):  # type: ignore[no-untyped-def]
+    """Unlink the entry of `token` at `slot`; −1 if there is none."""
+    before, entry = -1, known.slots[slot].head
+    while entry >= 0 and known.entries[entry].token != token:
+        before, entry = entry, known.entries[entry].following
+    if entry >= 0:
+        if before < 0:
+            known.slots[slot].head = known.entries[entry].following
+        else:
+            known.entries[before].following = known.entries[entry].following
+    return entry
+
+
+@njit(cache=True, nogil=True)
+def _put(known, slot, entry):  # type: ignore[no-untyped-def]
+    """Link `entry` in by its weight, in front of its equals: the newest first."""
+    weight = known.entries[entry].weight
+    before, after = -1, known.slots[slot].head
+    while after >= 0 and known.entries[after].weight > weight:
+        before, after = after, known.entries[after].following
+    known.entries[entry].following = after
+    if before < 0:
+        known.slots[slot].head = entry
+    else:
+        known.entries[before].following = entry
+
+
+@njit(cache=True, nogil=True)
+def _new_entry(known, slot, key, token, base):  # type: ignore[no-untyped-def]
+    if known.slots[slot].head < 0 and known.slots[slot].seen == 0:
+        known.slots[slot].key = key
+        known.used[0] += 1
+    entry = known.used[1]
+    known.used[1] += 1
+    known.entries[entry].token, known.entries[entry].weight, known.entries[entry].base = token, base, base
+    return entry
+
+
+# ------------------------------------------------------------------------------------------------- ADED, Algorithm 2
+
+
+@njit(cache=True, nogil=True)
+def table_probability(level, key, token):  # type: ignore[no-untyped-def]
+    """P(token | context `key`) by the table; 0 where it has none."""
+    index = find(level.buckets, level.shift, level.keys, key)
+    if index >= 0:
+        begin, end = successors_of(level.starts, level.tokens, index)
+        for i in range(begin, end):
+            if level.tokens[i] == token:
+                return level.counts[i] / max(level.totals[index], 1)
+    return 0.0
+
+
+@njit(cache=True, nogil=True)
+def adapt(known, level, ids, start, stop, vocabulary, increment, highest):  # type: ignore[no-untyped-def]
+    """Algorithm 2 over the n-grams that end at ids[start : stop]; those with an id beyond the table are passed over."""
+    size = level.order - 1
+    for end in range(max(start, size), stop):
+        inside = ids[end] < vocabulary
+        for i in range(end - size, end):
+            inside = inside and ids[i] < vocabulary
+        if not inside:
+            continue
+        key = context_key(ids, end, size, level.bits)
+        slot = slot_of(known, key)
+        entry = _take(known, slot, ids[end])
+        if entry < 0:
+            entry = _new_entry(known, slot, key, ids[end], table_probability(level, key, ids[end]))
+        else:
+            known.slots[slot].sum -= known.entries[entry].weight
+        known.entries[entry].weight = min(known.entries[entry].weight + increment, highest)
+        known.slots[slot].sum += known.entries[entry].weight
+        known.slots[slot].seen += 1
+        _put(known, slot, entry)
+
+
+@njit(cache=True, nogil=True)
+def _decay(known, factor):  # type: ignore[no-untyped-def]
+    for slot in range(len(known.slots)):
+        entry, known.slots[slot].head = known.slots[slot].head, -1
+        known.slots[slot].sum = 0.0
+        while entry >= 0:
+            after = known.entries[entry].following
+            base = known.entries[entry].base
+            known.entries[entry].weight = base + (known.entries[entry].weight - base) * factor
+            known.slots[slot].sum += known.entries[entry].weight
+            _put(known, slot, entry)
+            entry = after
+
+
+class Overlay:
+    """Probabilities of n-grams of one order, raised above the table's by the text they occurred in (Algorithm 2).
+
+    P ← min(P + increment, highest). What the table does not have begins at 0. Example: with increment 0.4 and highest
+    0.7 an n-gram of P = 0.1 that occurs twice has 0.5, then 0.7. Raises `UserError` if the table has no
+    n-grams of that order.
+    """
+
+    def __init__(self, table: TrigramTable, order: int = 3, increment: float = 0.4, highest: float = 0.7):
+        if order not in table.levels:
+            raise UserError(f"order={order}: the n-gram table has orders {sorted(table.levels)} only")
+        self.table, self.order, self.increment, self.highest = table, order, increment, highest
+        self.level = flat(table.levels[order])
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.known = new_map()
+
+    def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
+        """Raise the n-grams whose last token is one of ids[start : stop] (int64); earlier ids are their contexts."""
+        self.known = with_room(self.known, stop - start)
+        adapt(self.known, self.level, ids, start, stop, self.table.vocabulary, self.increment, self.highest)
+
+    def decay(self, factor: float) -> None:
+        """Move every probability back towards the table's, to `factor` of the distance."""
+        require(0 < factor <= 1, "factor", factor, "a number in (0, 1]; reset() forgets everything")
+        _decay(self.known, factor)
+
+    def successors(self, context: Sequence[int]) -> dict[int, float]:
+        """What was raised after a context of order − 1 ids: {token: probability}, likeliest first."""
+        if not all(0 <= token < self.table.vocabulary for token in context):
+            return {}
+        key = context_key(np.asarray(context, np.int64), len(context), len(context), self.level.bits)
+        return _successors(self.known, np.uint64(key))
+
+    def save(self, path: Path | str) -> None:
+        """Write what was learnt to one file. Raises `UserError`."""
+        content = io.BytesIO()
+        facts = {"order": self.order, "vocabulary": self.table.vocabulary, "tokenizer": self.table.tokenizer}
+        arrays: dict[str, Any] = {**self.known._asdict(), **{name: np.array(value) for name, value in facts.items()}}
+        np.savez(content, **arrays)
+        write_atomically(Path(path), content.getvalue())
+
+    def load(self, path: Path | str) -> None:
+        """Take over what another overlay saved. Raises `UserError` where it is damaged or of another table's ids."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                facts = (int(stored["order"]), int(stored["vocabulary"]), str(stored["tokenizer"]))
+                known = ContextMap(*(stored[name] for name in ContextMap._fields))
+        except (OSError, ValueError, TypeError, KeyError, EOFError, BadZipFile) as error:
+            raise UserError(f"{path}: not a saved overlay ({error})") from None
+        expected = (self.order, self.table.vocabulary, self.table.tokenizer)
+        if facts != expected:
+            raise UserError(
+                f"{path}: overlay for n-grams of order {facts[0]} over {facts[1]} ids of tokenizer {facts[2][:12]}, "
+                f"expected order {expected[0]} over {expected[1]} of {expected[2][:12]}"
+            )
+        if not _is_sound(known, self.table.vocabulary):
+            raise UserError(f"{path}: damaged overlay (its arrays do not fit together); save it again")
+        self.known = known
+
+
+# ---------------------------------------------------------------------------------------------------- the text so far
+
+
+@njit(cache=True, nogil=True)
+def longer_key(key, token):  # type: ignore[no-untyped-def]
+    """Key of a context with `token` put in front; of the empty one it is 0. A 64-bit hash (splitmix64's finaliser)."""
+    x = (key + np.uint64(token) + np.uint64(1)) * _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def index_text(known, ids, start, stop, longest, decay):  # type: ignore[no-untyped-def]
+    """Count ids[start : stop] as successors of the up to `longest` contexts before each, decaying earlier counts."""
+    for end in range(max(start, 1), stop):
+        key = np.uint64(0)
+        for size in range(1, min(longest, end) + 1):
+            key = longer_key(key, ids[end - size])
+            slot = slot_of(known, key)
+            entry = _take(known, slot, ids[end])
+            other = known.slots[slot].head
+            while other >= 0:
+                known.entries[other].weight *= decay
+                other = known.entries[other].following
+            if entry < 0:
+                entry = _new_entry(known, slot, key, ids[end], 0.0)
+            known.slots[slot].sum = known.slots[slot].sum * decay + 1.0
+            known.entries[entry].weight = known.entries[entry].weight * decay + 1.0
+            known.slots[slot].seen += 1
+            _put(known, slot, entry)
+
+
+class TextIndex:
+    """What followed every context of 1 to `longest` tokens in a text; a count loses 1 − `decay` per occurrence."""
+
+    def __init__(self, longest: int = 6, decay: float = 0.7):
+        self.longest, self.decay = longest, decay
+        self.known = new_map(1 << 14)
+
+    def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
+        """Take in ids[start : stop] (int64), which follow ids[:start]."""
+        self.known = with_room(self.known, self.longest * (stop - start))
+        index_text(self.known, ids, start, stop, self.longest, self.decay)
+
+    def successors(self, context: Sequence[int]) -> dict[int, float]:
+        """Decayed counts of what followed a context of up to `longest` ids: {token: count}, largest first."""
+        key = np.uint64(0)
+        for token in reversed(context):
+            key = np.uint64(longer_key(key, token))
+        return _successors(self.known, key)

@@ -1,0 +1,245 @@
+"""The n-gram table of ADED: successors and counts of contexts of 1 to 3 tokens, memory-mapped.
+
+P(w_n | w_1 … w_{n−1}) = C(w_1 … w_n) / C(w_1 … w_{n−1}). C(context) counts what followed the context within its
+document. So the probabilities of a context sum to 1, or to less where rare successors were left out. Example: "a b"
+was followed by c three times and by d once; then P(c | a b) = 3/4.
+
+A context is stored as one integer. Each token takes `token_bits` bits, as many as the vocabulary needs, the latest
+token lowest. The context's key is `mix(packed, key_bits)` with key_bits = (n−1)·token_bits. That is a bijection on
+integers of that width: no two contexts share a key, and keys are spread evenly, so their top bits say where to look.
+Ids from `vocabulary` up are in no context. Whoever packs one must look first.
+
+On disk: `table.json` and one raw little-endian file per array, `order<n>_<array>.bin` (see `table_files`). A
+directory that has `table.json` is complete: it got its name by a rename after the last byte was written.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draft_models.ngrams.kernels import (
+    Grams,
+    Grouped,
+    context_grams,
+    context_key,
+    count_grams,
+    find,
+    group,
+    merge_grams,
+)
+from draft_models.ngrams.table_files import (
+    ARRAYS,
+    ORDERS,
+    array_file,
+    count_buckets,
+    describe,
+    open_arrays,
+    publish,
+    require_no_table,
+    require_vocabulary,
+    start_type,
+    token_bits,
+    token_type,
+)
+from outrider.errors import UserError, require
+from outrider.files import require_writable
+
+
+@dataclass(frozen=True)
+class Level:
+    """The n-grams of one order. Arrays that are mapped from a file are read-only.
+
+    buckets: uint32 [2^b + 1]. The contexts whose key begins with the b bits i are buckets[i] … buckets[i+1] − 1.
+    keys: uint64 [C], ascending. totals: uint32 [C], how often anything followed, left-out successors included.
+    starts: uint32 or uint64 [C + 1]. The successors of context c are starts[c] … starts[c+1] − 1.
+    tokens: uint16 or uint32 [S], counts: uint32 [S]; by context, then count descending, then token ascending.
+    """
+
+    order: int
+    token_bits: int
+    buckets: np.ndarray
+    keys: np.ndarray
+    starts: np.ndarray
+    totals: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def key_bits(self) -> int:
+        """Width of a packed context and of its key."""
+        return (self.order - 1) * self.token_bits
+
+    @property
+    def shift(self) -> int:
+        """key >> shift is the bucket of a key."""
+        return self.key_bits - ((len(self.buckets) - 1).bit_length() - 1)
+
+    def find(self, context: Sequence[int]) -> int:
+        """Index of a context of order − 1 ids within the vocabulary, or −1."""
+        packed = np.asarray(context, np.uint32)
+        key = context_key(packed, len(packed), self.order - 1, self.token_bits)
+        return int(find(self.buckets, self.shift, self.keys, key))
+
+    def grams(self) -> Grams:
+        """All n-grams, in the order of (key, token)."""
+        keys = np.repeat(self.keys, np.diff(self.starts))
+        order = np.lexsort((self.tokens, keys))
+        return Grams(keys, self.tokens[order].astype(np.uint32), self.counts[order])
+
+
+@dataclass(frozen=True)
+class TrigramTable:
+    """n-gram levels by order, over token ids below `vocabulary` of the tokenizer with this `vocabulary_digest`.
+
+    facts: where the counts come from: tokens, documents, min_count, max_successors, corpus; of a merged table tokens,
+    documents and `merged`, the facts of each.
+    """
+
+    vocabulary: int
+    tokenizer: str
+    levels: dict[int, Level]
+    facts: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        require_vocabulary(self.vocabulary)
+
+    @classmethod
+    def from_documents(
+        cls,
+        documents: Iterable[Sequence[int]],
+        orders: Sequence[int],
+        vocabulary: int,
+        tokenizer: str,
+        min_count: int = 1,
+        max_successors: int | None = None,
+        corpus: object = None,
+    ) -> "TrigramTable":
+        """Count documents (token ids each) in memory; n-grams of fewer than `min_count` occurrences are left out,
+        and all but the `max_successors` most frequent of a context (null: none)."""
+        require_vocabulary(vocabulary)
+        require(set(orders) <= set(ORDERS), "orders", tuple(orders), f"some of {ORDERS}")
+        ids = [np.asarray(document, np.uint32) for document in documents]
+        largest = int(max((document.max(initial=0) for document in ids), default=0))
+        require(largest < vocabulary, "token id", largest, f"below the vocabulary of {vocabulary}")
+        bits = token_bits(vocabulary)
+        levels = {}
+        for order in sorted(orders):
+            grams = count_grams([context_grams(document, order, bits) for document in ids])
+            grouped = group(*grams, min_count, max_successors or vocabulary)
+            levels[order] = make_level(order, vocabulary, grouped)
+        facts = {
+            "tokens": sum(map(len, ids)),
+            "documents": len(ids),
+            "min_count": min_count,
+            "max_successors": max_successors,
+            "corpus": corpus,
+        }
+        return cls(vocabulary, tokenizer, levels, facts)
+
+    @classmethod
+    def open(cls, path: Path | str) -> "TrigramTable":
+        """Map a saved table into memory. Raises `UserError` for anything but a whole, sound table."""
+        header, arrays = open_arrays(Path(path))
+        bits = token_bits(header.vocabulary)
+        levels = {order: Level(order, bits, *parts) for order, parts in arrays.items()}
+        return cls(header.vocabulary, header.tokenizer, levels, header.facts)
+
+    def save(self, path: Path | str) -> None:
+        """Write the table to a new directory, all of it or nothing. Raises `UserError`."""
+        path = Path(path)
+        require_no_table(path)
+        require_writable(path.parent)
+        staging = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            staging.mkdir()
+            described = {}
+            for order, level in self.levels.items():
+                for name in ARRAYS:
+                    with open(staging / array_file(order, name), "wb") as handle:
+                        handle.write(np.ascontiguousarray(getattr(level, name)).data)
+                described[order] = {name: describe(getattr(level, name)) for name in ARRAYS}
+            publish(staging, path, self.vocabulary, self.tokenizer, described, self.facts)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another") from None
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def successors(self, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """What follows a context of n − 1 ids, by the level of order n: (tokens [k], probabilities float64 [k]),
+        likeliest first; empty if the context is unknown."""
+        level = self.levels[len(context) + 1]
+        inside = all(0 <= token < self.vocabulary for token in context)
+        index = level.find(context) if inside else -1
+        if index < 0:
+            return np.empty(0, level.tokens.dtype), np.empty(0)
+        part = slice(int(level.starts[index]), int(level.starts[index + 1]))
+        return level.tokens[part], level.counts[part] / level.totals[index]
+
+    def require_tokenizer(self, digest: str, where: str) -> None:
+        """Raise `UserError` unless the table was built with the vocabulary of this `vocabulary_digest`."""
+        if digest != self.tokenizer:
+            raise UserError(
+                f"{where}: the n-gram table was built with another tokenizer (vocabulary {self.tokenizer[:12]}, "
+                f"this one is {digest[:12]}); build it again with tokenizer= the target's"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
+
+
+def merge(tables: Sequence[TrigramTable]) -> TrigramTable:
+    """One table of all counts added up, in memory. What the tables left out as rare stays out, so it equals a table
+    of the joined corpora where they were built with min_count 1 and all successors.
+
+    Raises `UserError` unless tokenizer, vocabulary and orders are the same.
+    """
+    require(len(tables) > 0, "tables", list(tables), "at least one table")
+    first = tables[0]
+    for table in tables[1:]:
+        table.require_tokenizer(first.tokenizer, "merge")
+        require(table.vocabulary == first.vocabulary, "vocabulary", table.vocabulary, f"{first.vocabulary} to merge")
+        require(sorted(table.levels) == sorted(first.levels), "orders", sorted(table.levels), f"{sorted(first.levels)}")
+    levels = {
+        order: _merge_levels([table.levels[order] for table in tables], first.vocabulary) for order in first.levels
+    }
+    facts: dict[str, Any] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
+    facts["merged"] = [table.facts for table in tables]
+    return TrigramTable(first.vocabulary, first.tokenizer, levels, facts)
+
+
+# --------------------------------------------------------------------------------------------------------- merging
+
+
+def _merge_levels(levels: Sequence[Level], vocabulary: int) -> Level:
+    grams = levels[0].grams()
+    keys, totals = levels[0].keys, levels[0].totals.astype(np.uint64)
+    for level in levels[1:]:
+        grams = Grams(*merge_grams(grams, level.grams()))
+        joined = np.union1d(keys, level.keys)
+        sums = np.zeros(len(joined), np.uint64)
+        sums[np.searchsorted(joined, keys)] += totals
+        sums[np.searchsorted(joined, level.keys)] += level.totals
+        keys, totals = joined, sums
+    grouped = Grouped(*group(*grams, 1, vocabulary))
+    totals = np.minimum(totals, 2**32 - 1).astype(np.uint32)  # what was left out counts too
+    return make_level(levels[0].order, vocabulary, grouped._replace(totals=totals))
+
+
+# --------------------------------------------------------------------------------------------------------- layout
+
+
+def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray]) -> Level:
+    """The level of these `Grouped` contexts."""
+    keys, lengths, totals, tokens, counts = grouped
+    starts = np.zeros(len(keys) + 1, start_type(len(tokens)))
+    np.cumsum(lengths, out=starts[1:])
+    buckets = count_buckets([keys], len(keys), order, vocabulary)
+    bits = token_bits(vocabulary)
+    return Level(order, bits, buckets, keys, starts, totals, tokens.astype(token_type(vocabulary)), counts)

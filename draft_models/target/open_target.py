@@ -1,0 +1,109 @@
+"""A target, opened in one place: its config, tokenizer, files, fingerprint, and all of its layers or some."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from draft_models.target.architectures import load_config, read_config
+from draft_models.target.fingerprint import Fingerprint, fingerprint_target
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import TensorFiles, open_tensors
+from draft_models.target.vocabulary import vocabulary_digest
+from outrider.errors import UserError, reason
+
+
+@dataclass(frozen=True)
+class OpenTarget:
+    """A target in `source`, a directory or Hub name. Its parts are looked at when they are asked for, and once.
+
+    Each part raises `UserError` where it is missing or unusable.
+    """
+
+    source: str
+    revision: str | None
+    config: PreTrainedConfig
+
+    @cached_property
+    def files(self) -> TensorFiles:
+        """Its tensors by name; none is read yet."""
+        return open_tensors(self.source, self.revision)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer."""
+        return load_tokenizer(self.source, self.revision)
+
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """What its tokenizer's tokens and their ids are."""
+        return vocabulary_digest(self.tokenizer.get_vocab())
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """How many ids it knows."""
+        return self.config.vocab_size
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What a drafter for it is bound to. Fetches what is not here yet."""
+        return self.fingerprinted(fetch=True)
+
+    def fingerprinted(self, *, fetch: bool) -> Fingerprint:
+        """The fingerprint; fetch: also of the tensors that are not on this machine yet."""
+        return fingerprint_target(self.files, self.config, self.tokenizer, fetch=fetch)
+
+    def layers(
+        self, layers: Sequence[int] | None = None, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> PreTrainedModel:
+        """A model of the given layers, by default of all (see `load_layers`)."""
+        chosen = range(self.config.num_hidden_layers) if layers is None else layers
+        return load_layers(self.files, self.config, chosen, dtype=dtype, device=device)
+
+    def stack(
+        self, layers: Sequence[int] | None = None, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> LayerStack:
+        """The same, ready to be run a range of layers at a time."""
+        return LayerStack(self.layers(layers, dtype=dtype, device=device))
+
+
+def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
+    """The target in `source`. Raises `UserError` unless its config is one that the runtime can be exact with.
+
+    by_layers: off for a model that is only run as a whole, by transformers; its architecture may be any.
+    """
+    return OpenTarget(source, revision, (load_config if by_layers else read_config)(source, revision))
+
+
+def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
+    """The target's tokenizer; role: the option that names it. Raises `UserError` where there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are looked at only now
+    except Exception as error:  # whatever the Hub client or a tokenizer's own files raise
+        raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
+    return tokenizer
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the current CUDA device if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # where streams, events and graphs are made
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]}); try device=auto") from None
+    return device
+
+
+def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto" is float32 on a CPU and the checkpoint's own elsewhere."""
+    if name != "auto":
+        return getattr(torch, name)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return torch.float32 if device.type == "cpu" else stored

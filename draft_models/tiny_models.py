@@ -1,0 +1,127 @@
+"""debug=true: a command's own code on tiny random models, beside the real run and without a network."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.utils import logging as transformers_logging
+
+from draft_models.calibration import CalibrationHead, save_calibration
+from draft_models.checkpoint import read_meta, save_pretrained
+from draft_models.early_exit import EarlyExit, exit_layers
+from draft_models.ngrams.table import TrigramTable
+from draft_models.target.model_identity import model_identity
+from draft_models.target.open_target import open_target
+from draft_models.target.vocabulary import vocabulary_digest
+from outrider.files import require_writable
+from outrider.processes import from_main, join_processes, only_run_of
+from outrider.run_dirs import clear, require_rehearsal
+
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": 48}),
+    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "opt": (OPTConfig, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+}
+VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
+TARGET, SMALL_LM, EARLY_EXIT, TABLE = "target", "small_lm", "early_exit", "table"  # see `save_tiny_models`
+MODELS = "tiny_models"
+
+Config = TypeVar("Config")
+
+
+@contextmanager
+def debugged(config: Config, small: Callable[[Any, Path], Any]) -> Iterator[Config]:
+    """The `config` of a command as it is to be run: with debug=true a small one, once the models for it are there.
+
+    `small(config, models)` says what is small. It is a pure function of the config and the folder of
+    `save_tiny_models`. Everything lies in `<out_dir>-debug`, which is kept from other runs meanwhile. It is emptied
+    first, unless resume=true. The run's own out_dir in it is `run`. All processes of a launcher call this.
+
+    Raises `UserError` where that place holds something else, or is another run's.
+    """
+    given: Any = config
+    if not given.debug:
+        yield config
+        return
+    folder = Path(f"{Path(given.out_dir)}-debug")
+    keep, state = getattr(given, "resume", False), join_processes()
+    from_main(state, lambda: None if keep else require_rehearsal(folder, MODELS))
+
+    def prepare() -> None:
+        if not keep:
+            clear(folder)
+        save_tiny_models(folder / MODELS, given.debug_architecture)
+        print(
+            f"debug target={folder / MODELS / TARGET} architecture={given.debug_architecture} out_dir={folder / 'run'}",
+            flush=True,
+        )
+
+    with only_run_of(state, require_writable(folder), "a debug run"):
+        from_main(state, prepare)
+        yield small(replace(given, debug=False, out_dir=str(folder / "run")), folder / MODELS)
+
+
+def save_tiny_models(folder: Path, architecture: str) -> None:
+    """Random models in `folder`, always the same ones: `TARGET`, and what can draft for it.
+
+    `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with one tokenizer, `EARLY_EXIT` is an early-exit
+    drafter's with a calibration head, `TABLE` an n-gram table's.
+    """
+    transformers_logging.disable_progress_bar()
+    shutil.rmtree(folder, ignore_errors=True)
+    for seed, name in enumerate((TARGET, SMALL_LM)):
+        save_tiny_model(folder / name, architecture, seed)
+    target = open_target(str(folder / TARGET))
+    config, tokenizer = target.config, target.tokenizer
+    layers = target.layers(exit_layers(config, 1), dtype=torch.float32)
+    drafter = EarlyExit.from_model(layers, 1, own_head=True)
+    save_pretrained(folder / EARLY_EXIT, drafter, target.fingerprint, {}, torch.float32)
+    head = CalibrationHead(config.hidden_size, config.hidden_size)
+    facts = {"target": model_identity(target.files)}
+    save_calibration(folder / EARLY_EXIT, head, read_meta(folder / EARLY_EXIT).weights_sha256, facts)
+    text = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
+    digest = vocabulary_digest(tokenizer.get_vocab())
+    TrigramTable.from_documents([text], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
+
+
+def save_tiny_model(path: Path, architecture: str, seed: int = 0) -> None:
+    """A causal LM of 4 layers with random weights and a byte-level tokenizer, as a Hugging Face directory."""
+    kind, extra = CONFIGS[architecture]
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "tie_word_embeddings": False, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            kind(**{**settings, **extra}), dtype=torch.float32, trust_remote_code=False
+        )
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, no merges, plus <s>, </s> and <pad>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")

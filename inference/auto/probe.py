@@ -1,0 +1,205 @@
+"""Measuring at start what the parts of a round take on this device, and how often drafts are right."""
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+from draft_models.target.stack import LayerStack
+from inference.acceptance import Chooser
+from inference.auto.costs import Costs, curve, typical
+from inference.auto.policy import INDICES, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
+from inference.decode import Clock, Round, autoregressive, speculative
+from inference.drafters.registry import KINDS
+from inference.evaluate.arms import GREEDY, Drafters, make_drafting
+from inference.generation_config import generate_settings, make_sampler
+from inference.runtime import Runtime
+from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig
+from inference.structures.factory import RoundSource, Structure
+from inference.structures.shapes import ToProbs
+from inference.tree import DraftTree
+from outrider.streams import Streams
+
+SECONDS = 2.0  # after which no further cycle through the probes begins, once there were CYCLES[0] of them;
+CYCLES = (4, 10)  # at most CYCLES[1]; the first one warms up and is not timed
+NEW_TOKENS, PLAIN_TOKENS = 192, 12  # of one measuring generation at most
+CHAINS = (1, 3, 7, 15)
+NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
+WIDTHS: tuple[tuple[int, ...], ...] = ((1,), (3,), (7,), (2, 2, 1), (8, 2), (6, 3, 2))
+
+Trials = Callable[[DraftTree, Sequence[int]], Iterator[tuple[int, float, bool]]]
+TRIALS: dict[str, Trials] = {
+    "chain": lambda tree, accepted: trials_in_chain(len(tree), len(accepted)),
+    "opt_tree": trials_by_band,
+    "k_config": trials_at_nodes,
+}
+
+
+def probes(method: MethodConfig) -> list[MethodConfig]:
+    """`method` with numbers in place of "auto", so different that passes of many widths occur."""
+    tree = method.structure
+    if tree.kind == "chain":
+        return [replace(method, stop=replace(method.stop, max_draft=length)) for length in CHAINS]
+    if tree.kind == "k_config":
+        shapes = [replace(tree, widths=widths) for widths in WIDTHS]
+    else:
+        sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
+        levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
+        shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
+    return [replace(method, structure=shape, stop=StopConfig()) for shape in shapes]  # all their levels
+
+
+def tune(
+    methods: Mapping[str, MethodConfig],
+    stack: LayerStack,
+    drafters: Drafters,
+    prompt: Sequence[int],
+    *,
+    sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
+    eos: Collection[int] = (),
+    seed: int = 0,
+    runtime: Runtime | None = None,
+    clock: Clock = time.perf_counter,
+) -> tuple[dict[str, MethodConfig], dict[str, Tuning]]:
+    """`methods` ready to run, and what those with sizes of "auto" need besides, measured by decoding behind `prompt`.
+
+    Of an OPT-Tree whose δ is null and whose depth is given, δ becomes μ = seconds of a draft step / of a decoding
+    step. generation, eos: what acts on the choice of tokens, as in `make_arms`; no text ends early here.
+    clock: one that waits for the device.
+    """
+    ready, tunings = dict(methods), {}
+    for name, method in methods.items():
+        tree = method.structure
+        lacks_delta = tree.kind == "opt_tree" and tree.delta is None and tree.max_depth != AUTO
+        if not (method.adapts or lacks_delta):
+            continue
+        streams = Streams(seed).within(name, "tune")
+        options: dict[str, Any] = {"sampling": sampling, "generation": generation, "eos": eos}
+        tuning = measure(method, stack, drafters, prompt, streams, **options, runtime=runtime, clock=clock)
+        if method.adapts:
+            tunings[name] = tuning
+        if lacks_delta:
+            mu = tuning.costs.step[1] / tuning.costs.plain
+            ready[name] = replace(method, structure=replace(tree, delta=min(1.0, mu)))
+    return ready, tunings
+
+
+def measure(
+    method: MethodConfig,
+    stack: LayerStack,
+    drafters: Drafters,
+    prompt: Sequence[int],
+    streams: Streams,
+    *,
+    sampling: SamplingConfig,
+    generation: GenerationConfig | None,
+    eos: Collection[int],
+    runtime: Runtime | None,
+    clock: Clock,
+) -> Tuning:
+    """What rounds of `method` cost on this device, and how often its drafts are right.
+
+    One generation's rounds go through `probes` in turn, so that a drift of the machine meets all sizes alike. Takes
+    `SECONDS` seconds, or `CYCLES[0]` cycles where those take longer. A prompt too long to go on from loses its front.
+    """
+    drafter_limit = KINDS[method.source].load_runtime().context(drafters[method.source])
+    limits = [stack.config.max_position_embeddings, *([drafter_limit] if drafter_limit else [])]
+    new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
+    prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
+    settings = generate_settings(generation, sampling, max_new_tokens=new_tokens, eos=eos)
+    sampler = make_sampler(settings, sampling, prompt, stack.device)
+    sampled = sampling.temperature > 0
+    generations = itertools.count()
+
+    def decode(arm: Callable[..., Iterator[Round]], *drafting: Any, tokens: int) -> Iterator[Round]:
+        coins = streams.of("verify", next(generations)) if sampled else None
+        chooser = Chooser(sampler, coins, naive=method.verify == "naive")
+        options = {"max_new_tokens": tokens, "chooser": chooser, "runtime": runtime, "clock": clock}
+        return arm(stack, *drafting, prompt, **options)
+
+    plain = list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]
+    explicit = probes(method)
+    drafting = [make_drafting(p, drafters, streams.within("probe", i), sampled) for i, p in enumerate(explicit)]
+    structures = [structure for _, structure in drafting]
+    probe = _Probe(structures, TRIALS[method.structure.kind], clock)
+
+    def rounds() -> Iterator[Round]:
+        while True:
+            source, _ = make_drafting(explicit[0], drafters, streams, sampled)
+            yield from (r for r in decode(speculative, source, probe, tokens=new_tokens) if r.drafted)
+
+    verified: list[tuple[int, float]] = []
+    rests: list[float] = []
+    started = clock()
+    for count, r in enumerate(rounds(), start=1):
+        if count > len(structures):
+            verified.append((r.drafted + 1, r.verify_seconds))
+            rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
+        elif count == len(structures):
+            probe.laps.clear()
+        cycles, within = divmod(count, len(structures))
+        if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and clock() - started > SECONDS)):
+            break
+    seconds = typical([r.seconds for r in plain])
+    padded = runtime is not None and runtime.name == "graphed"
+    step, verify = curve(probe.laps, padded=padded), curve(verified, padded=padded)
+    costs = Costs(step, verify, typical(rests), seconds)
+    return Tuning(costs, tuple(probe.tried), tuple(probe.right))
+
+
+class _Probe:
+    """Several structures, one after the other by round; notes how long a step of each width takes, and what was right.
+
+    laps: (width, seconds) of every draft step, from one forward pass to the next one or to the end of the draft.
+    """
+
+    def __init__(self, structures: Sequence[Structure], trials: Trials, clock: Clock):
+        self._structures, self._trials, self._clock = structures, trials, clock
+        self._turn = 0
+        self.max_rows = max(structure.max_rows for structure in structures)
+        self.totals: dict[str, float] = {}
+        self.laps: list[tuple[int, float]] = []
+        self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES
+
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+        watched = _Watched(source, self._clock)
+        tree = self._structures[self._turn % len(self._structures)].draft(watched, root, limit)
+        laps = itertools.pairwise([*watched.starts, self._clock()])
+        self.laps += [(width, end - start) for width, (start, end) in zip(watched.widths, laps, strict=True)]
+        return tree
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        if not len(tree):
+            return
+        self._turn += 1
+        for index, tried, right in self._trials(tree, accepted):
+            self.tried[index] += tried
+            self.right[index] += right
+
+
+class _Watched:
+    """A source that notes when it is asked, and for how many rows."""
+
+    def __init__(self, source: RoundSource, clock: Clock):
+        self._source, self._clock = source, clock
+        self.to_probs: ToProbs | None = source.to_probs
+        self.starts: list[float] = []
+        self.widths: list[int] = []
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._source.hidden
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self._source.target_hidden
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        self.starts.append(self._clock())
+        self.widths.append(len(parents))
+        return self._source.extend(tokens, parents)

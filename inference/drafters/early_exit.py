@@ -1,0 +1,125 @@
+"""An early exit drafts: a layer on the hidden states of the target's first layers (EESD)."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_models.calibration import META_FILE, CalibrationHead, load_calibration
+from draft_models.checkpoint import from_pretrained, read_meta
+from draft_models.early_exit import EarlyExit
+from draft_models.target.open_target import OpenTarget
+from draft_models.target.stack import LayerStack
+from inference.auto.policy import Tuning
+from inference.drafters.interface import Drafter
+from inference.fused_layers import lay_out
+from inference.session import TargetSession
+from inference.settings import MethodConfig
+from inference.structures.factory import Structure, make_structure
+from outrider.streams import Streams
+
+
+class EarlyExitSource:
+    """EESD's drafter: an exit layer on the hidden states of the target's first `split` layers (EESD eq. 1).
+
+    The exit layer has a cache of its own. A row that was verified without having been extended (the last
+    token of a draft) has no entry there yet; its hidden state waits in `_pending` and goes in with the next
+    extension.
+    """
+
+    def __init__(self, drafter: EarlyExit):
+        self.drafter = drafter
+        self.split = drafter.exit_layer
+
+    hidden: Tensor
+
+    def begin(self, session: TargetSession) -> None:
+        self.session = session
+        self.cache = session.exit_cache(self.drafter)
+        prompt = session.hidden
+        session.run_exit(self.drafter, prompt, 0, self.cache, wanted=0)
+        self._pending = prompt[:, :0]
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        start = self.session.rows
+        hidden = self.session.feed(tokens, parents)
+        waiting = self._pending.shape[1]
+        if waiting:
+            hidden = torch.cat([self._pending, hidden], dim=1)
+            self._pending = self._pending[:, :0]
+        hidden, logits = self.session.run_exit(self.drafter, hidden, start - waiting, self.cache, len(parents))
+        self.hidden = hidden[0, waiting:]
+        return logits[0]
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self.session.target_hidden
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        base = self.session.base
+        extended = max(0, self.cache.length - base)
+        known = [row for row in rows if row < extended]
+        if len(known) < len(rows):
+            fresh = self.session.hidden[:, list(rows[len(known) :])]
+            self._pending = torch.cat([self._pending, fresh], dim=1)
+        if self.cache.length > base:
+            self.cache.keep(base, known)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """An early exit and its calibration head, which stop.rule=calibrated needs."""
+
+    exit: EarlyExit
+    head: CalibrationHead | None = None
+
+
+class EarlyExitKind:
+    """See `inference.drafters.registry.Runtime`. The model is a `Calibrated`."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        if where is None:
+            return {"checkpoint": None, "calibration": None}
+        head = Path(where) / META_FILE
+        calibration = hashlib.sha256(head.read_bytes()).hexdigest()[:16] if head.is_file() else None
+        return {"checkpoint": read_meta(where).weights_sha256[:16], "calibration": calibration}
+
+    def load(
+        self,
+        where: str,
+        target: OpenTarget,
+        methods: Mapping[str, MethodConfig],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Calibrated:
+        early_exit = from_pretrained(where, target.config, target.fingerprint, dtype=dtype, device=device)
+        if all(method.stop.rule != "calibrated" for method in methods.values()):
+            return Calibrated(early_exit)
+        width, weights = target.config.hidden_size, read_meta(where).weights_sha256
+        return Calibrated(
+            early_exit, load_calibration(where, weights, device, asdict(target.fingerprint), hidden_size=width)
+        )
+
+    def prepare(self, model: Calibrated, stack: LayerStack) -> None:
+        lay_out(model.exit, stack)
+        if model.exit.head is None:
+            model.exit.use_head(stack.head)
+
+    def context(self, model: Calibrated) -> int | None:
+        return None
+
+    def stacks(self, model: Calibrated) -> list[LayerStack]:
+        return []
+
+    def make(
+        self, model: Calibrated, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> tuple[Drafter, Structure]:
+        return EarlyExitSource(model.exit), make_structure(method, streams, drawn, model.head, tuning)
+
+
+KIND = EarlyExitKind()

@@ -1,0 +1,365 @@
+"""Searches for the draft tree over tri-gram probabilities: ADED's PUCT search, and best-first by path probability.
+
+A state is the last n − 1 tokens (two for tri-grams). What may follow it are the successors in the table, and those in
+the overlay, whose probabilities stand for the table's; in order of probability, the overlay first among equals. All of
+it is compiled and works in arrays that are allocated once.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from draft_models.ngrams.kernels import find, mix, successors_of
+from draft_models.ngrams.overlay import slot_of
+
+_ONE = np.uint64(1)
+
+
+class Nodes(NamedTuple):
+    """Draft nodes, at most B = budget. By rank: order int64 [B], node numbers by falling path probability, and ranked
+    float64 [B], those probabilities. By node number: tokens, parents (−1: the root), depths int64 [B]."""
+
+    order: np.ndarray
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    ranked: np.ndarray
+
+
+def new_nodes(budget: int) -> Nodes:
+    """Room for a draft of up to `budget` nodes."""
+    return Nodes(*(np.empty(budget, np.int64) for _ in range(4)), np.empty(budget))  # type: ignore[call-arg]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def offer(nodes, size, done, made, token, parent, depth, prob):  # type: ignore[no-untyped-def]
+    """Put a candidate among the best, of which the first `done` are settled; the last falls out where there is no room.
+
+    Returns (size, made, number): nodes kept, node numbers given out, the candidate's own (−1: it fell out).
+    """
+    order, ranked = nodes.order, nodes.ranked
+    if size == len(order):
+        if prob <= ranked[size - 1]:
+            return size, made, np.int64(-1)
+        size -= 1
+        number = order[size]
+    else:
+        number, made = np.int64(made), made + 1
+    place = size
+    while place > done and ranked[place - 1] < prob:
+        order[place], ranked[place] = order[place - 1], ranked[place - 1]
+        place -= 1
+    order[place], ranked[place] = number, prob
+    nodes.tokens[number], nodes.parents[number], nodes.depths[number] = token, parent, depth
+    return size + 1, made, number
+
+
+@njit(cache=True, nogil=True)
+def tree_of(nodes, size):  # type: ignore[no-untyped-def]
+    """The kept nodes as (tokens, parents, path probabilities), likeliest first, parents as places in that order."""
+    tokens, parents, probs = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size)
+    places = np.empty(len(nodes.order), np.int64)
+    for place in range(size):
+        number = nodes.order[place]
+        places[number] = place
+        tokens[place], probs[place] = nodes.tokens[number], nodes.ranked[place]
+        parents[place] = places[nodes.parents[number]] if nodes.parents[number] >= 0 else -1
+    return tokens, parents, probs
+
+
+# ------------------------------------------------------------------------------------------------------- successors
+
+
+@njit(cache=True, nogil=True, inline="always")
+def enter(level, known, packed):  # type: ignore[no-untyped-def]
+    """Successors of the state `packed`: first and end of those in the table, its total, the first overlay entry, and
+    the sum of those."""
+    key = mix(packed, (level.order - 1) * level.bits)
+    index = find(level.buckets, level.shift, level.keys, key)
+    begin, end, total = 0, 0, 0.0
+    if index >= 0:
+        begin, end = successors_of(level.starts, level.tokens, index)
+        total = max(float(level.totals[index]), 1.0)
+    slot = slot_of(known, key)
+    head = np.int64(known.slots[slot].head)
+    return begin, end, total, head, known.slots[slot].sum if head >= 0 else 0.0
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _replaced(entries, head, token):  # type: ignore[no-untyped-def]
+    while head >= 0 and entries[head].token != token:
+        head = np.int64(entries[head].following)
+    return head >= 0
+
+
+@njit(cache=True, nogil=True, inline="always")
+def following(tokens, counts, entries, at, end, total, entry, head):  # type: ignore[no-untyped-def]
+    """The next likeliest successor: (token or −1, probability, and where to go on: at, entry)."""
+    while at < end and head >= 0 and _replaced(entries, head, tokens[at]):
+        at += 1
+    probability = counts[at] / total if at < end else -1.0
+    if entry >= 0 and entries[entry].weight >= probability:
+        raised = entries[entry]
+        return np.int64(raised.token), raised.weight, at, np.int64(raised.following)
+    if at < end:
+        return np.int64(tokens[at]), probability, at + 1, entry
+    return np.int64(-1), 0.0, at, entry
+
+
+@njit(cache=True, nogil=True)
+def shifted(level, packed, token):  # type: ignore[no-untyped-def]
+    """The state after `token` is appended to the state `packed`."""
+    mask = (_ONE << np.uint64((level.order - 1) * level.bits)) - _ONE
+    return ((packed << np.uint64(level.bits)) | np.uint64(token)) & mask
+
+
+@njit(cache=True, nogil=True)
+def state_of(level, ids, stop, vocabulary):  # type: ignore[no-untyped-def]
+    """The state at the end of ids[:stop], and whether it is one: long enough, every id within the table."""
+    packed = np.uint64(0)
+    if stop < level.order - 1:
+        return packed, False
+    for i in range(stop - level.order + 1, stop):
+        if ids[i] >= vocabulary:
+            return packed, False
+        packed = shifted(level, packed, ids[i])
+    return packed, True
+
+
+# ------------------------------------------------------------------------------------------------------- best first
+
+
+@njit(cache=True, nogil=True)
+def best_first(level, known, ids, stop, vocabulary, depth, nodes, states):  # type: ignore[no-untyped-def]
+    """The nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; `tree_of` them.
+
+    A child is never likelier than its parent, so the best nodes are settled in order. states: uint64 [B], scratch.
+    """
+    root, inside = state_of(level, ids, stop, vocabulary)
+    size, done, made = 0, -1, 0
+    tokens, counts, entries = level.tokens, level.counts, known.entries
+    budget = len(nodes.order)
+    while inside and done < size:
+        parent, path, below, packed = np.int64(-1), 1.0, 1, root
+        if done >= 0:
+            parent, path = nodes.order[done], nodes.ranked[done]
+            below, packed = nodes.depths[parent] + 1, states[parent]
+        done += 1
+        if below > depth or (size == budget and path <= nodes.ranked[size - 1]):
+            continue
+        begin, end, total, head, _ = enter(level, known, packed)
+        at, entry = begin, head
+        while True:
+            token, probability, at, entry = following(tokens, counts, entries, at, end, total, entry, head)
+            if token < 0 or (size == budget and path * probability <= nodes.ranked[size - 1]):
+                break
+            size, made, number = offer(nodes, size, done, made, token, parent, below, path * probability)
+            states[number] = shifted(level, packed, token)
+    return tree_of(nodes, size)
+
+
+# ------------------------------------------------------------------------------------------- PUCT (ADED, Algorithm 1)
+
+
+_INTEGERS = "token parent depth first last sibling visits chosen at end head entry ahead"
+_NUMBERS = "prob score value prospect total ahead_prob"
+# A node of the search tree. Children are first visited in order of probability, so those visited are a linked list
+# (first, sibling, last) and the rest wait behind `at` and `entry` (see `following`; at −1: not expanded), the next of
+# them being `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
+_SEARCH_NODE = np.dtype(
+    [("state", np.uint64)]
+    + [(name, np.int64) for name in _INTEGERS.split()]
+    + [(name, np.float64) for name in _NUMBERS.split()]
+)
+
+
+def new_search(iterations: int) -> np.ndarray:
+    """Room for a search tree of `iterations`, each of which adds at most two nodes."""
+    return np.zeros(2 * iterations + 1, _SEARCH_NODE)
+
+
+def exploration(iterations: int, c1: float, c2: float) -> np.ndarray:
+    """E · √ΣN by ΣN = 0 … iterations (ADED eqs. 2 and 3)."""
+    total = np.arange(iterations + 1)
+    return (c1 + np.log((total + c2 + 1) / c2)) * np.sqrt(total)
+
+
+@njit(cache=True, nogil=True)
+def next_random(seed):  # type: ignore[no-untyped-def]
+    """A number in [0, 1); advances `seed`, uint64 [1] (splitmix64)."""
+    seed[0] += np.uint64(0x9E3779B97F4A7C15)
+    x = seed[0]
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return float((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
+@njit(cache=True, nogil=True)
+def _add_node(search, node, token, parent, depth, packed, prob):  # type: ignore[no-untyped-def]
+    search[node].token, search[node].parent, search[node].depth = token, parent, depth
+    search[node].first, search[node].last, search[node].sibling = -1, -1, -1
+    search[node].visits, search[node].chosen, search[node].score = 0, 0, 0.0
+    search[node].at, search[node].ahead = -1, -1
+    search[node].state, search[node].prob = packed, prob
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _look_ahead(search, node, level, known):  # type: ignore[no-untyped-def]
+    at, end, total = search[node].at, search[node].end, search[node].total
+    search[node].ahead, search[node].ahead_prob, search[node].at, search[node].entry = following(
+        level.tokens, level.counts, known.entries, at, end, total, search[node].entry, search[node].head
+    )
+
+
+@njit(cache=True, nogil=True)
+def _expand(search, node, level, known, widest):  # type: ignore[no-untyped-def]
+    begin, end, total, head, _ = enter(level, known, search[node].state)
+    search[node].at, search[node].end, search[node].total = begin, min(end, begin + widest), total
+    search[node].head, search[node].entry = head, head
+    _look_ahead(search, node, level, known)
+
+
+@njit(cache=True, nogil=True)
+def _visit_next(search, node, made, level, known):  # type: ignore[no-untyped-def]
+    """Make the likeliest child not visited yet node number `made`."""
+    packed = shifted(level, search[node].state, search[node].ahead)
+    _add_node(search, made, search[node].ahead, node, search[node].depth + 1, packed, search[node].ahead_prob)
+    if search[node].first < 0:
+        search[node].first = made
+    else:
+        search[search[node].last].sibling = made
+    search[node].last = made
+    _look_ahead(search, node, level, known)
+
+
+@njit(cache=True, nogil=True)
+def _select(search, node, explore):  # type: ignore[no-untyped-def]
+    """The child with the largest PUCT value, the likelier one among equals; −1: the likeliest not visited yet.
+
+    A child that was never visited has Q = N = 0, so the likeliest of them stands for all.
+    """
+    factor = explore[search[node].chosen]
+    best, best_value = -1, -1.0
+    child = search[node].first
+    while child >= 0:
+        value = search[child].value + factor * search[child].prospect
+        if value > best_value:
+            best, best_value = child, value
+        child = search[child].sibling
+    if search[node].ahead >= 0 and factor * search[node].ahead_prob > best_value:
+        return -1
+    return best
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _sample(level, known, begin, end, total, head, mass, seed):  # type: ignore[no-untyped-def]
+    """A successor drawn in proportion to its probability: (token or −1, probability).
+
+    mass: of those in the overlay. What hits a successor in the table that the overlay replaces is drawn again.
+    """
+    kept = np.int64(0)
+    for at in range(begin, end):
+        kept += np.int64(level.counts[at])
+    share = kept / total if end > begin else 0.0
+    if mass + share <= 0:
+        return np.int64(-1), 0.0
+    while True:
+        height = next_random(seed) * (mass + share)
+        entry = head
+        while entry >= 0:
+            height -= known.entries[entry].weight
+            if height < 0:
+                return np.int64(known.entries[entry].token), known.entries[entry].weight
+            entry = np.int64(known.entries[entry].following)
+        left = np.int64(height * total)
+        for at in range(begin, end):
+            left -= np.int64(level.counts[at])
+            if left < 0:
+                if _replaced(known.entries, head, level.tokens[at]):
+                    break
+                return np.int64(level.tokens[at]), level.counts[at] / total
+
+
+@njit(cache=True, nogil=True)
+def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, found, nodes):  # type: ignore[no-untyped-def]
+    """ADED's search under ids[:stop]: the tree of the `sentences` best ones of up to `depth` tokens; as `tree_of`.
+
+    Each iteration selects down to a state not expanded yet, expands it, goes to its likeliest child, completes the
+    sentence with sampled successors, and adds its score 1 + Σ P to every node it passed. Of a state's successors in
+    the table the `widest` likeliest count. explore: see `exploration`; as many iterations as it has entries, less one.
+    `found`: int64 [iterations, depth] and float64 [iterations], scratch for the sentences and their scores.
+    """
+    words, scores = found
+    packed, inside = state_of(level, ids, stop, vocabulary)
+    if not inside:
+        return tree_of(nodes, 0)
+    _add_node(search, 0, -1, -1, 0, packed, 0.0)
+    made = 1
+    for iteration in range(len(explore) - 1):
+        node = 0
+        while search[node].at >= 0 and search[node].first >= 0 and search[node].depth < depth:
+            child = _select(search, node, explore)
+            if child < 0:
+                child, made = made, made + 1
+                _visit_next(search, node, child, level, known)
+            node = child
+        ended = search[node].at >= 0  # expanded before, and nothing follows it
+        if not ended and search[node].depth < depth:
+            _expand(search, node, level, known, widest)
+            ended = search[node].ahead < 0
+            if not ended:
+                _visit_next(search, node, made, level, known)
+                node, made = made, made + 1
+        length, score, passed = search[node].depth, 1.0, node
+        while passed > 0:
+            words[iteration, search[passed].depth - 1] = search[passed].token
+            score += search[passed].prob
+            passed = search[passed].parent
+        packed = search[node].state
+        while length < depth and not ended:
+            begin, end, total, head, mass = enter(level, known, packed)
+            token, prob = _sample(level, known, begin, min(end, begin + widest), total, head, mass, seed)
+            ended = token < 0
+            if not ended:
+                words[iteration, length] = token
+                length, score, packed = length + 1, score + prob, shifted(level, packed, token)
+        if length < depth:
+            words[iteration, length] = -1
+        scores[iteration] = score
+        while node >= 0:
+            search[node].visits += 1
+            search[node].score += score
+            search[node].value = search[node].score / search[node].visits
+            search[node].prospect = search[node].prob / (1 + search[node].visits)
+            parent = search[node].parent
+            if parent >= 0:
+                search[parent].chosen += 1
+            node = parent
+    return _join(words[: len(explore) - 1], scores[: len(explore) - 1], sentences, depth, nodes)
+
+
+@njit(cache=True, nogil=True)
+def _join(words, scores, sentences, depth, nodes):  # type: ignore[no-untyped-def]
+    """The tree of the best sentences, shared beginnings once, within the node budget; parents as places."""
+    budget, size, kept = len(nodes.order), 0, 0
+    for iteration in np.argsort(-scores, kind="mergesort"):
+        if kept == sentences or size == budget:
+            break
+        parent, fresh = -1, False
+        for place in range(depth):
+            token = words[iteration, place]
+            if token < 0:
+                break
+            node = parent + 1
+            while node < size and (nodes.parents[node] != parent or nodes.tokens[node] != token):
+                node += 1
+            if node == size:
+                if size == budget:
+                    break
+                nodes.order[size], nodes.tokens[size], nodes.parents[size] = size, token, parent
+                nodes.ranked[size] = scores[iteration]
+                size, fresh = size + 1, True
+            parent = node
+        kept += fresh
+    return tree_of(nodes, size)

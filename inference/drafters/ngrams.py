@@ -1,0 +1,234 @@
+"""Drafting from an n-gram table: ADED's tri-gram search with adaptation, and a mixture of longer contexts.
+
+Sources and structures in one, like `inference.drafters.lookup`: neither runs a model, and both see nothing but tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, with_room
+from draft_models.ngrams.table import TrigramTable, make_level
+from draft_models.ngrams.table_files import table_digest
+from draft_models.target.open_target import OpenTarget
+from draft_models.target.stack import LayerStack
+from inference.auto.policy import Tuning
+from inference.drafters.interface import Drafter
+from inference.drafters.ngram_mixing import CANDIDATES, CORPUS_ORDERS, learn_text, mixed_best_first, new_weights
+from inference.drafters.ngram_search import best_first, exploration, new_nodes, new_search, puct
+from inference.session import TargetSession
+from inference.settings import MethodConfig, NgramConfig
+from inference.structures.factory import RoundSource, Structure
+from inference.tree import DraftTree
+from outrider.errors import UserError, require
+from outrider.streams import Streams
+
+_Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
+
+
+class _OverText(ABC):
+    """Keeps the text as an array of ids and has every token of it learnt once, in order."""
+
+    split = 0
+
+    def __init__(self, max_rows: int):
+        self.max_rows = max_rows
+        self.totals: dict[str, float] = {}
+
+    def begin(self, session: TargetSession) -> None:
+        prompt = session.tokens.tolist()
+        self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
+        self._length = self._learnt = 0
+        self._reset()
+        self._append(prompt)
+        self._learn_prompt(self._ids, self._length)
+        self._learnt = self._length
+
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+        self._reserve(1)
+        self._ids[self._length] = int(root)  # committed, but only with the round it opens
+        self._learn(self._ids, self._learnt, self._length + 1)
+        self._learnt = self._length + 1
+        if limit <= 0:
+            return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
+        tokens, parents, probs = self._search(self._ids, self._length + 1, limit)
+        return DraftTree(
+            torch.from_numpy(tokens).to(root.device),
+            tuple(parents.tolist()),
+            (-1,) * len(tokens),
+            None if probs is None else torch.from_numpy(probs),
+        )
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:  # noqa: B027
+        """A draft teaches nothing but what the text then says."""
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        self._append(tokens)
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._reserve(len(tokens))
+        self._ids[self._length : self._length + len(tokens)] = tokens
+        self._length += len(tokens)
+
+    def _reserve(self, more: int) -> None:
+        if self._length + more > len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(len(self._ids) + more, np.int64)])
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """A new text begins."""
+
+    @abstractmethod
+    def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
+        """Learn from ids[start : stop], which follow what was learnt before."""
+
+    def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
+        self._learn(ids, 0, stop)
+
+    @abstractmethod
+    def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
+        """The draft under ids[:stop], no deeper than `limit`."""
+
+
+class TrigramDrafter(_OverText):
+    """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
+
+    overlay: adapt this one and keep what it learns from one generation to the next (`adapt` off: it only reads it);
+    by default every prompt begins with an empty one. Raises `UserError` if it is of another table or order.
+    """
+
+    def __init__(self, table: TrigramTable, config: NgramConfig, seed: int, overlay: Overlay | None = None):
+        super().__init__(config.nodes)
+        if overlay is not None and (overlay.table is not table or overlay.order != config.order):
+            whose = "this" if overlay.table is table else "another"
+            raise UserError(
+                f"overlay: of order {overlay.order} over {whose} n-gram table, expected order {config.order} over this "
+                f"one; make it with Overlay(table, {config.order})"
+            )
+        self.table, self.config, self.seed = table, config, seed
+        self._keep = overlay is not None
+        self.overlay = overlay or Overlay(table, config.order, config.increment, config.max_probability)
+        self._nodes = new_nodes(config.nodes)
+        if config.search == "puct":
+            self._tree = new_search(config.iterations)
+            self._explore = exploration(config.iterations, config.c1, config.c2)
+            self._found = (np.empty((config.iterations, config.depth), np.int64), np.empty(config.iterations))
+        else:
+            self._states = np.empty(config.nodes, np.uint64)
+
+    def _reset(self) -> None:
+        self._seed = np.array([self.seed % 2**64], np.uint64)
+        if not self._keep:
+            self.overlay.reset()
+
+    def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
+        if self.config.adapt:
+            self.overlay.learn(ids, start, stop)
+
+    def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
+        config, overlay = self.config, self.overlay
+        place = (overlay.level, overlay.known, ids, stop, self.table.vocabulary, min(limit, config.depth))
+        if config.search == "best_first":
+            return best_first(*place, self._nodes, self._states)
+        size = (config.widest, self._explore, config.sentences)
+        tokens, parents, _ = puct(*place, *size, self._seed, self._tree, self._found, self._nodes)
+        return tokens, parents, None  # scores of sentences are no path probabilities
+
+
+class MixedDrafter(_OverText):
+    """The mixture of `inference.drafters.ngram_mixing`, best-first. Uses the orders 2 to 4 that the table has."""
+
+    def __init__(self, table: TrigramTable, config: NgramConfig):
+        super().__init__(config.nodes)
+        self.table, self.config = table, config
+        self._levels = tuple(_level_or_empty(table, order) for order in CORPUS_ORDERS)
+        self._nodes = new_nodes(config.nodes)
+        self._recent = np.empty(max(config.longest, max(CORPUS_ORDERS) - 1), np.int64)
+        self._slots = np.empty(config.longest, np.int64)
+        self._scratch = (self._recent, self._slots, np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES))
+
+    def _reset(self) -> None:
+        self.index = TextIndex(self.config.longest, self.config.decay)
+        self.weights = new_weights(self.config.longest)
+
+    def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
+        self.index.learn(ids, 0, stop)  # what a user wrote says little about how the target follows its sources
+
+    def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
+        index, config = self.index, self.config
+        index.known = with_room(index.known, config.longest * (stop - start))
+        learn_text(
+            self._levels, index.known, config.longest, config.decay, self.weights, config.strength,
+            self.table.vocabulary, ids, start, stop, self._recent, self._slots,
+        )  # fmt: skip
+
+    def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
+        config = self.config
+        return mixed_best_first(
+            self._levels, self.index.known, config.longest, self.weights, self.table.vocabulary,
+            ids, stop, min(limit, config.depth), self._nodes, self._scratch,
+        )  # fmt: skip
+
+
+def make_ngram_drafter(table: TrigramTable, config: NgramConfig, seed: int) -> TrigramDrafter | MixedDrafter:
+    """The drafter of `config` over `table`, fresh. Raises `UserError` where the table lacks what it needs."""
+    if config.evidence == "mixed":
+        return MixedDrafter(table, config)
+    return TrigramDrafter(table, config, seed)
+
+
+def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:
+    if order in table.levels:
+        return flat(table.levels[order])
+    nothing = np.empty(0, np.uint32)
+    return flat(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))
+
+
+def open_table(where: str, digest: str, vocabulary: int | None = None) -> TrigramTable:
+    """The n-gram table in `where`.
+
+    digest: `vocabulary_digest` of the target's tokenizer; vocabulary: the target's, which every id must be in. Raises
+    `UserError` for a table of another tokenizer, or a damaged one.
+    """
+    table = TrigramTable.open(where)
+    table.require_tokenizer(digest, f"table={where}")
+    limit = table.vocabulary if vocabulary is None else vocabulary
+    require(table.vocabulary <= limit, "table", where, f"ids below the target's {limit}, not {table.vocabulary}")
+    return table
+
+
+class NgramKind:
+    """See `inference.drafters.registry.Runtime`. The model is a `TrigramTable`."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {"table": None if where is None else table_digest(Path(where))[:16]}
+
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Any
+    ) -> TrigramTable | None:
+        if all(method.source != "ngrams" for method in methods.values()):
+            return None
+        return open_table(where, target.vocabulary_digest, target.vocabulary_size)
+
+    def prepare(self, model: TrigramTable, stack: LayerStack) -> None:
+        pass
+
+    def context(self, model: TrigramTable) -> int | None:
+        return None
+
+    def stacks(self, model: TrigramTable) -> list[LayerStack]:
+        return []
+
+    def make(
+        self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> tuple[Drafter, Structure]:
+        ngrams = make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64))
+        return ngrams, ngrams
+
+
+KIND = NgramKind()

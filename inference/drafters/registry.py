@@ -1,0 +1,145 @@
+"""The kinds of drafters, by the name that a method's `source` has: the only list of them.
+
+A kind says here what settings need to know, without importing torch. Everything else that the rest of the runtime asks
+of a kind is its `Runtime`, which is imported when a method of that kind is used.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from draft_models.target.open_target import OpenTarget
+    from draft_models.target.stack import LayerStack
+    from inference.auto.policy import Tuning
+    from inference.drafters.interface import Drafter
+    from inference.settings import MethodConfig
+    from inference.structures.factory import Structure
+    from outrider.streams import Streams
+
+
+class Runtime(Protocol):
+    """What decoding asks of a kind. `model` is whatever its `load` returned."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        """What of the model in `where` decides results, JSON-able, with the same keys where there is none."""
+        ...
+
+    def load(
+        self,
+        where: str,
+        target: "OpenTarget",
+        methods: Mapping[str, "MethodConfig"],
+        *,
+        dtype: "torch.dtype",
+        device: "torch.device",
+    ) -> Any:
+        """The model in `where`, for this target and these methods. Raises `UserError` where it is unusable."""
+        ...
+
+    def prepare(self, model: Any, stack: "LayerStack") -> None:
+        """Make the model ready to decode beside the target `stack`."""
+        ...
+
+    def context(self, model: Any) -> int | None:
+        """The positions that the model can hold, None where it has no limit of its own."""
+        ...
+
+    def stacks(self, model: Any) -> "list[LayerStack]":
+        """The stacks that it runs in sessions of their own."""
+        ...
+
+    def make(
+        self, model: Any, method: "MethodConfig", streams: "Streams", *, drawn: bool, tuning: "Tuning | None"
+    ) -> "tuple[Drafter, Structure]":
+        """A drafter and the structure of its drafts, fresh for one generation (see `make_drafting`)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What settings need to know of a kind of drafter.
+
+    runtime: "module:name" of its `Runtime`. option: the option of evaluate-checkpoint that says where its model lies,
+    and needs: what has to lie there; None and "": it has no model. shaped: a structure and a stop rule shape its
+    drafts. own: the fields of a method, or of its stop rule as "stop.max_draft", that it reads besides; no kind reads
+    another's. hidden: it has hidden states that a calibration head can read. card: its directory has a README.md.
+    tiny: what `save_tiny_models` calls one of it.
+    """
+
+    name: str
+    runtime: str
+    option: str | None = None
+    needs: str = ""
+    shaped: bool = True
+    own: tuple[str, ...] = ()
+    hidden: bool = False
+    card: bool = False
+    tiny: str | None = None
+
+    @property
+    def sees_tokens_only(self) -> bool:
+        """Whether a recording can stand in for the target."""
+        return not self.shaped
+
+    def load_runtime(self) -> Runtime:
+        """Its `Runtime`."""
+        module, _, name = self.runtime.partition(":")
+        runtime: Runtime = getattr(import_module(module), name)
+        return runtime
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def register(kind: Kind) -> Kind:
+    """Make `kind` known; a name is given once."""
+    if kind.name in KINDS:
+        raise ValueError(f"a kind of drafter called {kind.name!r} is registered already")
+    KINDS[kind.name] = kind
+    return kind
+
+
+register(
+    Kind(
+        "early_exit",
+        "inference.drafters.early_exit:KIND",
+        option="checkpoint",
+        needs="an early-exit drafter directory",
+        hidden=True,
+        card=True,
+        tiny="early_exit",
+    )
+)
+register(
+    Kind(
+        "small_lm",
+        "inference.drafters.small_lm:KIND",
+        option="small_lm",
+        needs="a causal LM directory or Hub name",
+        card=True,
+        tiny="small_lm",
+    )
+)
+register(
+    Kind(
+        "prompt_lookup",
+        "inference.drafters.lookup:KIND",
+        shaped=False,
+        own=("max_ngram", "stop.max_draft"),
+    )
+)
+register(
+    Kind(
+        "ngrams",
+        "inference.drafters.ngrams:KIND",
+        option="table",
+        needs="an n-gram table directory (data_prep/build_trigrams.py)",
+        shaped=False,
+        own=("ngrams",),
+        tiny="table",
+    )
+)

@@ -1,0 +1,167 @@
+"""A small causal LM drafts, beside the target."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draft_models.small_lm import SmallLM, load_small_lm
+from draft_models.target.architectures import position_limit
+from draft_models.target.attention import Band
+from draft_models.target.model_identity import model_identity
+from draft_models.target.open_target import OpenTarget
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_files import open_tensors
+from draft_models.target.whole_model import PlainLM, RowCache
+from inference.auto.policy import Tuning
+from inference.drafters.interface import Drafter
+from inference.fused_layers import lay_out
+from inference.rows import Rows, unpack
+from inference.session import TargetSession
+from inference.settings import MethodConfig
+from inference.structures.factory import Structure, make_structure
+from inference.tree import chain_parents
+from outrider.errors import UserError
+from outrider.streams import Streams
+
+
+class SmallLMSource:
+    """A small LM that shares nothing with the target but the vocabulary.
+
+    It runs as a session of its own, over all its layers or by its own forward. A row that was verified without
+    having been extended is unknown to it; its token waits in `_pending` and goes in, in front of the root, with
+    the next extension. Logits are cut or padded with −∞ to the target's vocabulary size.
+    """
+
+    split = 0
+    hidden: Tensor
+
+    def __init__(self, lm: SmallLM):
+        self.lm = lm
+
+    def begin(self, session: TargetSession) -> None:
+        """Raises `UserError` where the text may grow beyond the positions that the model has learned."""
+        limit = position_limit(self.lm.config)
+        if limit is not None and session.context > limit:
+            raise UserError(
+                f"prompt + max_new_tokens = {session.context} positions, but the drafter has learned only {limit}; "
+                "shorten one of them, or use a drafter with a longer context"
+            )
+        self.target = session
+        self.vocabulary = session.stack.config.vocab_size
+        prompt = session.tokens.to(self.lm.device)
+        self.session: TargetSession | PlainSession
+        if isinstance(self.lm, PlainLM):
+            self.session = PlainSession(self.lm, prompt, session.capacity)
+        else:
+            self.session = session.beside(self.lm)
+            self.session.feed(prompt, chain_parents(0, len(prompt)))
+            self.session.commit(range(len(prompt)))
+        self._pending = prompt[:0]
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        waiting = len(self._pending)
+        first = self.session.rows == 0
+        if first and waiting:
+            tokens, parents = torch.cat([self._pending, tokens]), chain_parents(0, waiting + len(parents))
+        elif waiting:
+            parents = [parent + waiting for parent in parents]
+        skip = waiting if first else 0
+        hidden, logits = self.session.extend(tokens, parents, len(parents) - skip)
+        self.hidden = hidden[skip:]
+        return fit_vocabulary(logits, self.vocabulary)
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self.target.target_hidden
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        waiting = len(self._pending)
+        extended = self.session.rows - waiting  # not positive: nothing was, and the pending ones go on waiting
+        known = [row for row in rows if 0 <= row < extended]
+        unknown = torch.tensor(tokens[len(known) :], dtype=torch.long, device=self.lm.device)
+        if extended > 0:
+            self.session.commit([*range(waiting), *(row + waiting for row in known)])
+            self._pending = unknown
+        else:
+            self._pending = torch.cat([self._pending, unknown])
+
+
+class PlainSession:
+    """What `SmallLMSource` needs of a `TargetSession`, over a model that is run by its own forward."""
+
+    def __init__(self, lm: PlainLM, prompt: Tensor, capacity: int):
+        self.lm = lm
+        self.cache = RowCache(capacity)
+        self.base = len(prompt)
+        self._round = Rows()
+        places = torch.arange(len(prompt), device=lm.device)
+        for start in range(0, len(prompt), Band.BLOCK):  # a mask of all of a long text would be its square
+            part, seen = slice(start, start + Band.BLOCK), places[: start + Band.BLOCK]
+            lm.rows(prompt[part], places[part], seen <= places[part, None], self.cache, last_only=True)
+
+    @property
+    def rows(self) -> int:
+        """Rows of this round that have been fed."""
+        return len(self._round)
+
+    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
+        """Add rows as `TargetSession.extend` does, with the same results."""
+        start, device = self.rows, self.lm.device
+        self._round.add(parents)
+        lineages, depths = self._round.lineages[start:], self._round.depths[start:]
+        closure = torch.from_numpy(unpack(lineages, self.rows)).to(device)
+        visible = torch.cat([closure.new_ones(len(parents), self.base), closure], dim=1)
+        positions = self.base + torch.tensor(depths, device=device)
+        hidden, logits = self.lm.rows(tokens, positions, visible, self.cache)
+        return hidden, logits[-wanted:]
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """End the round: keep `rows`, an ascending path from row 0, and drop the others."""
+        self.cache.keep(self.base, rows)
+        self.base += len(rows)
+        self._round = Rows()
+
+
+def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """logits [n, V'] with the vocabulary axis cut to `size`, or padded to it with −∞."""
+    if logits.shape[-1] >= size:
+        return logits[..., :size]
+    return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
+
+
+class SmallLMKind:
+    """See `inference.drafters.registry.Runtime`. The model is a `SmallLM`."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {"small_lm": None if where is None else model_identity(open_tensors(where))}
+
+    def load(
+        self,
+        where: str,
+        target: OpenTarget,
+        methods: Mapping[str, MethodConfig],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> SmallLM:
+        return load_small_lm(where, target.tokenizer, dtype=dtype, device=device)
+
+    def prepare(self, model: SmallLM, stack: LayerStack) -> None:
+        lay_out(model, stack)
+
+    def context(self, model: SmallLM) -> int | None:
+        return position_limit(model.config)
+
+    def stacks(self, model: SmallLM) -> list[LayerStack]:
+        return [model] if isinstance(model, LayerStack) else []
+
+    def make(
+        self, model: SmallLM, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> tuple[Drafter, Structure]:
+        return SmallLMSource(model), make_structure(method, streams, drawn, None, tuning)
+
+
+KIND = SmallLMKind()

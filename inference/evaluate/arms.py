@@ -1,0 +1,334 @@
+"""Measuring: several ways of decoding, run in turn on the same prompts, and whether they emit the same tokens."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from draft_models.target.attention import stock_attention
+from draft_models.target.stack import LayerStack
+from inference.acceptance import Chooser
+from inference.auto.policy import Tuning
+from inference.decode import Clock, Round, autoregressive, cut, speculative, until
+from inference.drafters.interface import Drafter
+from inference.drafters.registry import KINDS
+from inference.evaluate.lossless import Deviation, Forced, make_reference
+from inference.fused_layers import lay_out
+from inference.generation_config import generate_settings, make_sampler
+from inference.runtime import Runtime
+from inference.sampling import Sampler
+from inference.settings import MethodConfig, SamplingConfig
+from inference.stop_strings import StopStrings
+from inference.structures.factory import Structure
+from outrider.streams import Streams
+
+GREEDY = SamplingConfig()
+AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
+
+
+class PromptLike(Protocol):
+    """What evaluation needs to know of a prompt (see `data_prep.text.prompts.Prompt`)."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def category(self) -> str: ...
+    @property
+    def turns(self) -> tuple[str, ...]: ...
+    @property
+    def chat(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt continued by one arm. `rounds` leaves the prefill out; seconds are wall clock."""
+
+    tokens: tuple[int, ...]
+    prefill_seconds: float
+    decode_seconds: float
+    rounds: tuple[Round, ...] = ()
+    totals: Mapping[str, float] = field(default_factory=dict)  # of the structure (see `Structure.totals`)
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt continued by every arm.
+
+    profiles: runs of our arms with a clock that waits for the device, where the timed ones' does not (CUDA);
+    they say how a round's time divides. deviations: of the arms that were judged (see `lossless`). answer:
+    what plain decoding said first, whichever of its repeats counts. conversation: the id of the prompt that this is
+    one of several turns of.
+    """
+
+    prompt_id: str
+    category: str
+    prompt: tuple[int, ...]
+    generations: Mapping[str, Generation]
+    reference: str
+    profiles: Mapping[str, Generation] = field(default_factory=dict)
+    deviations: Mapping[str, Deviation] = field(default_factory=dict)
+    answer: tuple[int, ...] = ()
+    conversation: str | None = None
+
+    @property
+    def unit(self) -> str:
+        """What an interval takes for one observation: the conversation, as its turns are alike."""
+        return self.prompt_id if self.conversation is None else self.conversation
+
+    def identical(self, arm: str) -> bool:
+        """Whether `arm` emitted exactly the reference arm's tokens."""
+        return self.generations[arm].tokens == self.generations[self.reference].tokens
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A turn that was not measured, and why."""
+
+    prompt_id: str
+    reason: str
+
+
+Arm = Callable[[Sequence[int], Streams], Generation]  # of a prompt's ids, by this generation's streams of randomness
+Choosing = Callable[[Chooser], Chooser]
+MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # with other choosers in the place of their own
+
+
+Drafters = Mapping[str, Any]  # the loaded model of each kind (see `inference.drafters.registry`) that has one
+
+
+def make_drafting(
+    method: MethodConfig,
+    drafters: Drafters,
+    streams: Streams,
+    drawn: bool = False,
+    tuning: Tuning | None = None,
+) -> tuple[Drafter, Structure]:
+    """The source and structure of `method`, fresh for the one generation that `streams` belong to.
+
+    drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.auto.probe`).
+    """
+    kind = KINDS[method.source]
+    return kind.load_runtime().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
+
+
+def make_arms(
+    stack: LayerStack,
+    drafters: Drafters,
+    methods: Mapping[str, MethodConfig],
+    plain: PreTrainedModel | None,
+    *,
+    max_new_tokens: int,
+    eos: Collection[int],
+    sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
+    stops: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    runtime: Runtime | None = None,
+    tunings: Mapping[str, Tuning] | None = None,
+    clock: Clock = time.perf_counter,
+    choosing: Choosing = lambda chooser: chooser,
+) -> dict[str, Arm]:
+    """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
+
+    sampling: how all of them choose tokens; generation: the target's own config, for what else acts on the choice. Of
+    the streams that an arm is given it takes those within its name, one for each use. stops: strings that end a text,
+    which need the `tokenizer`. runtime: how the passes of all but `generate` run; None: eagerly. tunings: of the
+    methods with sizes of "auto" (see `inference.auto.probe`). choosing: puts another chooser in the place of an arm's.
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
+    ours: dict[str, Any] = {**options, "runtime": runtime, "clock": clock}
+    settings = generate_settings(generation, sampling, **options)
+    ends = None
+    if stops:
+        assert tokenizer is not None
+        ends = StopStrings(stops, tokenizer).first_end
+
+    def run(rounds: Iterator[Round], prompt: Sequence[int]) -> Generation:
+        return collect(rounds if ends is None else until(rounds, prompt, ends), clock)
+
+    def sampler_for(prompt: Sequence[int]) -> Sampler | None:
+        return make_sampler(settings, sampling, prompt, stack.device)
+
+    sampled = sampling.temperature > 0
+
+    def choose_by(streams: Streams, prompt: Sequence[int], naive: bool = False) -> Chooser:
+        return choosing(Chooser(sampler_for(prompt), streams.of("verify") if sampled else None, naive=naive))
+
+    def autoregress(prompt: Sequence[int], streams: Streams) -> Generation:
+        chooser = choose_by(streams.within(AUTOREGRESSIVE), prompt)
+        return run(autoregressive(stack, prompt, chooser=chooser, **ours), prompt)
+
+    def drafting(name: str, method: MethodConfig) -> Arm:
+        tuning = tunings.get(name) if tunings else None
+
+        def draft(prompt: Sequence[int], streams: Streams) -> Generation:
+            own = streams.within(name)
+            source, structure = make_drafting(method, drafters, own, sampled, tuning)
+            chooser = choose_by(own, prompt, naive=method.verify == "naive")
+            decoded = run(speculative(stack, source, structure, prompt, chooser=chooser, **ours), prompt)
+            return replace(decoded, totals=dict(structure.totals))
+
+        return draft
+
+    arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(name, method) for name, method in methods.items()}}
+    if runtime is not None:
+        arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
+    if plain is not None:
+        arms[TRANSFORMERS] = lambda prompt, streams: transformers_generate(
+            plain,
+            prompt,
+            sampling=sampling,
+            generation=generation,
+            seed=streams.number(TRANSFORMERS, "sample", bits=64),
+            stops=stops,
+            tokenizer=tokenizer,
+            **options,
+        )
+    return arms
+
+
+def without_captures(arm: Arm, runtime: Runtime) -> Arm:
+    """`arm`, run again where it captured graphs on its way: what that takes is none of decoding's time."""
+
+    def settled(prompt: Sequence[int], streams: Streams) -> Generation:
+        while True:
+            before = runtime.captures
+            generation = arm(prompt, streams)
+            if runtime.captures == before:
+                return generation
+
+    return settled
+
+
+def prepare(stack: LayerStack, drafters: Drafters) -> None:
+    """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
+    lay_out(stack, stack)
+    for name, model in drafters.items():
+        KINDS[name].load_runtime().prepare(model, stack)
+
+
+def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
+    """Run a decoding generator to its end, timing prefill and decoding apart."""
+    started = clock()
+    first = next(rounds)
+    prefilled = clock()
+    rest = tuple(rounds)
+    ended = clock()
+    tokens = tuple(token for r in (first, *rest) for token in r.tokens)
+    return Generation(tokens, prefilled - started, ended - prefilled, rest)
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when the first new token arrives, which is when prefill is over."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.at = 0.0
+
+    def put(self, value: object) -> None:
+        self.calls += 1
+        if self.calls == 2:  # the first call hands over the prompt
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+def transformers_generate(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos: Collection[int],
+    sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
+    seed: int = 0,
+    stops: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Generation:
+    """The target through transformers' own `generate`, with its own attention and cache.
+
+    generation: the target's own config, of which it keeps what `generate_settings` does not replace.
+    """
+    ids = torch.tensor([prompt], device=model.device)
+    settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos, stops=stops)
+    model.generation_config = settings
+    ends: dict[str, Any] = {"tokenizer": tokenizer} if stops else {}
+    first = _FirstToken()
+    with stock_attention(model), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        started = time.perf_counter()
+        out = model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first, **ends
+        )
+        ended = time.perf_counter()
+    tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
+    return Generation(tokens, first.at - started, ended - first.at)
+
+
+def synchronized_clock() -> float:
+    """`time.perf_counter` after the CUDA device has finished what it was given."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(
+    arms: Mapping[str, Arm],
+    prompt: Sequence[int],
+    *,
+    prompt_id: str,
+    category: str,
+    repeats: int,
+    turn: int,
+    conversation: str | None = None,
+    seed: int = 0,
+    profilers: Mapping[str, Arm] | None = None,
+) -> PromptResult:
+    """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
+
+    Of an arm's repeats the one with the median decoding time counts. `profilers` do the first of them again, untimed.
+    """
+    streams = [Streams(seed, prompt_id, repeat) for repeat in range(repeats)]
+    names = list(arms)
+    runs: dict[str, list[Generation]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        shift = (turn + repeat) % len(names)
+        for name in names[shift:] + names[:shift]:
+            runs[name].append(arms[name](prompt, streams[repeat]))
+    middle = {
+        name: sorted(generations, key=lambda g: g.decode_seconds)[(repeats - 1) // 2]
+        for name, generations in runs.items()
+    }
+    reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
+    profiles = {name: profiler(prompt, streams[0]) for name, profiler in (profilers or {}).items()}
+    answer = runs[AUTOREGRESSIVE][0].tokens
+    return PromptResult(
+        prompt_id, category, tuple(prompt), middle, reference, profiles, answer=answer, conversation=conversation
+    )
+
+
+def measure_deviations(
+    plain: PreTrainedModel, result: PromptResult, make: MakeArms, streams: Streams
+) -> dict[str, Deviation]:
+    """How far every arm of this runtime is off on the reference's text of `result`, by name (see `lossless`).
+
+    plain: the target as transformers runs it; streams: those of the result's generations.
+    """
+    text = result.generations[result.reference].tokens
+    reference = make_reference(plain, result.prompt, text)
+    made: list[Forced] = []
+
+    def force(chooser: Chooser) -> Chooser:
+        made.append(Forced(chooser, reference))
+        return made[-1]
+
+    found: dict[str, Deviation] = {}
+    for name, arm in make(force).items():
+        arm(result.prompt, streams)
+        found[name] = made[-1].deviation(result.generations[name].tokens)
+    return found

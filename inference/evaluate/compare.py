@@ -1,0 +1,328 @@
+"""Evaluating a checkpoint: all arms over all prompts, spread over the processes of a launcher, and one report.
+
+Results are kept prompt by prompt (`prompt_results`) and the report is made of what was kept, so a run that
+was stopped goes on where it was, with as many processes as it then has.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from draft_models.card import add_report
+from inference.attention_kernels import KernelChoice
+from inference.auto.policy import Tuning
+from inference.auto.probe import NEW_TOKENS, tune
+from inference.decode import Clock
+from inference.drafters.registry import KINDS
+from inference.evaluate.arms import (
+    AUTOREGRESSIVE,
+    Arm,
+    Choosing,
+    MakeArms,
+    PromptLike,
+    PromptResult,
+    Skipped,
+    make_arms,
+    measure,
+    measure_deviations,
+    synchronized_clock,
+)
+from inference.evaluate.lossless import HALF
+from inference.evaluate.lossless_report import is_lossless
+from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
+from inference.evaluate.report import build_report, describe_machine, markdown, relate_to_chain, write_reports
+from inference.evaluate.subject import (
+    Models,
+    Subject,
+    context_length,
+    find_subject,
+    load_drafters,
+    load_models,
+    run_settings,
+)
+from inference.runtime import make_runtime
+from inference.settings import EvaluateConfig, MethodConfig
+from outrider.errors import UserError, require
+from outrider.files import require_writable
+from outrider.processes import from_main, join_processes, only_run_of
+from outrider.settings import construct
+from outrider.streams import Streams
+
+Messages = list[dict[str, str]]
+Render = Callable[[PreTrainedTokenizerBase, Messages, bool], list[int]]
+WARM_UP_TOKENS = 8
+JUDGED = 12  # prompts, evenly spread, that are judged where texts alone do not decide; every mismatch is judged besides
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is measured once, by one process before the first prompt, and holds for all of them, in resumed runs too.
+
+    methods, tunings: see `tune`; kernels: of attention, which round differently (see `inference.attention_kernels`).
+    """
+
+    methods: dict[str, MethodConfig]
+    tunings: dict[str, Tuning]
+    kernels: tuple[KernelChoice, ...] = ()
+
+
+def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], render: Render) -> None:
+    """Compare the methods of `config` on `prompts` and write the report to `config.out_dir`.
+
+    `render(tokenizer, messages, chat)` gives the ids of a conversation that ends with the user's turn. All processes
+    of a launcher call this; each measures its share of the prompts on its own device. With resume=true, prompts
+    that were measured before are left alone. Ends every process with status 1, after writing the report, if any
+    method emitted other tokens than the target. Raises `UserError` for bad input, and where another run is at work.
+    """
+    state = join_processes()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    out_dir = require_writable(config.out_dir)
+    with only_run_of(state, out_dir, "results"):
+        wrong = _evaluate(config, prompts, render, out_dir, state)
+    if wrong:
+        if state.is_main_process:
+            print(f"error: not lossless: {', '.join(wrong)}; see {out_dir}/generations.jsonl", file=sys.stderr)
+        sys.exit(1)
+
+
+def _evaluate(
+    config: EvaluateConfig, prompts: Sequence[PromptLike], render: Render, out_dir: Path, state: PartialState
+) -> list[str]:
+    """The names of the methods that were not lossless."""
+    subject = find_subject(config)
+    require_own_device(subject.device, state)
+    turns = [[render(subject.tokenizer, [{"role": "user", "content": t}], p.chat) for t in p.turns] for p in prompts]
+    rendered = [first for first, *_ in turns]
+    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
+    context = context_length(subject, drafters)
+    new = config.max_new_tokens
+    require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
+    require_fits(prompts, rendered, context - new)
+    settings = run_settings(config, subject, prompts)
+
+    def open_results() -> tuple[Any, list[int], int]:
+        earlier = open_run(out_dir, settings, config.resume)
+        done = read_results(out_dir)
+        todo = [position for position in range(len(prompts)) if position not in done]
+        return earlier, todo, next_number(out_dir)
+
+    earlier, todo, number = from_main(state, open_results)
+    share = todo[state.process_index :: state.num_processes]
+    models = load_models(config, subject, drafters) if share else None
+    positions = longest_text(turns, new, context)
+    if earlier is None:  # then the main process has a share, and nobody is at work beside it any more
+        state.wait_for_everyone()
+
+        def begin() -> Any:
+            assert models is not None
+            plain = asdict(prepare_methods(config, subject, models, rendered[0], positions))
+            begin_run(out_dir, settings, plain)
+            return plain
+
+        earlier = from_main(state, begin)
+    prepared = construct(Prepared, earlier)
+    if models is not None:
+        models.runtime.prepare(positions, prepared.kernels)
+        bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
+        for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
+            results, skipped = measure_prompt(config, prompts[position], position, render, subject, models, bench)
+            measured = Measured(position, state.num_processes, results, skipped)
+            append_result(out_dir, number + state.process_index, measured)
+    state.wait_for_everyone()
+    return from_main(state, lambda: report(config, subject, prepared, len(prompts), out_dir))
+
+
+def require_own_device(device: torch.device, state: PartialState) -> None:
+    """Raise `UserError` where several processes would run on one GPU, or on machines whose speeds differ in kind."""
+    if state.num_processes == 1:
+        return
+    if device != torch.device(device.type):
+        raise UserError(f"device={device}: {state.num_processes} processes would share it; give device=auto")
+    machines = sorted(set(gather_object([describe_machine(str(device))["device"]])))
+    if len(machines) > 1:
+        raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
+
+
+def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
+    """How many tokens a text of the run has at most, so that what holds texts is made once.
+
+    turns: of every prompt the ids of its turns, each rendered alone, with all that a template puts around it. A
+    conversation may still turn out longer, as an answer may have more tokens when it is read again.
+    """
+    longest = max(sum(len(ids) + max_new_tokens for ids in prompt) for prompt in turns)
+    return min(context, longest + max(0, NEW_TOKENS - max_new_tokens))  # what `tune` measures may continue by more
+
+
+def prepare_methods(
+    config: EvaluateConfig, subject: Subject, models: Models, prompt: Sequence[int], positions: int
+) -> Prepared:
+    """The methods of `config`, what they leave open measured on `prompt`; texts have up to `positions` tokens."""
+    stack = models.stack
+    others = [KINDS[name].load_runtime().stacks(model) for name, model in models.drafters.items()]
+    stacks = [stack, *itertools.chain.from_iterable(others)]
+    kernels = models.runtime.choose_kernels(stacks, positions)
+    models.runtime.prepare(positions, kernels)
+    clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
+    options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
+    options |= {"generation": subject.inherited.config, "eos": subject.eos}
+    return Prepared(*tune(config.methods, stack, models.drafters, prompt, clock=clock, **options), kernels)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The arms of an evaluation, warm.
+
+    profilers: our arms once more, with a clock that waits for the device. judged: the positions of the prompts that
+    are judged besides those with a mismatch (see `lossless`); judge: makes the arms for that, None where
+    equal texts are all that counts.
+    """
+
+    arms: dict[str, Arm]
+    profilers: dict[str, Arm]
+    judged: frozenset[int]
+    judge: MakeArms | None
+
+
+def make_bench(
+    config: EvaluateConfig,
+    subject: Subject,
+    models: Models,
+    prepared: Prepared,
+    prompt: Sequence[int],
+    prompts: int,
+) -> Bench:
+    """The arms of `config`, which have continued `prompt` by a few tokens; `prompts`: how many there are in all."""
+    options: dict[str, Any] = {"sampling": config.sampling, "generation": subject.inherited.config, "eos": subject.eos}
+    options |= {"stops": subject.stops, "tokenizer": subject.tokenizer}
+    options |= {"runtime": models.runtime, "tunings": prepared.tunings}
+    ours = (models.stack, models.drafters, prepared.methods)
+    reference = models.plain if config.compare_transformers else None
+
+    def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
+        return make_arms(*ours, reference, max_new_tokens=new_tokens, clock=clock, **options)
+
+    def arms_to_judge(choosing: Choosing) -> dict[str, Arm]:
+        return make_arms(*ours, None, max_new_tokens=config.max_new_tokens, choosing=choosing, **options)
+
+    for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
+        warm_up(prompt, Streams(config.seed).within("warm-up"))
+    profilers: dict[str, Arm] = {}
+    if subject.device.type == "cuda":
+        synchronized = arms_for(config.max_new_tokens, synchronized_clock)
+        profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
+    sampled = config.sampling.temperature > 0
+    judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
+    judge = arms_to_judge if sampled or subject.dtype in HALF else None
+    return Bench(arms_for(config.max_new_tokens), profilers, judged, judge)
+
+
+def measure_prompt(
+    config: EvaluateConfig,
+    prompt: PromptLike,
+    position: int,
+    render: Render,
+    subject: Subject,
+    models: Models,
+    bench: Bench,
+) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
+    """Every turn of a prompt through every arm, and what was left out; a later turn's history is the target's answer.
+
+    position: the prompt's among all; it and the turn say which arm goes first, whichever process is at work.
+    """
+    results: list[PromptResult] = []
+    names = [prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{n}" for n in range(1, len(prompt.turns) + 1)]
+    messages: Messages = []
+    sampled = config.sampling.temperature > 0
+    context = context_length(subject, models.drafters)
+    for number, turn in enumerate(prompt.turns):
+        messages.append({"role": "user", "content": turn})
+        ids = render(subject.tokenizer, messages, prompt.chat)
+        if len(ids) + config.max_new_tokens > context:
+            tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
+            room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
+            reasons = itertools.chain([room], itertools.repeat("a turn before it was left out"))
+            return tuple(results), tuple(map(Skipped, names[number:], reasons))
+        result = measure(
+            bench.arms,
+            ids,
+            prompt_id=names[number],
+            category=prompt.category,
+            conversation=prompt.id,
+            repeats=config.repeats,
+            turn=position + number,
+            seed=config.seed,
+            profilers=bench.profilers,
+        )
+        differs = not sampled and not all(map(result.identical, bench.arms))
+        if bench.judge is not None and (differs or position in bench.judged):
+            streams = Streams(config.seed, result.prompt_id)
+            result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge, streams))
+        results.append(result)
+        answer = subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": str(answer)})
+    return tuple(results), ()
+
+
+def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts: int, out_dir: Path) -> list[str]:
+    """Write the report of all `prompts` prompts in `out_dir`; the names of the methods that were not lossless."""
+    done = read_results(out_dir)
+    missing = prompts - len(done)
+    if missing:
+        raise UserError(f"out_dir={out_dir}: results of {missing} prompts are not to be seen there; resume=true")
+    results = [result for _, measured in sorted(done.items()) for result in measured.turns]
+    facts: dict[str, Any] = {
+        "target": subject.target.source,
+        "drafter": " + ".join(where for where in map(config.where, KINDS.values()) if where) or "none",
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "device": str(subject.device),
+        "runtime": make_runtime(config.runtime, subject.device).name,
+        "processes": max(measured.processes for measured in done.values()),
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "sampling": asdict(config.sampling),
+        "generation_config": {
+            "from": config.generation_config,
+            "taken_over": dict(subject.inherited.taken),
+            "ignored": dict(subject.inherited.ignored),
+        },
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if subject.device.type == "cuda" else None,
+        "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
+    }
+    reports = [
+        build_report(name, results, {**facts, "settings": asdict(method)}, config.seed, prepared.tunings.get(name))
+        for name, method in prepared.methods.items()
+    ]
+    relate_to_chain(reports)
+    texts = {
+        (r.prompt_id, arm): subject.tokenizer.decode(list(g.tokens), skip_special_tokens=True)
+        for r in results
+        for arm, g in r.generations.items()
+    }
+    write_reports(out_dir, reports, results, texts)
+    print(markdown(reports))
+    for kind in KINDS.values():
+        where = config.where(kind)
+        if config.card and kind.card and where is not None and Path(where).is_dir():
+            add_report(Path(where), markdown(reports))
+    return [made["method"] for made in reports if not is_lossless(made)]
+
+
+def require_fits(prompts: Sequence[PromptLike], rendered: Sequence[Sequence[int]], limit: int) -> None:
+    """Raise `UserError` naming the first prompt that is empty or longer than `limit` tokens."""
+    for prompt, ids in zip(prompts, rendered, strict=True):
+        if not 1 <= len(ids) <= limit:
+            raise UserError(
+                f"prompt {prompt.id}: {len(ids)} tokens, expected 1 to {limit} (the models' context less "
+                "max_new_tokens); drop or shorten it"
+            )

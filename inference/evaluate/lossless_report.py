@@ -1,0 +1,58 @@
+"""What a report says of losslessness, and whether it holds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from inference.evaluate.arms import AUTOREGRESSIVE, PromptResult
+from inference.evaluate.lossless import Judgement, judge
+
+
+def lossless_section(results: Sequence[PromptResult], method: str, *, sampled: bool) -> dict[str, Any]:
+    """How many texts were compared token by token, and what came of judging the method and plain decoding.
+
+    None are compared when sampling, where only the law is the same. judged: by arm, see `lossless`; None
+    where equal texts were all that counted.
+    """
+    checked = [] if sampled else results
+    judgements = {arm: judge_arm(results, arm) for arm in (method, AUTOREGRESSIVE)}
+    mine = judgements[method]
+    ties = (
+        0 if mine is None or mine.faults else sum(not r.identical(method) and method in r.deviations for r in checked)
+    )
+    return {
+        "reference": None if sampled else results[0].reference,
+        "checked": len(checked),
+        "identical": sum(r.identical(method) for r in checked),
+        "excused_ties": ties,
+        "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in checked),
+        "judged": {arm: found and asdict(found) for arm, found in judgements.items()},
+    }
+
+
+def judge_arm(results: Sequence[PromptResult], arm: str) -> Judgement | None:
+    """The judgement of an arm over all texts it was judged on, None without any."""
+    deviations = [r.deviations[arm] for r in results if arm in r.deviations]
+    return judge(deviations) if deviations else None
+
+
+def is_lossless(report: Mapping[str, Any]) -> bool:
+    """Every text compared was identical to the reference's or excused as a rounding tie, and no fault was found."""
+    lossless = report["lossless"]
+    judged = lossless["judged"][report["method"]]
+    same = lossless["identical"] + lossless["excused_ties"] == lossless["checked"]
+    return same and not (judged and judged["faults"])
+
+
+def judgement_lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Markdown: what the judgement of every arm came to; nothing where there was none."""
+    judged = {arm: found for report in reports for arm, found in report["lossless"]["judged"].items() if found}
+    lines = ["", "Judged by rounding errors over the reference's text, in units of transformers' own:", ""]
+    for arm, found in judged.items():
+        faults = "; ".join(found["faults"])
+        lines.append(
+            f"- {arm}: {found['bulk']:.2f} in the worst row ({found['bulk_at']}), {found['peak']:.1f} at the worst "
+            f"position ({found['peak_at']}); another choice at {found['ties']} of {found['positions']} positions "
+            f"(transformers' own pass: {found['own_ties']}). {'NOT LOSSLESS: ' + faults if faults else 'No fault'}."
+        )
+    return lines if judged else []

@@ -1,0 +1,187 @@
+"""What is evaluated: the target and its drafters, first found and known by their digests, then loaded."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from draft_models.checkpoint import open_target_of, read_meta
+from draft_models.target.attention import ATTENTION
+from draft_models.target.model_files import load_causal_lm
+from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
+from draft_models.target.stack import LayerStack
+from inference.drafters.registry import KINDS
+from inference.evaluate.arms import Drafters, PromptLike, prepare
+from inference.evaluate.report import describe_machine
+from inference.fused_layers import can_pack
+from inference.generation_config import Inherited, inherit, read_generation_config
+from inference.runtime import Runtime, make_runtime
+from inference.settings import EvaluateConfig
+from inference.stop_strings import StopStrings
+from inference.structures.shapes import read_shape
+from outrider.errors import UserError, reason, require
+from outrider.versions import code_version
+
+# Options that say where something lies, which its content decides, or that decide no result.
+_NOT_DECIDING = {
+    "revision", "drafters", "transcripts", "tokenizer", "prompt_text", "prompt_chars", "num_prompts", "card", "out_dir",
+    "resume", "debug", "debug_architecture",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The target as far as it is known before its weights are read, and how it is to run.
+
+    eos: the ids that end a text; stops: the strings that do; inherited: what its generation config brings along.
+    """
+
+    target: OpenTarget
+    eos: frozenset[int]
+    stops: tuple[str, ...]
+    inherited: Inherited
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.target.config
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.target.tokenizer
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of an evaluation, loaded. plain: the target as transformers runs it; stack: as `runtime` does."""
+
+    plain: PreTrainedModel
+    stack: LayerStack
+    drafters: Drafters
+    runtime: Runtime
+
+
+def find_subject(config: EvaluateConfig) -> Subject:
+    """The target of `config`, and where and how it is to run. Raises `UserError`."""
+    target = find_target(config)
+    _ = target.fingerprint  # an unusable one shows before anything else
+    eos = frozenset() if config.ignore_eos else end_tokens(target)
+    inherited = inherit(
+        target.source, target.revision, config.sampling, config.stop_strings,
+        eos=eos, vocabulary=target.config.vocab_size, ignore=config.generation_config == "none",
+    )  # fmt: skip
+    stops = tuple(config.stop_strings or inherited.taken.get("stop_strings", ()))
+    if stops:
+        StopStrings(stops, target.tokenizer)  # refuses what it cannot look for
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, target.config, device)
+    return Subject(target, eos, stops, inherited, device, dtype)
+
+
+def find_target(config: EvaluateConfig) -> OpenTarget:
+    """The target of `config`, else the one the checkpoint was trained for."""
+    if config.checkpoint is None:
+        assert config.target is not None
+        return open_target(config.target, config.revision)
+    return open_target_of(config.checkpoint, config.target, config.revision)
+
+
+def heldout_fraction(config: EvaluateConfig, default: float) -> float:
+    """The share of `python_stdlib` that training has not seen: the checkpoint's own, where it was trained on that."""
+    if config.checkpoint is None:
+        return default
+    data = read_meta(config.checkpoint).training.get("data", {})
+    try:
+        sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
+        fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
+        require(0 <= fraction < 1, "training.data.heldout_fraction", fraction, "at least 0 and less than 1")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"checkpoint={config.checkpoint}: does not say what data it was trained on ({reason(error)}); restore it"
+        ) from None
+    return fraction
+
+
+def end_tokens(target: OpenTarget) -> frozenset[int]:
+    """The ids that end a text: generation_config.json's, else config.json's, else the tokenizer's.
+
+    Raises `UserError` where they are none.
+    """
+    listed = read_generation_config(target.source, target.revision).eos_token_id
+    for candidate in (listed, target.config.eos_token_id, target.tokenizer.eos_token_id):
+        if candidate is not None:
+            ids = candidate if isinstance(candidate, list) else [candidate]
+            require(
+                all(type(i) is int and i >= 0 for i in ids), f"{target.source}: eos_token_id", candidate, "token ids"
+            )
+            return frozenset(ids)
+    return frozenset()
+
+
+def context_length(subject: Subject, drafters: Drafters) -> int:
+    """Tokens that the target and the models that draft for it can all hold."""
+    limits = [KINDS[name].load_runtime().context(model) for name, model in drafters.items()]
+    return min([subject.config.max_position_embeddings, *(limit for limit in limits if limit)])
+
+
+def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[PromptLike]) -> dict[str, Any]:
+    """All that decides the results of an evaluation: its options, what its inputs hold, what it is measured on, and
+    the code that measures: results of two versions of it do not mix."""
+    asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
+    target = {
+        key: value for key, value in asdict(subject.target.fingerprint).items() if key not in ("target", "revision")
+    }
+    drafters: dict[str, Any] = {}
+    for kind in KINDS.values():
+        drafters |= kind.load_runtime().identity(config.where(kind))
+    return {
+        **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
+        "target": target,
+        **drafters,
+        "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "end_tokens": sorted(subject.eos),
+        "generation_config": subject.inherited.taken,
+        "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "device": f"{subject.device.type} ({describe_machine(str(subject.device))['device']})",
+    }
+
+
+def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafters:
+    """The model of every kind that `config` says the place of, for this target. Raises `UserError`.
+
+    placed: dtype and device, for kinds that run a model.
+    """
+    drafters: dict[str, Any] = {}
+    for kind in KINDS.values():
+        where = config.where(kind)
+        if where is not None:
+            drafters[kind.name] = kind.load_runtime().load(where, target, config.methods, **placed)
+    for shape in (m.structure.shape for m in config.methods.values() if m.structure.kind == "static"):
+        if shape not in ("eagle", "binary"):
+            read_shape(shape)  # a bad one shows now, not once the target is loaded
+    return {name: model for name, model in drafters.items() if model is not None}
+
+
+def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) -> Models:
+    """The target, it and its drafters ready to decode."""
+    plain = load_plain(subject.target, subject.dtype, subject.device)
+    if can_pack(subject.device, subject.dtype):  # ours is another copy then; transformers runs the checkpoint as it is
+        stack = subject.target.stack(dtype=subject.dtype, device=subject.device)
+    else:
+        stack = LayerStack(plain)
+    prepare(stack, drafters)
+    return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device))
+
+
+def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The whole target as transformers loads it: the reference of every comparison."""
+    model = load_causal_lm(target.source, target.revision, dtype=dtype, attn_implementation=ATTENTION)
+    model.requires_grad_(False).eval()
+    return model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's

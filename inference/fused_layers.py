@@ -1,0 +1,190 @@
+"""A model laid out for decoding: fewer and larger products, and on a CPU weights in the order that reads fastest."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draft_models.early_exit import EarlyExit, NoLayer
+from draft_models.target.attention import grouped_attention
+from draft_models.target.stack import LayerCache, LayerStack
+
+ROWS = 8  # the row count the layout is chosen for; it serves 1 to 32 rows nearly as well
+
+
+class PackedLinear(nn.Module):
+    """A linear layer without gradient whose weight is in oneDNN's blocked layout.
+
+    PyTorch's plain path hands few-row products to a BLAS that reads a [out, in] weight at well under memory
+    speed and gets slower with every row; the blocked layout reads it once, whatever the number of rows.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]."""
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
+
+
+class RMSNorm(nn.Module):
+    """transformers' RMSNorm of the supported architectures in one step, or two: weight · round(x / rms(x))."""
+
+    def __init__(self, norm: Any):
+        super().__init__()
+        self.weight = norm.weight
+        self.shape = tuple(norm.weight.shape)
+        self.eps = norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.shape, None, self.eps) * self.weight  # in 16 bits a single step would round once
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer of a supported architecture for inference: the same arithmetic in fewer steps.
+
+    Queries, keys and values come from one product, gate and up from another; queries and keys are rotated together.
+    The layer it is made from stays usable: its weights become views of the joined ones.
+    """
+
+    signs: Tensor | None
+    head_scale: Tensor | None
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        attention = layer.self_attn
+        self.layer_idx = attention.layer_idx
+        self.head_dim = attention.head_dim
+        self.heads = attention.q_proj.out_features // self.head_dim
+        self.rotated = self.heads + attention.k_proj.out_features // self.head_dim  # heads: the queries', the keys'
+        self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
+        weight = self.qkv.weight
+        signs = head_scale = None
+        self.gated = hasattr(layer, "mlp")  # else it is an OPT's
+        if self.gated:
+            self.attention_norm = RMSNorm(layer.input_layernorm)
+            self.out = attention.o_proj
+            self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
+            self.up, self.down = join([layer.mlp.gate_proj, layer.mlp.up_proj]), layer.mlp.down_proj
+            self.activation = layer.mlp.act_fn
+            signs = weight.new_ones(self.head_dim)
+            signs[: self.head_dim // 2] = -1
+        else:
+            self.attention_norm = layer.self_attn_layer_norm
+            self.out = attention.out_proj
+            self.mlp_norm = layer.final_layer_norm
+            self.up, self.down = layer.fc1, layer.fc2
+            self.activation = layer.activation_fn
+        if hasattr(attention, "q_norm"):
+            self.head_eps = attention.q_norm.variance_epsilon
+            query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            head_scale = torch.stack([query] * self.heads + [key] * (self.rotated - self.heads))
+        self.register_buffer("signs", signs, persistent=False)
+        self.register_buffer("head_scale", head_scale, persistent=False)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: LayerCache | None = None,
+    ) -> Tensor:
+        """As transformers' layers: hidden [B, Q, d] → [B, Q, d]."""
+        batch, queries, _ = hidden.shape
+        heads = self.qkv(self.attention_norm(hidden)).view(batch, queries, -1, self.head_dim)
+        rotated = self._rotate(heads[:, :, : self.rotated], position_embeddings)
+        query, key = rotated[:, :, : self.heads].transpose(1, 2), rotated[:, :, self.heads :].transpose(1, 2)
+        value = heads[:, :, self.rotated :].transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        mixed, _ = grouped_attention(self, query, key, value, attention_mask, scaling=self.head_dim**-0.5)
+        hidden = hidden + self.out(mixed.reshape(batch, queries, -1))
+        inner = self.up(self.mlp_norm(hidden))
+        if self.gated:
+            gate, up = inner.chunk(2, -1)
+            inner = self.activation(gate) * up
+        else:
+            inner = self.activation(inner)
+        return hidden + self.down(inner)
+
+    def _rotate(self, heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """heads [B, Q, n, D], queries before keys, normalised (Qwen3) and at their positions (all but OPT)."""
+        if self.head_scale is not None:
+            heads = F.rms_norm(heads, (self.head_dim,), None, self.head_eps) * self.head_scale
+        if self.signs is None:
+            return heads
+        cos, sin = rotary[0][:, :, None], (rotary[1] * self.signs)[:, :, None]
+        return heads * cos + torch.roll(heads, self.head_dim // 2, -1) * sin
+
+
+def join(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """The outputs of `linears` side by side by one layer; each of them goes on as a view of its part of it."""
+    sizes = [linear.out_features for linear in linears]
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    for linear, part in zip(linears, weight.split(sizes), strict=True):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+    if any(linear.bias is not None for linear in linears):
+        none = [weight.new_zeros(size) for size in sizes]
+        biases: list[Tensor] = [
+            zeros if linear.bias is None else linear.bias for linear, zeros in zip(linears, none, strict=True)
+        ]
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return joined
+
+
+def lay_out(model: nn.Module, like: LayerStack) -> None:
+    """Make `model` ready to decode where `like`, the target, is: its layers fused, its weights packed."""
+    fuse_layers(model)
+    if can_pack(like.device, like.dtype):
+        pack_linears(model)
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Put `FusedLayer`s in the place of the layers that this toolkit calls itself: a stack's, an early exit's.
+
+    The model that a stack was made from keeps its own layers.
+    """
+    if isinstance(model, LayerStack):
+        model.layers = nn.ModuleList(map(_fused, model.layers))
+        model.norm = _fused_norm(model.norm)
+    elif isinstance(model, EarlyExit):
+        model.layer = _fused(model.layer)
+        model.norm = _fused_norm(model.norm)
+
+
+def _fused(layer: nn.Module) -> nn.Module:
+    return layer if isinstance(layer, FusedLayer | NoLayer) else FusedLayer(layer)
+
+
+def _fused_norm(norm: nn.Module) -> nn.Module:
+    return norm if isinstance(norm, RMSNorm | nn.LayerNorm) else RMSNorm(norm)
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this build of PyTorch has the layout for weights of `dtype` on `device`, and a processor fast with it."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
+    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace every `nn.Linear` inside `module` by its packed form, for inference.
+
+    The module no longer holds the plain weights; whatever else shares its submodules gets the packed ones too.
+    """
+    packed: dict[int, PackedLinear] = {}
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                if id(child) not in packed:
+                    packed[id(child)] = PackedLinear(child)
+                setattr(parent, name, packed[id(child)])

@@ -1,0 +1,22 @@
+"""Outrider from Python (`load`), and the plumbing that every folder stands on.
+
+The plumbing: errors, settings, files, run directories, processes, random streams. Importing this package is quick: what
+`load` needs, torch among it, is imported when it is asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import UserError
+
+if TYPE_CHECKING:
+    from outrider.api import Model, load
+
+__all__ = ["Model", "UserError", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+    from outrider import api
+
+    return getattr(api, name)

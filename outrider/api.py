@@ -1,0 +1,244 @@
+"""Decoding from Python: a target with a drafter, loaded once and asked many times.
+
+It is the runtime of evaluate-checkpoint. Greedy text is the target's own, token for token. Sampled text has its law.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from conf.options import CONF_DIR
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import Prompt
+from draft_models.checkpoint import META_FILE
+from draft_models.target.stack import LayerStack
+from inference.acceptance import Chooser
+from inference.auto.policy import Tuning
+from inference.auto.probe import tune
+from inference.decode import Round, speculative, until
+from inference.evaluate.arms import Drafters, make_drafting, prepare
+from inference.evaluate.compare import evaluate_checkpoint
+from inference.evaluate.subject import Subject, find_subject, load_drafters
+from inference.generation_config import generate_settings, inherit, make_sampler
+from inference.runtime import make_runtime
+from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig
+from inference.stop_strings import StopStrings
+from outrider.errors import UserError, require
+from outrider.settings import construct
+from outrider.streams import Streams
+
+Messages = Sequence[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}, a user's last
+_UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a generation took: new tokens, and the target's passes that decoded all of them but the first."""
+
+    tokens: int
+    passes: int
+
+    @property
+    def tau(self) -> float:
+        """Tokens a pass; 1 is plain decoding."""
+        return (self.tokens - 1) / self.passes if self.passes else 1.0
+
+
+class Model:
+    """A target and its drafter, ready to decode one text at a time. Made by `load`.
+
+    last: what the generation before took, once it has come to its end.
+    """
+
+    def __init__(self, config: EvaluateConfig, name: str):
+        self.config, self.name = config, name
+        self.method: MethodConfig = config.methods[name]
+        self.subject: Subject = find_subject(config)
+        target = self.subject.target
+        placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
+        self.drafters: Drafters = load_drafters(config, target, **placed)
+        self.stack: LayerStack = target.stack(**placed)
+        prepare(self.stack, self.drafters)
+        self.runtime = make_runtime(config.runtime, self.subject.device)
+        self.last: Passes | None = None
+        self._tuning: Tuning | None = None
+        self._tuned = False
+
+    def generate(self, prompt: str | Messages, **options: Any) -> str:
+        """The text that follows `prompt`; options as in `stream`."""
+        return "".join(self.stream(prompt, **options))
+
+    def stream(
+        self,
+        prompt: str | Messages,
+        *,
+        max_new_tokens: int = 128,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float | None = None,
+        stop_strings: Sequence[str] = (),
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Pieces of the text that follows `prompt`, each as soon as a round has decided it.
+
+        prompt: a text to continue, or a conversation, to which the tokenizer's chat template is put. The options are
+        transformers' and mean the same; top_k=0 keeps all tokens. What the target's own generation config says of
+        greedy decoding holds unless an option says otherwise. seed: of sampling; it gives the same text again. The
+        text ends with an end token, which is not shown, or with one of stop_strings, which is. Raises `UserError` for
+        options that do not go together, and where the context is too short.
+        """
+        sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        ids = _render(self.tokenizer, turns, not isinstance(prompt, str))
+        rounds = self._decode(ids, sampling, max_new_tokens, tuple(stop_strings), Streams(seed).within(self.name))
+        return self._pieces(rounds)
+
+    def report(
+        self, prompts: Sequence[str | Sequence[str]], *, out_dir: str | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Measure this method on `prompts` as evaluate-checkpoint does: the content of report.json.
+
+        prompts: texts to continue, or user turns of conversations. out_dir: where the report and its plots stay; None:
+        nowhere. options: of evaluate-checkpoint, such as max_new_tokens and compare_transformers. The target is
+        loaded once more, by transformers, to compare with.
+        """
+        asked = [
+            Prompt(str(number), "text", (prompt,), False)
+            if isinstance(prompt, str)
+            else Prompt(str(number), "chat", tuple(prompt), True)
+            for number, prompt in enumerate(prompts, start=1)
+        ]
+        require(bool(asked), "prompts", list(prompts), "at least one")
+        with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
+            config = replace(self.config, out_dir=folder, **options)
+            with suppress(SystemExit):  # not lossless: the report says so
+                evaluate_checkpoint(config, asked, _render)
+            report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
+        return report
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer."""
+        return self.subject.tokenizer
+
+    def _decode(
+        self, ids: list[int], sampling: SamplingConfig, max_new_tokens: int, stops: tuple[str, ...], streams: Streams
+    ) -> Iterator[Round]:
+        subject, sampled = self.subject, sampling.temperature > 0
+        source, revision = subject.target.source, subject.target.revision
+        inherited = inherit(
+            source, revision, sampling, stops, eos=subject.eos, vocabulary=subject.config.vocab_size, ignore=False
+        )
+        stops = stops or tuple(inherited.taken.get("stop_strings", ()))
+        settings = generate_settings(inherited.config, sampling, max_new_tokens=max_new_tokens, eos=subject.eos)
+        chooser = Chooser(
+            make_sampler(settings, sampling, ids, subject.device),
+            streams.of("verify") if sampled else None,
+            naive=self.method.verify == "naive",
+        )
+        self._tune(ids, sampling)
+        drafter, structure = make_drafting(self.method, self.drafters, streams, sampled, self._tuning)
+        rounds = speculative(
+            self.stack, drafter, structure, ids,
+            max_new_tokens=max_new_tokens, eos=subject.eos, chooser=chooser, runtime=self.runtime,
+        )  # fmt: skip
+        return until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
+
+    def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
+        """Sizes that choose themselves are measured once, after the first prompt."""
+        if self._tuned:
+            return
+        ready, tunings = tune(
+            {self.name: self.method}, self.stack, self.drafters, ids, sampling=sampling, runtime=self.runtime
+        )
+        self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
+
+    def _pieces(self, rounds: Iterator[Round]) -> Iterator[str]:
+        tokens: list[int] = []
+        said, passes = "", -1  # the prefill decides the first token
+        for r in rounds:
+            tokens += r.tokens
+            passes += 1
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            if not text.endswith(_UNFINISHED) and text.startswith(said):
+                yield text[len(said) :]
+                said = text
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        if text != said:
+            yield text[len(said) :]
+        self.last = Passes(len(tokens), passes)
+
+
+def load(
+    source: str | Path,
+    *,
+    method: str | MethodConfig | None = None,
+    target: str | None = None,
+    revision: str | None = None,
+    small_lm: str | None = None,
+    table: str | None = None,
+    drafters: Mapping[str, str] | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    runtime: str = "auto",
+) -> Model:
+    """A target with a drafter, ready to decode.
+
+    source: the directory of an early-exit drafter, which knows its target, or else a target: a directory or Hub name.
+    method: a preset of conf/method, such as "eesd_beta", or settings of your own; None: eesd_beta for a drafter,
+    vanilla with a small_lm, ngrams with a table, prompt_lookup with neither. target: where the drafter's target is now.
+    small_lm, table, drafters: as evaluate-checkpoint's options. Raises `UserError` for what is missing or unusable.
+    """
+    is_drafter = (Path(source) / META_FILE).is_file()
+    require(is_drafter or target is None, "target", target, f"None: {source} is no drafter (it has no {META_FILE})")
+    if method is None:
+        method = "eesd_beta" if is_drafter else "vanilla" if small_lm else "ngrams" if table else "prompt_lookup"
+    name = method if isinstance(method, str) else "method"
+    config = EvaluateConfig(
+        checkpoint=str(source) if is_drafter else None,
+        target=target if is_drafter else str(source),
+        revision=revision,
+        small_lm=small_lm,
+        table=table,
+        drafters=dict(drafters or {}),
+        methods={name: preset(method) if isinstance(method, str) else method},
+        dtype=dtype,
+        device=device,
+        runtime=runtime,
+    )
+    return Model(config, name)
+
+
+def preset(name: str) -> MethodConfig:
+    """The method that conf/method/<name>.yaml describes. Raises `UserError` for a name that is none."""
+    known = {file.stem: file for file in (CONF_DIR / "method").glob("*.yaml")}
+    if name not in known:
+        raise UserError(f"method={name}: no such preset; there are {', '.join(sorted(known))}")
+    method: MethodConfig = construct(MethodConfig, OmegaConf.to_container(OmegaConf.load(known[name])))
+    return method
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, turns: Messages, chat: bool) -> list[int]:
+    return render_prompt(turns, tokenizer, "auto" if chat else "none")
+
+
+def _sampling(
+    do_sample: bool, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float | None
+) -> SamplingConfig:
+    if do_sample:
+        require(temperature > 0, "temperature", temperature, "a number > 0; for greedy text do_sample=False")
+        return SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty)
+    for key, given, default in (("temperature", temperature, 1.0), ("top_k", top_k, 0), ("top_p", top_p, 1.0),
+                                ("min_p", min_p, 0.0)):  # fmt: skip
+        require(given == default, key, given, f"{default} unless do_sample=True: nothing is sampled")
+    return SamplingConfig(repetition_penalty=repetition_penalty)

@@ -1,0 +1,73 @@
+"""The processes of a launcher (`accelerate launch`, torchrun, srun): joined once, left in order."""
+
+import atexit
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch import distributed
+
+from outrider.errors import UserError
+from outrider.run_dirs import only_run
+
+Value = TypeVar("Value")
+
+
+@functools.cache
+def join_processes() -> PartialState:
+    """This process among those it was launched with (alone without a launcher). Any number of calls is one.
+
+    A collective waits up to six hours: what only the main process does (a download, an evaluation) may take long.
+    """
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=6))
+    atexit.register(_leave)
+    return state
+
+
+def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
+    """What `make()` gives on the main process, the only one to call it, on every process (so it must be picklable).
+
+    Where it fails there, all of them fail: the others with a `UserError` that says the same.
+    """
+    if state.num_processes == 1:
+        return make()
+    sent: list[Any] = [None, None]
+    failure: Exception | None = None
+    if state.is_main_process:
+        try:
+            sent[0] = make()
+        except Exception as error:
+            failure, sent[1] = error, str(error) or repr(error)
+    broadcast_object_list(sent)
+    if failure is not None:
+        raise failure
+    if sent[1] is not None:
+        raise UserError(sent[1])
+    return sent[0]
+
+
+@contextmanager
+def only_run_of(state: PartialState, folder: Path, what: str) -> Iterator[None]:
+    """`only_run` for all processes of a launcher: the main one holds the directory, and all get what it is refused."""
+    with ExitStack() as held:
+        from_main(state, lambda: held.enter_context(only_run(folder, what)))
+        yield
+
+
+def _leave() -> None:
+    """Let the communication threads finish before the interpreter shuts down.
+
+    gloo's threads drop the tensors of a collective after it has returned and need the interpreter for it; one
+    that asks too late aborts a process that had succeeded. Nothing joins them: DistributedDataParallel keeps
+    its process group alive, destroyed or not.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        time.sleep(0.5)

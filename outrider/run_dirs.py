@@ -1,0 +1,135 @@
+"""An out_dir in the hands of one run after the other: one at a time, and resumed only with the same settings."""
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from outrider.errors import UserError, warn
+from outrider.files import write_json
+from outrider.settings import ABSENT, differences, listed
+
+LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
+_SHOWN, _NAMED = 200, 12  # characters of another run's command, and differences, that an error shows
+# Entries of an identity that earlier versions lack: whether they are the same is then not known.
+_RECORDED_LATER = (
+    "trained_on",
+    "target.config",
+    "target.tensors",
+    "model",
+    "end_tokens",
+    "drafter_model",
+    "capture.target",
+)
+
+
+@contextmanager
+def only_run(folder: Path, what: str) -> Iterator[None]:
+    """Keep other runs out of the directory `folder`, which is there, meanwhile.
+
+    The lock is the operating system's: it ends with the process that holds it, however that ends, so what a killed run
+    leaves is taken over; one line says from whom. Raises `UserError` where another run is writing `what` there, naming
+    its process and host, and where the file system keeps no locks.
+    """
+    lock, holder = FileLock(folder / LOCK_FILE), folder / HOLDER_FILE
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"out_dir={folder}: another run is writing {what} there: {_held_by(holder)}; wait for it, or give another "
+            "out_dir"
+        ) from None
+    except (OSError, NotImplementedError) as error:  # the latter: what older filelocks make of ENOSYS
+        raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
+    try:
+        if holder.exists():
+            print(f"out_dir={folder}: taken over from a run that did not end by itself: {_held_by(holder)}", flush=True)
+        write_json(holder, _this_process())
+        yield
+    finally:
+        with suppress(OSError):
+            holder.unlink()
+        lock.release()
+
+
+def clear(folder: Path) -> None:
+    """Remove everything in a directory that `only_run` holds, but its lock."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in (LOCK_FILE, HOLDER_FILE):
+            path.unlink()
+
+
+def require_rehearsal(folder: Path, mark: str) -> None:
+    """Raise `UserError` if `folder`, about to be cleared, holds something else than a rehearsal, which has a `mark`."""
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if found - {LOCK_FILE, HOLDER_FILE} and mark not in found:
+        raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
+
+
+def _this_process() -> dict[str, Any]:
+    command = shlex.join(sys.argv)
+    return {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "command": command if len(command) <= _SHOWN else command[:_SHOWN] + "…",
+    }
+
+
+def _held_by(holder: Path) -> str:
+    """Whom the holder's file names, in words."""
+    try:
+        who = json.loads(holder.read_text())
+        job = f", Slurm job {who['slurm_job']}" if who["slurm_job"] else ""
+        return f"process {who['process']} on {who['host']}{job}, since {who['started']} ({who['command']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"a process that {holder.name} does not name"
+
+
+def check_identity(before: Any, now: Mapping[str, Any], where: Path) -> None:
+    """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
+
+    Entries of `_RECORDED_LATER` that `before` lacks are no reason to refuse, but a warning says so.
+    """
+    if not isinstance(before, Mapping):
+        raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
+    found = differences(before, json.loads(json.dumps(now)))
+    unknown = [key for key, old, _ in found if old is ABSENT and key in _RECORDED_LATER]
+    wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in found if key not in unknown]
+    if wrong:
+        raise UserError(
+            f"resume=true: {where} was made with other settings: {listed(wrong, _NAMED)}; "
+            "give the same ones, or another out_dir"
+        )
+    if unknown:
+        warn(f"{where}: made by an earlier version, which did not record {', '.join(unknown)}; not checked")
+
+
+def recorded_at_first(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """`identity` without what earlier versions did not record: the same before and after an update of this project."""
+    plain = dict(identity)
+    for key in _RECORDED_LATER:
+        outer, _, inner = key.rpartition(".")
+        if not outer:
+            plain.pop(inner, None)
+        elif isinstance(plain.get(outer), Mapping):
+            plain[outer] = {name: value for name, value in plain[outer].items() if name != inner}
+    return plain
+
+
+def _show(value: Any) -> str:
+    if value is ABSENT:
+        return "absent"
+    return "given" if isinstance(value, Mapping) else json.dumps(value)

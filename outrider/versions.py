@@ -1,0 +1,44 @@
+"""Which code is at work. It is told by the sources, so that a commit of documents changes nothing and an edit does."""
+
+import functools
+import hashlib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import warn
+
+PACKAGES = ("conf", "data_prep", "draft_models", "inference", "outrider", "train")
+
+
+def package_version() -> str:
+    """This project's version as installed."""
+    try:
+        return version("outrider")
+    except PackageNotFoundError:
+        return "source tree"
+
+
+@functools.cache
+def code_version() -> str:
+    """The package's version and a digest of every Python source of `PACKAGES`, as this process found them."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + hashlib.sha256(path.read_bytes()).digest())
+    return f"{package_version()}+{digest.hexdigest()[:12]}"
+
+
+def code_history(before: Any, where: Path) -> list[str]:
+    """The versions of the code by which a run that goes on in `where` was made, `before` and now.
+
+    Another version than the last is said on one line and not refused: a run of a week is to survive the repair of
+    something that it does not use, and whoever reads the line knows whether it is that.
+    """
+    now = code_version()
+    before = before if isinstance(before, list) else []  # whatever a damaged record says
+    if before[-1:] == [now]:
+        return before
+    last = before[-1] if before else "one that was not recorded"
+    warn(f"{where}: made by another version of this project's code, {last}; goes on with {now}")
+    return [*before, now]

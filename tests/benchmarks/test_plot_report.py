@@ -1,0 +1,121 @@
+"""The picture and the tables made of a report: what they show is what the report says."""
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.container import ErrorbarContainer
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+DEMO = FOLDER / "results/demo_cpu.json"
+PAGE = """text `vanilla` τ 9.99
+<!-- demo table: begin -->
+| method | τ | speed-up [95 %] | vs transformers |
+|---|---|---|---|
+| old | 1 | 2 | 3 |
+<!-- demo table: end -->
+| method | stays |
+"""
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    for name in ("plot_report", "fill_tables"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def reports() -> list[dict[str, Any]]:
+    found = {report["method"]: report for report in json.loads(DEMO.read_text())["reports"]}
+    return [copy.deepcopy(found[name]) for name in ("eesd_beta", "vanilla", "ngrams", "prompt_lookup")]
+
+
+def test_every_method_has_its_median_and_interval(reports: list[dict[str, Any]]) -> None:
+    from plot_report import plot
+
+    (axes,) = plot(reports).axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    medians = {report["method"]: report["speedup"]["median"] for report in reports}
+    assert names == sorted(medians, key=medians.__getitem__)  # the fastest on top
+    drawn = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
+    for name, container in zip(names, drawn, strict=True):
+        speedup = next(report["speedup"] for report in reports if report["method"] == name)
+        line, _, (bars,) = container.lines
+        assert line.get_xdata()[0] == pytest.approx(speedup["median"])
+        assert list(bars.get_segments()[0][:, 0]) == pytest.approx(speedup["ci95"])
+    assert [text.get_text() for text in axes.texts] == [f"{medians[name]:.2f}×" for name in names]
+    assert len(axes.get_legend().get_texts()) == 4  # one for each source
+    assert len({line.lines[0].get_marker() for line in drawn}) == 4  # told apart without colour
+
+
+def test_what_is_not_lossless_is_said(reports: list[dict[str, Any]]) -> None:
+    from plot_report import plot
+
+    reports[0]["verdict"] = "not lossless"
+    (axes,) = plot(reports).axes
+    assert sum("not lossless" in text.get_text() for text in axes.texts) == 1
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_report_of_one_method_or_several(tmp_path: Path, reports: list[dict[str, Any]], count: int) -> None:
+    from plot_report import main
+
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(reports[0] if count == 1 else {"reports": reports}))
+    main([str(file), str(tmp_path / "picture.png")])
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_timed_is_no_picture(tmp_path: Path, reports: list[dict[str, Any]]) -> None:
+    from plot_report import read_reports
+
+    reports[0]["speedup"] = {"median": None, "ci95": None}
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(reports[0]))
+    with pytest.raises(ValueError, match=r"report\.json: no method with a measured speed-up"):
+        read_reports(file)
+
+
+def test_a_table_is_filled_by_its_header(reports: list[dict[str, Any]]) -> None:
+    from fill_tables import fill
+
+    lines = fill(PAGE, reports).splitlines()
+    speedup = reports[1]["speedup"]
+    low, high = speedup["ci95"]
+    assert lines[0] == f"text `vanilla` τ {reports[1]['tau']:.2f}"
+    assert lines[4] == "| autoregressive | 1.00 | 1.00 | |"
+    assert lines[5] == "| transformers generate | 1.00 | | 1.00 |"
+    assert lines[7].startswith(
+        f"| vanilla | {reports[1]['tau']:.2f} | {speedup['median']:.2f}× [{low:.2f}, {high:.2f}] |"
+    )
+    assert "old" not in "".join(lines)
+    assert lines[-1] == "| method | stays |"
+    assert fill(fill(PAGE, reports), reports) == fill(PAGE, reports)
+
+
+def test_unknown_columns_and_methods_are_refused(reports: list[dict[str, Any]]) -> None:
+    from fill_tables import fill
+
+    with pytest.raises(ValueError, match=r"column speed: expected some of method, identical"):
+        fill(PAGE.replace("| τ |", "| speed |"), reports)
+    with pytest.raises(ValueError, match=r"`eesd` τ 1\.00: the report has eesd_beta, vanilla"):
+        fill("`eesd` τ 1.00", reports)
+
+
+def test_checking_writes_nothing(tmp_path: Path, reports: list[dict[str, Any]]) -> None:
+    from fill_tables import main
+
+    file, page = tmp_path / "report.json", tmp_path / "page.md"
+    file.write_text(json.dumps({"reports": reports}))
+    page.write_text(PAGE)
+    with pytest.raises(SystemExit, match=r"page\.md: other figures than"):
+        main([str(file), str(page), "--check"])
+    assert page.read_text() == PAGE
+    main([str(file), str(page)])
+    main([str(file), str(page), "--check"])

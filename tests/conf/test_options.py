@@ -1,0 +1,80 @@
+"""`--help` and docs/options.md: every option with its meaning, from where it is declared."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf import register
+from conf.options import compose_defaults, groups_of, help_text, meanings_of, options_of
+from docs.make_options import COMMANDS, PAGE, page
+from train.settings import EesdConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_current() -> None:
+    """Where it is not: python docs/make_options.py."""
+    assert PAGE.read_text() == page()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_meaning(name: str) -> None:
+    _, schema = COMMANDS[name]
+    register(name, schema)
+    options = list(options_of(schema, compose_defaults(name, [])))
+    assert [option.key for option in options if not option.meaning] == []
+    keys = [option.key for option in options]
+    assert len(set(keys)) == len(keys) > 5
+
+
+def test_help_is_of_this_command_and_of_what_is_chosen() -> None:
+    register("eesd", EesdConfig)
+    text = help_text("eesd", EesdConfig, ["data=ultrachat", "fit.lr=0.25"])
+    assert "data.path=HuggingFaceH4/ultrachat_200k" in text
+    assert "fit.lr=0.25   (number)\n    the highest learning rate" in text
+    assert "exit_layer=null   (integer or null)\n    N, the target layers under the exit layer" in text
+    assert "target=   (text)" in text  # must be given
+    assert set(groups_of("eesd")) == {"data", "experiment"}
+    assert all(choice.startswith("eesd/") for choice in groups_of("eesd")["experiment"])
+    assert "sweep" not in text
+
+
+def test_a_meaning_may_begin_on_the_lines_above_and_stand_in_the_docstring() -> None:
+    assert meanings_of(Declared) == {
+        "first": "in the docstring",
+        "second": "begins above and ends here",
+        "third": "inline",
+    }
+
+
+@dataclasses.dataclass
+class Declared:
+    """Settings of a test.
+
+    first: in the docstring;
+    """
+
+    first: int = 1
+    # begins above
+    second: str = "# no comment"  # and ends here
+    third: dict = dataclasses.field(default_factory=dict)  # inline
+    fourth: int = 4
+
+
+def test_the_command_prints_it_without_torch_and_whoever_reads_may_leave() -> None:
+    command = [sys.executable, ROOT / "train/eesd.py", "--help"]
+    whole = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert whole.stdout.startswith("Options are key=value;")
+    assert whole.stderr == ""
+    reader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert reader.stdout is not None
+    assert reader.stderr is not None
+    reader.stdout.close()
+    assert reader.stderr.read() == ""
+    assert reader.wait() == 0
+    bad = subprocess.run([*command, "nonsense=1"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert bad.stderr.startswith("error: nonsense: no such option")

@@ -1,0 +1,144 @@
+"""What the README and docs/ say holds: every command composes, every link leads somewhere, figures are the files'."""
+
+import argparse
+import json
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.conf.test_configs import COMMANDS, ROOT, compose_and_build, written_commands
+
+BENCHMARKS = ROOT / "benchmarks"
+DEMO = BENCHMARKS / "results/demo_cpu.json"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`((?:python |make |evaluate-checkpoint )[^`]*)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+INSTALLING = {"python3 -m venv .venv && . .venv/bin/activate", "pip install -c constraints.txt -e '.[dev]'"}
+RUN_ELSEWHERE = {"python docs/make_options.py"}  # test_options.py
+READERS_OWN = "mine"  # a file that a page has its reader write
+MADE_BY_MAKE = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+class ParsedError(Exception):
+    """Raised in the place of what a script does once it has read its command line."""
+
+
+def code_of(text: str) -> list[str]:
+    """Lines of blocks without a language, which are commands, and commands within sentences."""
+    blocks = [line for language, block in FENCE.findall(text) if not language for line in block.splitlines()]
+    return [line for line in blocks if line.strip()] + SPAN.findall(FENCE.sub("", text))
+
+
+def commands() -> list[tuple[str, str]]:
+    return [(name, line) for name, page in zip(NAMES, PAGES, strict=True) for line in code_of(page.read_text())]
+
+
+def entries() -> list[tuple[str, list[str]]]:
+    return [found for _, line in commands() for found in written_commands([line])]
+
+
+def anchor(heading: str) -> str:
+    """How GitHub names a heading in a link."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def read_command_line(monkeypatch: pytest.MonkeyPatch, script: Path, words: list[str]) -> None:
+    """Run a script of benchmarks/ as far as its command line. Raises what argparse raises on a wrong one."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(parser: argparse.ArgumentParser, *given: object) -> None:
+        parse(parser, *given)  # type: ignore[call-overload]
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    monkeypatch.setattr(sys, "argv", [str(script), *words])
+    monkeypatch.syspath_prepend(str(script.parent))
+    with pytest.raises(ParsedError):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def test_every_entry_is_on_a_page() -> None:
+    assert {command for command, _ in entries()} == set(COMMANDS)
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_are_understood(monkeypatch: pytest.MonkeyPatch, page: str, line: str) -> None:
+    """An entry's options compose, a script of benchmarks/ reads its own, make has the target; there is nothing else."""
+    entry = written_commands([line])
+    words = shlex.split(line, comments=True)
+    if entry:
+        ((command, overrides),) = entry
+        compose_and_build(command, overrides)
+    elif words[0] == "make":
+        assert set(words[1:]) <= MADE_BY_MAKE, page
+    elif words[0] == "python" and words[1].startswith("benchmarks/"):
+        script = ROOT / words[1]
+        if script.name == "bench_train_step.py":  # reads KEY=VALUE, not options
+            assert set(OmegaConf.from_dotlist(words[2:])) <= {"target", "steps", "rows", "seq_len"}
+        else:
+            read_command_line(monkeypatch, script, words[2:])
+    elif words[:4] == [".venv/bin/python", "-m", "pytest", "-n0"]:
+        assert all((ROOT / word).exists() for word in words[4:])
+    else:
+        assert line in INSTALLING | RUN_ELSEWHERE, (
+            f"{page}: {line}: nothing checks this command; teach this test, or take it out"
+        )
+
+
+def test_what_is_installed_is_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "dev" in extras
+    assert (ROOT / "constraints.txt").exists()
+
+
+@pytest.mark.parametrize("name", [*NAMES, "CHANGELOG.md", "slurm/README.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if link.startswith("https://"):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        if fragment:
+            assert fragment in map(anchor, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), link
+
+
+def test_every_page_is_in_the_readme() -> None:
+    linked = set(LINK.findall((ROOT / "README.md").read_text()))
+    assert {name.partition("#")[0] for name in linked} >= {name for name in NAMES if name.startswith("docs/")}
+
+
+def test_files_that_pages_name_are_there() -> None:
+    named = re.compile(r"`((?:train|data_prep|inference|draft_models|conf|benchmarks|slurm|outrider)/[\w./]*\w)`")
+    for page in PAGES:
+        for name in named.findall(page.read_text()):
+            assert Path(name).stem == READERS_OWN or (ROOT / name).exists(), f"{page.name}: {name}"
+    results = (ROOT / "docs/results.md").read_text()
+    for name in re.findall(r"`(\w+\.(?:json|png))`", results):
+        assert (BENCHMARKS / "results" / name).exists(), name
+
+
+def test_the_readme_is_one_screen_or_two() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_tables_have_the_figures_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from fill_tables import BLOCK, TAU, fill
+
+    reports = json.loads(DEMO.read_text())["reports"]
+    for name in ("README.md", "docs/results.md"):
+        page = (ROOT / name).read_text()
+        assert fill(page, reports) == page, f"{name}: run benchmarks/fill_tables.py"
+        (block,) = BLOCK.findall(page)
+        assert all(f"| {report['method']} |" in block[1] for report in reports)
+    assert len(TAU.findall((ROOT / "README.md").read_text())) >= 4

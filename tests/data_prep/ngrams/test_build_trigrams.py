@@ -1,0 +1,408 @@
+"""Building n-gram tables: against counting in memory; the same bytes by every way; resuming; bad input."""
+
+import errno
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import sentencepiece
+from filelock import FileLock
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.ngrams import counting, token_shards
+from data_prep.ngrams.counting import build_table, count_order
+from data_prep.ngrams.token_shards import Passage, Shards, open_encoder, passages, read_shard, tokenise
+from data_prep.settings import DataConfig, TrigramConfig
+from draft_models.ngrams.table import TrigramTable
+from draft_models.ngrams.table_files import MAX_VOCABULARY, publish
+from outrider import files
+from outrider.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+WORDS = ["def", "add", "first", "second", "return", "hello", "there", "how", "are", "you", "the", "it", "is", "on"]
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, rng.integers(1, 40))) for _ in range(count)]
+
+
+def write_jsonl(path: Path, records: Sequence[object]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A SentencePiece model file."""
+    prefix = tmp_path_factory.mktemp("model") / "pieces"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences(200)), model_prefix=str(prefix), vocab_size=60, model_type="bpe",
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    return f"{prefix}.model"
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> TrigramConfig:
+    """300 texts in about 20 shards; one process."""
+    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 1500)
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in sentences(300)])
+    data = DataConfig(source="local", path=str(corpus), heldout_fraction=0.0)
+    return TrigramConfig(model, data, orders=(2, 3, 4), min_count=1, workers=1, out_dir=str(tmp_path / "table"))
+
+
+def with_records(config: TrigramConfig, records: Sequence[object], **data: Any) -> TrigramConfig:
+    path = write_jsonl(Path(config.out_dir).with_name("records.jsonl"), records)
+    return replace(config, data=replace(config.data, path=str(path), **data))
+
+
+def content(folder: str | Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def expected(config: TrigramConfig, texts: Sequence[str]) -> TrigramTable:
+    """The table of plain texts, in memory."""
+    encoder = open_encoder(config.tokenizer, None)
+    documents = [[*ids, encoder.eos] for ids in encoder.encode(list(texts))]
+    limits = (config.min_count, config.max_successors)
+    return TrigramTable.from_documents(documents, config.orders, encoder.vocabulary, "", *limits)
+
+
+def require_same_counts(built: TrigramTable, reference: TrigramTable) -> None:
+    assert list(built.levels) == list(reference.levels)
+    for order, level in reference.levels.items():
+        for name in ("buckets", "keys", "starts", "totals", "tokens", "counts"):
+            array, other = getattr(level, name), getattr(built.levels[order], name)
+            assert array.dtype == other.dtype
+            np.testing.assert_array_equal(array, other, name)
+
+
+@pytest.mark.parametrize("limits", [{}, {"min_count": 3}, {"min_count": 2, "max_successors": 2}])
+def test_a_built_table_equals_counting_in_memory(
+    config: TrigramConfig, limits: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(config, **limits)
+    build_table(config)
+    built, reference = TrigramTable.open(config.out_dir), expected(config, sentences(300))
+    require_same_counts(built, reference)
+    for key in ("tokens", "documents", "min_count", "max_successors"):
+        assert built.facts[key] == reference.facts[key]
+    assert f"tokens={reference.facts['tokens']} documents=300 ngrams=" in capsys.readouterr().out
+    assert sorted(path.name for path in Path(config.out_dir).parent.iterdir()) == ["corpus.jsonl", "table"]
+
+
+def test_of_a_launchers_processes_one_builds(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in ("1", "0", "2"):  # none of them fails, whoever comes first
+        monkeypatch.setenv("RANK", rank)
+        build_table(config)
+        assert Path(config.out_dir).exists() == (rank != "1")
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_processes(config: TrigramConfig) -> None:
+    build_table(config)
+    other = replace(config, workers=2, memory_gb=0.5, out_dir=f"{config.out_dir}2")
+    build_table(other)
+    assert content(config.out_dir) == content(other.out_dir)
+
+
+@pytest.mark.parametrize(("vocabulary", "memory"), [(300, 10**4), (300, 10**6), (MAX_VOCABULARY, 10**4)])
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_blocks_and_ranges_of_any_size_count_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: int, memory: int, order: int
+) -> None:
+    """Order 4 of the largest vocabulary needs 84 bits an n-gram, so it takes the sort for wide ones."""
+    rng = np.random.default_rng(order)
+    known = rng.choice(vocabulary, 12, replace=False)
+    documents = [rng.choice(known, rng.integers(0, 30)) for _ in range(400)]
+    texts = [Passage(str(number), ends=False) for number in range(400)]
+    encoder = token_shards.Encoder(lambda batch: [documents[int(text)].tolist() for text in batch], {}, None, "")
+    encoder = encoder._replace(pieces={"last": vocabulary - 1})
+    for folder in ("shards", "table", "runs"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)
+    shards = tokenise(texts, "", None, encoder, tmp_path / "shards", 1)
+    assert len(shards.paths) > 30
+    calls: Counter[str] = Counter()
+
+    def count_calls(name: str) -> None:
+        real = getattr(counting, name)
+
+        def counted(*arguments: Any) -> Any:
+            calls[name] += 1
+            return real(*arguments)
+
+        monkeypatch.setattr(counting, name, counted)
+
+    count_calls("_aggregate")  # once for each block
+    count_calls("group")  # once for each range
+    described = {order: count_order(shards, order, vocabulary, tmp_path, memory, 2, 5)}
+    assert all(calls[name] == 1 if memory == 10**6 else calls[name] > 10 for name in ("_aggregate", "group"))
+    publish(tmp_path / "table", tmp_path / "done", vocabulary, "", described, {"tokens": 0, "documents": 0})
+    reference = TrigramTable.from_documents(documents, [order], vocabulary, "", 2, 5)
+    assert len(reference.levels[order].keys) > 0
+    require_same_counts(TrigramTable.open(tmp_path / "done"), reference)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_turns_are_documents_of_their_own(config: TrigramConfig) -> None:
+    messages = [{"role": "user", "content": "how are you"}, {"role": "assistant", "content": "it is the first"}]
+    config = with_records(config, [{"messages": messages}, {"messages": messages * 2}])
+    build_table(config)
+    require_same_counts(TrigramTable.open(config.out_dir), expected(config, ["it is the first"] * 3))
+    everything = replace(config, text="all", out_dir=f"{config.out_dir}.all")
+    build_table(everything)
+    table, encoder = TrigramTable.open(everything.out_dir), open_encoder(config.tokenizer, None)
+    question, answer = encoder.encode(["how are you", "it is the first"])
+    assert table.successors(question[:2])[0].tolist() == [question[2]]
+    assert table.successors(question[-1:])[0].tolist() == []  # neither the answer nor the end
+    assert table.successors(answer[-1:])[0].tolist() == [encoder.eos]
+
+
+def test_held_out_records_are_left_out(config: TrigramConfig) -> None:
+    config = replace(config, data=replace(config.data, heldout_fraction=0.5))
+    build_table(config)
+    assert 0 < TrigramTable.open(config.out_dir).facts["documents"] < 300
+
+
+def test_a_hugging_face_tokenizer(config: TrigramConfig, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = replace(config, tokenizer=str(tmp_path / "tokenizer"))
+    build_table(config)
+    documents = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in sentences(300)]
+    table = TrigramTable.open(config.out_dir)
+    require_same_counts(table, TrigramTable.from_documents(documents, (2, 3, 4), len(tokenizer), ""))
+    assert table.tokenizer == counting.vocabulary_digest(tokenizer.get_vocab())
+
+
+def test_text_that_utf8_cannot_hold(config: TrigramConfig) -> None:
+    config = with_records(config, [{"text": "hello \ud800 there"}])
+    build_table(config)
+    require_same_counts(TrigramTable.open(config.out_dir), expected(config, ["hello ? there"]))
+
+
+def test_tables_are_added_up(config: TrigramConfig) -> None:
+    build_table(config)
+    more = with_records(config, [{"text": text} for text in sentences(50, seed=1)])
+    more = replace(more, out_dir=f"{config.out_dir}.more", merge=(config.out_dir,))
+    build_table(more)
+    table = TrigramTable.open(more.out_dir)
+    require_same_counts(table, expected(config, sentences(50, seed=1) + sentences(300)))
+    build_table(replace(more, resume=True))
+    with pytest.raises(UserError, match="merge="):
+        build_table(replace(more, resume=True, merge=()))
+    with pytest.raises(UserError, match="orders"):
+        build_table(replace(more, orders=(3,), out_dir=f"{config.out_dir}.3"))
+
+
+# ---------------------------------------------------------------------------------------------------- resuming
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> list[str]:
+    """Kill the build at this many shards; the names of the shards written from now on."""
+    real, written = token_shards._write_shard, list[str]()
+
+    def write(path: Path, *arguments: Any) -> int:
+        if len(written) == shards:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(token_shards, "_write_shard", write)
+    return written
+
+
+def test_a_killed_build_goes_on_where_it_was(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = replace(config, out_dir=f"{config.out_dir}.whole")
+    build_table(whole)
+    with monkeypatch.context() as patch:
+        before = interrupt_after(patch, 7)
+        with pytest.raises(KeyboardInterrupt):
+            build_table(config)
+    assert not Path(config.out_dir).exists()
+    with pytest.raises(UserError, match=r"table\.building holds an unfinished build; resume=true"):
+        build_table(config)
+    after = interrupt_after(monkeypatch, 10**6)
+    build_table(replace(config, resume=True))
+    assert len(before) == 7
+    assert len(after) > 7
+    assert not set(before) & set(after)
+    assert content(config.out_dir) == content(whole.out_dir)
+    assert not Path(f"{config.out_dir}.building").exists()
+
+
+def test_resuming_after_the_corpus_or_the_tokenizer_changed(
+    config: TrigramConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    texts = sentences(300)
+    texts[0] = texts[0][::-1]  # of the same length, so that only its shard is another
+    changed = with_records(config, [{"text": text} for text in texts])
+    for other in (changed, replace(changed, tokenizer=str(tmp_path / "tokenizer"), out_dir=f"{config.out_dir}.hf")):
+        with monkeypatch.context() as patch:
+            interrupt_after(patch, 7)
+            with pytest.raises(KeyboardInterrupt):
+                build_table(replace(config, out_dir=other.out_dir))
+        build_table(replace(other, resume=True))
+        require_same_counts(TrigramTable.open(other.out_dir), expected(other, texts))
+
+
+def test_a_finished_table_is_neither_built_again_nor_overwritten(
+    config: TrigramConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_table(config)
+    before = content(config.out_dir)
+    build_table(replace(config, resume=True, memory_gb=0.3, workers=2))
+    assert "finished already" in capsys.readouterr().out
+    for other, message in [
+        (config, "holds an n-gram table already"),
+        (replace(config, resume=True, min_count=2), "min_count=1, not 2"),
+        (replace(config, resume=True, orders=(3,)), r"orders=\[2, 3, 4\], not \[3\]"),
+        (replace(config, resume=True, text="all"), "text='assistant', not 'all'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            build_table(other)
+    assert content(config.out_dir) == before
+
+
+def test_one_build_of_a_table_at_a_time(config: TrigramConfig) -> None:
+    work = Path(f"{config.out_dir}.building")
+    work.mkdir()
+    with FileLock(work / ".lock"), pytest.raises(UserError, match="another run is writing the table of out_dir="):
+        build_table(replace(config, resume=True))
+
+
+# --------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("records", "changes", "message"),
+    [
+        ([], {}, r"empty corpus: no text in it \(found nothing\)"),
+        ([{"text": "  "}, {"text": ""}], {}, r"empty corpus: .*empty=2"),
+        ([{"text": "hello"}, {"title": "x"}], {}, r"records\.jsonl:2: no column 'text'; columns present: title"),
+        ([{"text": "hello"}, {"text": 3}], {}, r"records\.jsonl:2: column 'text' holds int"),
+        ([{"text": "hello"}], {"min_count": 99}, "no n-gram of orders .* occurs min_count=99 times"),
+        ([{"text": "hello"}], {"tokenizer": "nowhere/nothing"}, "tokenizer=nowhere/nothing: no usable tokenizer"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(
+    config: TrigramConfig, records: list[object], changes: dict[str, Any], message: str
+) -> None:
+    config = replace(with_records(config, records), **changes)
+    with pytest.raises(UserError, match=message):
+        build_table(config)
+    assert not Path(config.out_dir).exists()
+
+
+def test_a_file_that_is_no_tokenizer(config: TrigramConfig) -> None:
+    with pytest.raises(UserError, match="not a SentencePiece model"):
+        build_table(replace(config, tokenizer=str(config.data.path[0])))
+
+
+def test_a_vocabulary_over_the_limit(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = open_encoder(config.tokenizer, None)
+    large = real._replace(pieces={**real.pieces, "far": MAX_VOCABULARY})
+    monkeypatch.setattr(counting, "open_encoder", lambda *_: large)
+    with pytest.raises(UserError, match="vocabulary=2097153: expected 1 to 2097152"):
+        build_table(config)
+    assert not Path(f"{config.out_dir}.building").exists()
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "break_disk",
+    [
+        lambda patch: patch.setattr(files.os, "fsync", no_space),  # while tokenising
+        lambda patch: patch.setattr(counting._Files, "append", no_space),  # while counting
+        lambda patch: patch.setattr(counting, "publish", no_space),  # at the end
+    ],
+)
+def test_a_full_disk_leaves_no_table_and_can_be_resumed(
+    config: TrigramConfig, monkeypatch: pytest.MonkeyPatch, break_disk: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with monkeypatch.context() as patch:
+        break_disk(patch)
+        with pytest.raises(UserError, match="No space left on device"):
+            build_table(config)
+    assert not Path(config.out_dir).exists()
+    work = Path(f"{config.out_dir}.building")
+    assert not work.exists() or {path.name for path in work.iterdir()} <= {"shards", ".lock"}
+    build_table(replace(config, resume=True))
+    require_same_counts(TrigramTable.open(config.out_dir), expected(config, sentences(300)))
+
+
+def test_a_killed_process_is_reported(model: str) -> None:
+    dead: Future[int] = Future()
+    dead.set_exception(BrokenProcessPool())
+    pool = token_shards._Pool(1, model, None, open_encoder(model, None), np.dtype(np.uint16))
+    with pytest.raises(UserError, match="a tokenising process was killed"):
+        pool._result(dead)
+
+
+def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:
+    script = (
+        "import sys, time, multiprocessing, pathlib, numpy\n"
+        "from data_prep.ngrams.token_shards import Passage, _Pool, open_encoder\n"
+        "folder, model = sys.argv[1:]\n"
+        "pool = _Pool(2, model, None, open_encoder(model, None), numpy.dtype('uint16'))\n"
+        "list(pool.submit(pathlib.Path(folder, 'shard'), [Passage('you', True)])) + list(pool.drain())\n"
+        "print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", script, tmp_path, model], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert run.stdout is not None
+    children = [psutil.Process(int(pid)) for pid in run.stdout.readline().split()]
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=10)
+    left = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
+    encoder = open_encoder(model, None)
+    assert isinstance(encoder.eos, int)
+    texts = list(passages([{"id": "1", "text": "hello there"}], "all"))
+    shards: Shards = tokenise([*texts, Passage("you", ends=False)], model, None, encoder, tmp_path, 1)
+    ids, lengths = read_shard(shards.paths[0], shards.dtype)
+    first, second = encoder.encode(["hello there", "you"])
+    assert ids.tolist() == [*first, encoder.eos, *second]
+    assert lengths.tolist() == [len(first) + 1, len(second)]
+    assert (shards.tokens, shards.documents) == (len(ids), 2)
+    ended = tokenise([*texts, Passage("you", ends=True)], model, None, encoder, tmp_path, 1)
+    assert read_shard(ended.paths[0], ended.dtype)[0].tolist() == [*first, encoder.eos, *second, encoder.eos]
+    other = encoder._replace(encode=lambda batch: [[7] for _ in batch], digest="of another tokenizer")
+    again = tokenise([*texts, Passage("you", ends=True)], model, None, other, tmp_path, 1)
+    assert read_shard(again.paths[0], again.dtype)[0].tolist() == [7, encoder.eos, 7, encoder.eos]
+    assert len({shards.digest, ended.digest, again.digest}) == 3
+    assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
+
+
+def test_the_command(tmp_path: Path, model: str) -> None:
+    write_jsonl(tmp_path / "chat.jsonl", [{"output": text} for text in sentences(20)])
+    run = subprocess.run(
+        [sys.executable, ROOT / "data_prep/build_trigrams.py", f"tokenizer={model}", "data=local", "workers=2",
+         "data.path=chat.jsonl", "data.layout=text", "data.column=output", "data.heldout_fraction=0"],
+        capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert " documents=20 ngrams=" in run.stdout
+    assert TrigramTable.open(tmp_path / "runs/trigrams").facts["documents"] == 20

@@ -1,0 +1,309 @@
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, render_prompt
+from data_prep.text.records import Layout, SkipRecordError, find_layout, to_record
+from outrider.errors import UserError
+
+QUESTION, ANSWER = (
+    {"role": "user", "content": "Hello there"},
+    {"role": "assistant", "content": "How are you?"},
+)
+TALK = [QUESTION, ANSWER, {"role": "user", "content": "Well."}, {"role": "assistant", "content": "Good, é ☃"}]
+
+
+def chat(*messages):
+    return {"id": "talk.jsonl:1", "messages": list(messages)}
+
+
+# ------------------------------------------------------------------------------------------------- layouts
+
+LAYOUTS = [
+    ("text", "text", {"text": "once"}, "once"),
+    ("code", "content", {"content": "x = 1", "lang": "Python"}, "x = 1"),
+    (
+        "sharegpt",
+        "conversations",
+        {"id": "q", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        ["a", "b"],
+    ),
+    (
+        "messages",
+        "messages",
+        {"prompt": "a", "messages": [QUESTION, ANSWER]},
+        ["Hello there", "How are you?"],
+    ),
+    ("messages", "conversations", {"conversations": [QUESTION, ANSWER]}, ["Hello there", "How are you?"]),
+    ("turns", "data", {"id": "0", "data": ["a", "b", "c", "d"]}, ["a", "b", "c", "d"]),
+    ("alpaca", "output", {"instruction": "a", "input": "", "output": "b"}, ["a", "b"]),
+    ("alpaca", "response", {"instruction": "a", "input": "i", "response": "b"}, ["a\n\ni", "b"]),
+]
+
+
+@pytest.mark.parametrize(("name", "column", "raw", "expected"), LAYOUTS)
+def test_layouts_are_told_by_their_columns_and_normalised(name, column, raw, expected):
+    layout = find_layout(raw, "auto", None, "f:1")
+    assert layout == Layout(name, column)
+    record = to_record(raw, layout, "f:1")
+    assert record["id"] == "f:1"
+    if isinstance(expected, str):
+        assert record["text"] == expected
+    else:
+        assert [m["content"] for m in record["messages"]] == expected
+        assert [m["role"] for m in record["messages"]] == ["user", "assistant"] * (len(expected) // 2)
+
+
+def test_a_named_column_decides_the_layout_by_its_values():
+    assert find_layout({"answer": "x", "text": "y"}, "auto", "answer", "f:1") == Layout("text", "answer")
+    assert find_layout({"turns": ["a", "b"]}, "auto", "turns", "f:1") == Layout("turns", "turns")
+    assert find_layout({}, "sharegpt", None, "f:1") == Layout("sharegpt", "conversations")
+
+
+def test_benchmark_questions_are_not_taken_for_a_conversation():
+    with pytest.raises(UserError, match=r"f:1: cannot tell the layout from columns question_id, turns; name it"):
+        find_layout({"question_id": 1, "turns": ["first question", "second question"]}, "auto", None, "f:1")
+
+
+def test_unusable_columns_are_named():
+    with pytest.raises(UserError, match=r"^f:7: no column 'text'; columns present: body, title"):
+        to_record({"body": "x", "title": "y"}, Layout("text", "text"), "f:7")
+    with pytest.raises(UserError, match=r"^f:7: no column 'c'; columns present: \(none\)"):
+        find_layout({}, "auto", "c", "f:7")
+    with pytest.raises(UserError, match=r"^f:7: column 'text' holds list, layout=text needs str"):
+        to_record({"text": ["x"]}, Layout("text", "text"), "f:7")
+    with pytest.raises(UserError, match=r"^f:7: expected a record with named columns, found list"):
+        to_record([1], Layout("text", "text"), "f:7")
+
+
+def sharegpt(*turns):
+    raw = {"conversations": [{"from": role, "value": value} for role, value in turns]}
+    return to_record(raw, Layout("sharegpt", "conversations"), "f:1")["messages"]
+
+
+def test_all_sharegpt_roles_are_understood():
+    for user in ("human", "user"):
+        for assistant in ("gpt", "chatgpt", "bing", "assistant"):
+            roles = [m["role"] for m in sharegpt(("system", "s"), (user, "a"), (assistant, "b"))]
+            assert roles == ["system", "user", "assistant"]
+
+
+def test_an_opening_answer_is_dropped():
+    assert [m["content"] for m in sharegpt(("gpt", "z"), ("human", "a"), ("gpt", "b"))] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        ([("human", "a"), ("human", "b"), ("gpt", "c")], "malformed"),
+        ([("human", "a"), ("gpt", "b"), ("gpt", "c")], "malformed"),
+        ([("human", "a"), ("tool", "b")], "malformed"),
+        ([("human", "a"), ("system", "b"), ("gpt", "c")], "malformed"),
+        ([("human", "a"), ("gpt", 3)], "malformed"),
+        ([], "empty"),
+        ([("human", " "), ("gpt", "")], "empty"),
+        ([("human", "a"), ("gpt", None)], "empty"),
+    ],
+)
+def test_unusable_conversations_are_skipped_for_a_reason(turns, reason):
+    with pytest.raises(SkipRecordError) as skipped:
+        sharegpt(*turns)
+    assert skipped.value.reason == reason
+
+
+@pytest.mark.parametrize("raw", [{"text": ""}, {"text": " \n"}, {"text": None}])
+def test_blank_text_is_empty(raw):
+    with pytest.raises(SkipRecordError) as skipped:
+        to_record(raw, Layout("text", "text"), "f:1")
+    assert skipped.value.reason == "empty"
+
+
+# ---------------------------------------------------------------------------------------------------- text
+
+
+def test_text_has_one_bos_where_the_tokenizer_adds_it_and_one_eos(make_tokenizer):
+    for bos in (False, True):
+        for text in ("return first", "<s>return first</s>"):
+            tokenizer = make_tokenizer(bos=bos)
+            assert adds_bos(tokenizer) == bos
+            (document,) = encode([{"id": "t", "text": text}], tokenizer, "tokenizer")
+            ids = document.ids.tolist()
+            assert ids.count(tokenizer.bos_token_id) == (bos or text.startswith("<s>"))
+            assert ids.count(tokenizer.eos_token_id) == 1
+            assert ids[-1] == tokenizer.eos_token_id
+            assert document.supervised.all()
+            assert not document.whole
+    (document,) = encode([{"id": "t", "text": "return"}], make_tokenizer(eos=False), "tokenizer")
+    assert tokenizer.decode(document.ids) == "return"
+
+
+def test_truncated_text_has_no_end(tokenizer):
+    raw = {"text": "return first", "finish": "length"}
+    cut, whole = (to_record(r, Layout("text", "text"), "f:1") for r in (raw, {**raw, "finish": "end"}))
+    cut_ids, whole_ids = (document.ids.tolist() for document in encode([cut, whole], tokenizer, "tokenizer"))
+    assert whole_ids == [*cut_ids, tokenizer.eos_token_id]
+
+
+# ----------------------------------------------------------------------------------------------- templates
+
+
+def spoken(document, tokenizer):
+    return tokenizer.decode(document.ids[document.supervised])
+
+
+def test_the_chat_template_gives_transformers_own_ids_and_supervises_the_answers(tokenizer):
+    (document,) = encode([chat(*TALK)], tokenizer, "tokenizer")
+    assert document.ids.tolist() == tokenizer.apply_chat_template(TALK, return_dict=False)
+    assert spoken(document, tokenizer) == "How are you?<|im_end|>Good, é ☃<|im_end|>"
+    assert document.whole
+
+
+def test_vicuna_is_fastchats_format(make_tokenizer):
+    for bos in (False, True):
+        tokenizer = make_tokenizer(bos=bos, chat_template=None)
+        (document,) = encode([chat(*TALK)], tokenizer, "vicuna")
+        assert tokenizer.decode(document.ids) == "<s>" * bos + (
+            f"{VICUNA_SYSTEM} USER: Hello there ASSISTANT: How are you?</s>USER: Well. ASSISTANT: Good, é ☃</s>"
+        )
+        assert spoken(document, tokenizer) == " How are you?</s> Good, é ☃</s>"
+        assert (document.ids == tokenizer.bos_token_id).sum() == bos
+    system = {"role": "system", "content": "Be brief."}
+    (document,) = encode([chat(system, QUESTION, ANSWER)], tokenizer, "vicuna")
+    assert tokenizer.decode(document.ids) == "<s>Be brief. USER: Hello there ASSISTANT: How are you?</s>"
+
+
+@pytest.mark.parametrize("template", ["tokenizer", "vicuna"])
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_training_conversation_begins_with_the_prompt_it_is_decoded_from(make_tokenizer, template, bos):
+    tokenizer = make_tokenizer(bos=bos)
+    (document,) = encode([chat(*TALK)], tokenizer, template)
+    for turns in (1, 3):
+        prompt = render_prompt(TALK[:turns], tokenizer, template)
+        assert document.ids[: len(prompt)].tolist() == prompt
+        assert document.supervised[len(prompt)]  # the first thing decoded is the first thing supervised
+        assert not document.supervised[len(prompt) - 1]
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), min_size=1, max_size=12).filter(
+    lambda text: text.strip() and not text[0].isspace()
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=3), trim=st.booleans())
+def test_the_supervised_tokens_spell_the_answers(make_tokenizer, turns, trim):
+    tokenizer = make_tokenizer(trim_offsets=trim)
+    messages = [
+        {"role": role, "content": text}
+        for pair in turns
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    (document,) = encode([chat(*messages)], tokenizer, "tokenizer")
+    assert spoken(document, tokenizer) == "".join(f"{answer}<|im_end|>" for _, answer in turns)
+    (document,) = encode([chat(*messages)], tokenizer, "vicuna")
+    assert spoken(document, tokenizer) == "".join(f" {answer}</s>" for _, answer in turns)
+
+
+TRIMS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("answer", ["Good, é ☃", "e", "Well. \n"])
+@pytest.mark.parametrize("options", [{}, {"chat_template": TRIMS}])
+@pytest.mark.parametrize("template", ["tokenizer", "vicuna"])
+def test_a_truncated_answer_is_supervised_without_its_end(make_tokenizer, answer, options, template):
+    messages = [*TALK[:3], {"role": "assistant", "content": answer}]
+    record = to_record({"messages": messages, "finish": "length"}, Layout("messages", "messages"), "f:1")
+    tokenizer = make_tokenizer(**options)
+    whole, cut = encode([chat(*messages), record], tokenizer, template)
+    assert whole.ids.tolist() == cut.ids.tolist()
+    first, space = ("How are you?<|im_end|>", "") if template == "tokenizer" else (" How are you?</s>", " ")
+    assert spoken(cut, tokenizer) == first + space + answer.rstrip()
+
+
+@pytest.mark.parametrize("trim", [False, True])  # the space before the answer is a token, trimmed to nothing or not
+def test_a_template_without_end_token_keeps_its_line_break_as_the_end(make_tokenizer, trim):
+    tokenizer = make_tokenizer(
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        trim_offsets=trim,
+    )
+    (document,) = encode([chat(QUESTION, ANSWER)], tokenizer, "tokenizer")
+    assert spoken(document, tokenizer) == "How are you?\n"
+
+
+def test_turns_after_the_last_answer_are_left_out(tokenizer):
+    with_tail, without = encode([chat(*TALK[:3]), chat(*TALK[:2])], tokenizer, "tokenizer")
+    assert with_tail.ids.tolist() == without.ids.tolist()
+    (silent,) = encode([chat(QUESTION)], tokenizer, "tokenizer")
+    assert not silent.supervised.any()
+
+
+def test_records_of_both_kinds_keep_their_order(tokenizer):
+    documents = encode([{"id": "t", "text": "return"}, chat(*TALK)], tokenizer, "tokenizer")
+    assert [document.whole for document in documents] == [False, True]
+    assert tokenizer.decode(documents[0].ids) == "return</s>"
+
+
+def test_a_template_that_rewrites_the_history_is_refused(make_tokenizer):
+    forgetful = make_tokenizer(
+        chat_template="{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    thinking = {"role": "assistant", "content": "<think>hm</think>Yes."}
+    encode([chat(QUESTION, thinking)], forgetful, "tokenizer")  # one answer: nothing to forget
+    expected = r"talk.jsonl:1: .*does not reproduce the history: message 2 is rendered .*template=vicuna"
+    with pytest.raises(UserError, match=expected):
+        encode([chat(QUESTION, thinking, *TALK[2:])], forgetful, "tokenizer")
+
+
+def test_a_template_that_refuses_a_conversation_is_reported(make_tokenizer):
+    strict = make_tokenizer(chat_template="{{ raise_exception('System role not supported') }}")
+    with pytest.raises(UserError, match=r"talk.jsonl:1: .*refuses .*System role not supported.*template=vicuna"):
+        encode([chat(QUESTION, ANSWER)], strict, "tokenizer")
+
+
+def test_conversations_need_a_chat_template_and_offsets(make_tokenizer):
+    bare = make_tokenizer(chat_template=None)
+    with pytest.raises(UserError, match=r"has no chat template, which conversations need; use template=vicuna"):
+        encode([chat(QUESTION, ANSWER)], bare, "tokenizer")
+    with pytest.raises(UserError, match=r"has no chat template"):
+        render_prompt(["Hello"], bare, "tokenizer")
+
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
+
+    slow = Slow(tokenizer_object=bare.backend_tokenizer, eos_token="</s>")
+    with pytest.raises(UserError, match=r"need a fast tokenizer \(tokenizer.json\)"):
+        encode([chat(QUESTION, ANSWER)], slow, "vicuna")
+    assert len(encode([{"id": "t", "text": "return"}], slow, "vicuna")) == 1
+
+
+# ------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_by_template(make_tokenizer):
+    tokenizer = make_tokenizer(bos=True)
+    plain = render_prompt(["return first"], tokenizer, "none")
+    assert tokenizer.decode(plain) == "<s>return first"
+    assert render_prompt(["<s>return first"], tokenizer, "none") == plain
+    chatml = "<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(render_prompt(["Hello there"], tokenizer)) == chatml
+    assert tokenizer.decode(render_prompt([QUESTION], tokenizer, "tokenizer")) == chatml
+    three = render_prompt(["a", "b", "c"], tokenizer, "vicuna")
+    assert tokenizer.decode(three) == f"<s>{VICUNA_SYSTEM} USER: a ASSISTANT: b</s>USER: c ASSISTANT:"
+    tokenizer.chat_template = None
+    assert render_prompt(["return first"], tokenizer, "auto") == plain
+
+
+def test_prompts_that_cannot_be(tokenizer):
+    with pytest.raises(UserError, match=re.escape("template='alpaca': expected one of auto, tokenizer, vicuna")):
+        render_prompt(["a"], tokenizer, "alpaca")
+    with pytest.raises(ValueError, match="ends with a user turn"):
+        render_prompt(["a", "b"], tokenizer)

@@ -1,0 +1,227 @@
+"""Long texts: in pieces they have the tokens of the whole, n-grams over the cuts included, in bounded memory."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.ngrams import token_shards
+from data_prep.ngrams.counting import build_table
+from data_prep.settings import DataConfig, TrigramConfig
+from data_prep.text import chat, pieces
+from data_prep.text.chat import encode
+from data_prep.text.pieces import batches, encode_all, spans
+from draft_models.ngrams.table_files import TABLE_FILE
+from tests.tiny import byte_tokenizer
+
+ROOT = Path(__file__).parents[3]
+WORDS = [
+    "def",
+    "add",
+    "first,",
+    "second.",
+    "return",
+    "(hello)",
+    "there",
+    "how",
+    "don't",
+    "12",
+    "ä",
+    "漢字",
+    "</s>",
+    "x",
+]
+SEPARATORS = ["\n", "  ", " ", "\n\n", "\n", "\t", " \n    "]
+
+
+def text_of(words: int, seed: int = 0) -> str:
+    """Words with single spaces between them, and every kind of other space after every second one."""
+    rng = np.random.default_rng(seed)
+    between = [SEPARATORS[int(rng.integers(len(SEPARATORS)))] if i % 2 else " " for i in range(words)]
+    return "".join(word + gap for word, gap in zip(rng.choice(WORDS, words), between, strict=True))
+
+
+def llama_like() -> PreTrainedTokenizerFast:
+    """Merges run over the whole text, a space is part of the word behind it, and one is put in front of every text."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")  # merges are learnt within words
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False, max_token_length=8)
+    backend.train_from_iterator([text_of(60, seed) for seed in range(20)], trainer)
+    backend.pre_tokenizer = None
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def rows_of(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[np.ndarray]]:
+    def rows(texts: list[str]) -> list[np.ndarray]:
+        found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+        return [
+            np.column_stack([np.array(ids, np.int64), np.array(places, np.int64).reshape(-1, 2)])
+            for ids, places in zip(found["input_ids"], found["offset_mapping"], strict=True)
+        ]
+
+    return rows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A SentencePiece model file."""
+    prefix = tmp_path_factory.mktemp("model") / "pieces"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text_of(40, seed).replace("\n", " ") for seed in range(100)), model_prefix=str(prefix),
+        vocab_size=200, model_type="bpe", hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    return f"{prefix}.model"
+
+
+@pytest.fixture
+def tokenizers(tokenizer: PreTrainedTokenizerFast) -> dict[str, PreTrainedTokenizerFast]:
+    return {"byte-level": tokenizer, "bytes": byte_tokenizer(), "llama-like": llama_like()}
+
+
+def test_pieces_have_the_tokens_of_the_whole_at_its_places(
+    tokenizers: dict[str, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 240)
+    texts = [text_of(400, seed) for seed in range(8)] + ["", "short"]
+    for tokenizer in tokenizers.values():
+        rows = rows_of(tokenizer)
+        cut = [spans(text, rows) for text in texts]
+        assert all(len(found) > 8 for found in cut[:8])
+        assert all(stop - start <= 240 for found in cut for start, stop in found)
+        for pieced, whole in zip(encode_all(texts, rows), rows(texts), strict=True):
+            np.testing.assert_array_equal(pieced, whole)
+
+
+def test_a_place_that_would_change_the_tokens_is_passed_over(
+    tokenizers: dict[str, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece of a Llama tokenizer begins like a word: behind a line end that would be another token."""
+    monkeypatch.setattr(pieces, "PIECE", 240)
+    text = "\n".join(["how add"] * 100)
+    for name, before, left_out in (("byte-level", "\n", ""), ("llama-like", "w", " ")):
+        cuts = pairwise(spans(text, rows_of(tokenizers[name])))
+        assert {(text[stop - 1], text[stop:start]) for (_, stop), (start, _) in cuts} == {(before, left_out)}
+
+
+def test_a_text_without_a_place_is_cut_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 100)
+    tokenizer = byte_tokenizer()
+    (ids,) = encode_all(["x" * 1050], rows_of(tokenizer))
+    assert ids[:, 0].tolist() == tokenizer("x" * 1050)["input_ids"]
+    assert spans("x" * 250, rows_of(tokenizer)) == [(0, 100), (100, 200), (200, 250)]
+
+
+def test_batches_end_where_they_are_full() -> None:
+    assert list(batches([3, 1, 5, 1, 1, 1, 9], lambda size: size, 4)) == [[3, 1], [5], [1, 1, 1], [9]]
+    assert list(batches([3, 1, 5], lambda size: size, 100, 2)) == [[3, 1], [5]]
+    assert list(batches([], lambda size: size, 1)) == []
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Characters handed to a tokenizer at once, call by call."""
+    seen: list[int] = []
+    real = chat._tokenize
+
+    def tokenize(given: object, texts: list[str], **options: bool) -> object:
+        seen.append(sum(map(len, texts)))
+        return real(tokenizer, texts, **options)
+
+    monkeypatch.setattr(chat, "_tokenize", tokenize)
+    return seen
+
+
+def test_training_text_is_the_same_in_pieces(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = [{"role": "user", "content": text_of(30)}, {"role": "assistant", "content": text_of(300, 1)}]
+    for records in (
+        [{"id": str(i), "text": text_of(300, i)} for i in range(3)] + [{"id": "s", "text": "short"}],
+        [{"id": "c", "messages": talk}, {"id": "d", "messages": talk * 2}],
+    ):
+        whole = encode(records, tokenizer, "tokenizer")
+        with monkeypatch.context() as patch:
+            patch.setattr(pieces, "PIECE", 300)
+            seen = spy(patch, tokenizer)
+            pieced = encode(records, tokenizer, "tokenizer")
+        assert max(seen) <= max(300, 4 * pieces._AROUND)
+        for one, other in zip(pieced, whole, strict=True):
+            np.testing.assert_array_equal(one.ids, other.ids)
+            np.testing.assert_array_equal(one.supervised, other.supervised)
+
+
+# ------------------------------------------------------------------------------------------------- n-gram tables
+
+
+def arrays(out_dir: str) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in Path(out_dir).iterdir() if file.name != TABLE_FILE}
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte-level", "bytes", "llama-like"])
+def test_a_table_of_long_texts_is_the_table_of_the_whole(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    model: str,
+    tokenizers: dict[str, PreTrainedTokenizerFast],
+) -> None:
+    """Cut within a shard and over shards, with blocks smaller than a shard: the same bytes."""
+    source = model
+    if kind != "sentencepiece":
+        source = str(tmp_path / "tokenizer")
+        tokenizers[kind].save_pretrained(source)
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text_of(300, 9)}]
+    records: Sequence[object] = [{"messages": said}] + [
+        {"messages": [said[0], {"role": "assistant", "content": text_of(200, seed)}]} for seed in range(6)
+    ]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = TrigramConfig(
+        tokenizer=source, data=DataConfig(source="local", path=str(corpus), heldout_fraction=0.0), orders=(2, 3, 4),
+        min_count=1, workers=1, out_dir=str(tmp_path / "whole"),
+    )  # fmt: skip
+    build_table(config)
+    monkeypatch.setattr(pieces, "PIECE", 240)
+    monkeypatch.setattr(token_shards, "PIECE", 240)
+    for shard, block in ((10**6, 10**6), (500, 10**6), (500, 100)):
+        monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", shard)
+        monkeypatch.setattr("data_prep.ngrams.counting._LARGEST_BLOCK", block)
+        cut = replace(config, out_dir=str(tmp_path / f"cut-{shard}-{block}"))
+        build_table(cut)
+        assert arrays(cut.out_dir) == arrays(config.out_dir)
+
+
+def test_a_long_line_takes_no_more_memory_than_the_budget(tmp_path: Path) -> None:
+    """Resident memory, in a process of its own: a megabyte and a half on one line, one token a byte."""
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    for name, size in (("short", 10**3), ("long", 15 * 10**5)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "to be or not to be " * (size // 19)}) + "\n")
+    script = """
+import resource, sys
+from pathlib import Path
+from data_prep.ngrams.counting import build_table
+from data_prep.settings import DataConfig, TrigramConfig
+def resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+folder = Path(sys.argv[1])
+for name in ("short", "long"):
+    data = DataConfig(source="local", path=str(folder / f"{name}.jsonl"), heldout_fraction=0.0)
+    build_table(TrigramConfig(str(folder / "tokenizer"), data, workers=1, memory_gb=0.1, out_dir=str(folder / name)))
+    print("resident", resident())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, cwd=ROOT, check=False
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    before, after = (int(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("resident"))
+    assert after - before < 0.2e9  # given all of it at once, the tokenizer alone takes 0.4 GB

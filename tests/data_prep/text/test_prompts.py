@@ -1,0 +1,131 @@
+import gzip
+import json
+from collections import Counter
+
+import pytest
+
+from data_prep.settings import DataConfig
+from data_prep.text.prompts import Prompt, read_prompts
+from data_prep.text.sources import is_heldout, python_stdlib_files
+from outrider.errors import UserError
+
+
+def write(path, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(path)
+
+
+LAYOUTS = [
+    (
+        {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
+        Prompt("81", "writing", ("first", "second"), True),
+    ),
+    (
+        {"question_id": 0, "category": "", "turns": ["q"], "reference": ["r"]},
+        Prompt("0", "question", ("q",), True),
+    ),
+    (
+        {
+            "task_id": "HumanEval/0",
+            "prompt": "def f():\n",
+            "entry_point": "f",
+            "canonical_solution": "",
+            "test": "",
+        },
+        Prompt("HumanEval/0", "code", ("def f():\n",), False),
+    ),
+    ({"question": "How many?", "answer": "#### 3"}, Prompt("1", "question", ("How many?",), True)),
+    (
+        {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
+        Prompt("1", "instruction", ("Sort.\n\n3 1",), True),
+    ),
+    ({"instruction": "Sing.", "input": "", "output": "la"}, Prompt("1", "instruction", ("Sing.",), True)),
+    ({"prompt": "Once"}, Prompt("1", "text", ("Once",), False)),
+    ({"id": "x", "text": "Once"}, Prompt("x", "text", ("Once",), False)),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), LAYOUTS)
+@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz"])
+def test_layouts_are_told_by_their_columns(tmp_path, name, row, expected):
+    assert read_prompts(write(tmp_path / name, [row])) == [expected]
+
+
+def test_a_json_list_of_texts_and_inline_texts_are_completed(tmp_path):
+    (tmp_path / "p.json").write_text(json.dumps(["Translate a.\nOutput: ", "Translate b.\nOutput: "]))
+    assert read_prompts(str(tmp_path / "p.json"))[1] == Prompt("2", "text", ("Translate b.\nOutput: ",), False)
+    assert read_prompts(["a", "b"]) == [
+        Prompt("inline:1", "inline", ("a",), False),
+        Prompt("inline:2", "inline", ("b",), False),
+    ]
+
+
+def test_prompts_of_one_id_are_told_apart(tmp_path):
+    rows = [{"question_id": i, "turns": [text]} for i, text in ((1, "a"), (2, "b"), (1, "c"), (1, "d"))]
+    assert [p.id for p in read_prompts(write(tmp_path / "p.jsonl", rows))] == ["1", "2", "1#2", "1#3"]
+
+
+def test_a_limit_is_spread_and_balanced(tmp_path):
+    sizes = {"a": 10, "b": 50, "c": 2}
+    rows = [{"question_id": f"{c}{i}", "category": c, "turns": ["q"]} for c, n in sizes.items() for i in range(n)]
+    path = write(tmp_path / "p.jsonl", rows)
+    chosen = read_prompts(path, limit=14)
+    assert Counter(p.category for p in chosen) == {"a": 6, "b": 6, "c": 2}
+    assert [p.id for p in chosen if p.category == "b"] == ["b0", "b8", "b16", "b25", "b33", "b41"]
+    assert chosen == read_prompts(path, limit=14)
+    order = [p.id for p in read_prompts(path)]
+    assert [p.id for p in chosen] == sorted((p.id for p in chosen), key=order.index)
+    assert len(read_prompts(path, limit=1000)) == 62
+
+
+def test_unusable_prompts_are_named(tmp_path):
+    def refused(content, message):
+        (tmp_path / "p.jsonl").write_text(content)
+        with pytest.raises(UserError, match=message):
+            read_prompts(str(tmp_path / "p.jsonl"))
+
+    refused('{"prompt": "x"}\n{"prom', r"p\.jsonl:2: not valid JSON")
+    refused('{"prompt": "x"}\n{"body": "x"}', r"p\.jsonl:2: expected one of the columns turns, .*present: body")
+    refused('{"prompt": " "}', r"p\.jsonl:1: prompt is ' ': expected a text")
+    refused('{"turns": "x"}', r"p\.jsonl:1: turns='x': expected a list of texts")
+    refused('{"turns": [1]}', r"p\.jsonl:1: prompt is 1: expected a text")
+    refused('{"instruction": null}', r"p\.jsonl:1: prompt is None")
+    refused("[1]", r"p\.jsonl:1: expected a record or a text, found list")
+    refused("", r"prompts=.*p\.jsonl: no prompt in it")
+    with pytest.raises(UserError, match=r"prompts=missing.jsonl: no such file; expected python_stdlib, the path"):
+        read_prompts("missing.jsonl")
+    with pytest.raises(UserError, match=r"no prompt in it"):
+        read_prompts([])
+    with pytest.raises(UserError, match=r"^limit=0: expected at least 1"):
+        read_prompts(["a"], limit=0)
+
+
+def test_library_prompts_are_beginnings_of_heldout_files():
+    prompts = read_prompts("python_stdlib")
+    sources = {name: path.read_text() for name, path in python_stdlib_files()}
+    assert len(prompts) >= 15
+    for prompt in prompts:
+        name, _, line = prompt.id.rpartition(":")
+        (text,) = prompt.turns
+        assert line == "1"
+        assert is_heldout(name, DataConfig.heldout_fraction)
+        assert sources[name].startswith(text)
+        assert len(sources[name]) >= 2000  # as much again to continue with
+        assert text.endswith("\n")
+        assert 500 < len(text) <= 1000
+        assert not prompt.chat
+
+
+def test_library_prompts_go_on_inside_the_files_only_when_asked_for_more():
+    one_each = read_prompts("python_stdlib")
+    fewer = read_prompts("python_stdlib", limit=5)
+    assert len(fewer) == 5
+    assert set(fewer) < set(one_each)
+    more = read_prompts("python_stdlib", limit=len(one_each) + 8)
+    assert len(more) == len(set(more)) == len(one_each) + 8
+    assert set(one_each) < set(more)
+    sources = {name: path.read_text() for name, path in python_stdlib_files()}
+    for prompt in more:
+        name, _, line = prompt.id.rpartition(":")
+        assert "".join(sources[name].splitlines(keepends=True)[int(line) - 1 :]).startswith(prompt.turns[0])

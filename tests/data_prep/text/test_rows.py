@@ -1,0 +1,338 @@
+import json
+import pickle
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.settings import DataConfig
+from data_prep.text import rows as rows_module
+from data_prep.text.chat import Document
+from data_prep.text.rows import COUNTS, load_rows, pack
+from draft_models.losses import IGNORE
+from draft_models.target.fingerprint import tokenizer_digest
+from outrider.errors import UserError
+
+TEXTS = [{"text": f"def add(first, second):\n    return {i} + second\n" * (1 + i % 5)} for i in range(40)]
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def talk(*contents):
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
+
+
+@pytest.fixture
+def data(tmp_path):
+    def write(records, **values):
+        (tmp_path / "data.jsonl").write_text(lines(records))
+        values = {"cache_dir": str(tmp_path / "cache"), "heldout_fraction": 0.0, **values}
+        return DataConfig(source="local", path=str(tmp_path / "data.jsonl"), **values)
+
+    return write
+
+
+# ------------------------------------------------------------------------------------------------- packing
+
+
+def documents_of(lengths, whole):
+    number = iter(range(1, 10**6))
+    return [Document(np.array([next(number) for _ in range(n)]), np.ones(n, bool), whole) for n in lengths]
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), max_size=20), seq_len=st.integers(2, 17))
+def test_text_fills_rows_without_a_gap_and_in_order(lengths, seq_len):
+    packed = list(pack(documents_of(lengths, whole=False), seq_len))
+    tokens = [token for segments in packed for segment in segments for token in segment.ids]
+    assert tokens == list(range(1, sum(lengths) + 1))
+    filled = [sum(len(segment.ids) for segment in segments) for segments in packed]
+    assert all(n == seq_len for n in filled[:-1])
+    assert all(0 < n <= seq_len for n in filled)
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 16), max_size=60), seq_len=st.integers(16, 40), window=st.integers(1, 5))
+def test_conversations_stay_whole_and_each_is_packed_once(lengths, seq_len, window):
+    documents = documents_of(lengths, whole=True)
+    packed = list(pack(documents, seq_len, window))
+    found = sorted(segment.ids.tolist() for segments in packed for segment in segments)
+    assert found == [document.ids.tolist() for document in documents]
+    filled = [sum(len(segment.ids) for segment in segments) for segments in packed]
+    assert all(n <= seq_len for n in filled)
+    if window == 1:  # next-fit: two neighbouring rows cannot both be half empty
+        assert all(a + b > seq_len for a, b in pairwise(filled))
+
+
+def test_a_conversation_takes_the_fullest_row_that_holds_it():
+    packed = list(pack(documents_of([6, 5, 4, 3, 2], whole=True), 10))
+    assert [[len(segment.ids) for segment in segments] for segments in packed] == [[6, 4], [5, 3, 2]]
+
+
+def check_row(item, seq_len):
+    """The contract of an item, by the slow and obvious definition."""
+    ids, labels, positions, documents = (
+        item[name].tolist() for name in ("input_ids", "labels", "positions", "documents")
+    )
+    assert all(item[name].dtype == torch.int64 and item[name].shape == (seq_len,) for name in item)
+    assert any(label != IGNORE for label in labels)
+    used = [d for d in documents if d >= 0]
+    assert documents[: len(used)] == used == sorted(used)
+    assert sorted(set(used)) == list(range(max(used) + 1))
+    for t in range(seq_len):
+        new = t == 0 or documents[t] != documents[t - 1]
+        assert positions[t] == (0 if new else positions[t - 1] + 1)
+        if documents[t] < 0:
+            assert (ids[t], labels[t]) == (0, IGNORE)
+        elif labels[t] != IGNORE:
+            assert documents[t + 1] == documents[t]
+            assert labels[t] == ids[t + 1]
+
+
+def test_rows_of_text_keep_their_contract(data, tokenizer):
+    rows = load_rows(data(TEXTS), tokenizer, 32, "train")
+    stream = []
+    for item in rows:
+        check_row(item, 32)
+        inside = item["documents"] >= 0
+        stream += item["input_ids"][inside].tolist()
+        same = item["documents"][1:] == item["documents"][:-1]
+        assert (item["labels"][:-1][same & inside[1:]] != IGNORE).all()  # all of a text is supervised
+    assert tokenizer.decode(stream) == "".join(row["text"] + "</s>" for row in TEXTS)
+    assert rows.counts["tokens"] == len(stream)
+    assert rows.counts["supervised"] == sum(int((item["labels"] != IGNORE).sum()) for item in rows)
+    assert rows.counts["rows"] == len(rows)
+
+
+def test_rows_of_conversations_supervise_the_answers(data, tokenizer):
+    talks = [talk("Hello there", f"How are you? {i}", "add", f"return {i}") for i in range(30)]
+    rows = load_rows(data(talks), tokenizer, 200, "train")
+    answers = []
+    for item in rows:
+        check_row(item, 200)
+        for d in range(int(item["documents"].max()) + 1):
+            labels = item["labels"][item["documents"] == d]
+            answers.append(tokenizer.decode(labels[labels != IGNORE]))
+    assert sorted(answers) == sorted(f"How are you? {i}<|im_end|>return {i}<|im_end|>" for i in range(30))
+    assert rows.counts["clipped"] == rows.counts["unsupervised"] == 0
+
+
+def test_a_mixture_of_text_and_conversations(data, tokenizer, tmp_path):
+    (tmp_path / "more.jsonl").write_text(lines([talk("Hello", "there")] * 3))
+    config = data(TEXTS[:5])
+    config = DataConfig(**{**vars(config), "path": [*config.path, str(tmp_path / "more.jsonl")]})
+    rows = load_rows(config, tokenizer, 64, "train")
+    for item in rows:
+        check_row(item, 64)
+    assert rows.counts["records"] == 8
+
+
+def test_ids_of_a_large_vocabulary_are_kept_whole(data):
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "far": 100_000}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    rows = load_rows(data([{"text": "far near far"}]), PreTrainedTokenizerFast(tokenizer_object=backend), 4, "train")
+    assert rows[0]["input_ids"].tolist() == [100_000, 0, 100_000, 0]
+
+
+# ------------------------------------------------------------------------------------------------- counters
+
+
+def test_the_counts_are_printed_on_one_line(data, tokenizer, capsys, monkeypatch):
+    records = [talk("Hello", "there")] * 3 + [talk("Hello")] + [talk("Hello" * 50, "there")]
+    records += [
+        talk("Hello", "there " * 60),
+        {"messages": []},
+        talk("a", "b") | {"messages": [{"role": "x"}]},
+    ]
+    records.append({"messages": [{"role": "tool", "content": "x"}]})
+    rows = load_rows(data(records), tokenizer, 40, "train")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " records=" in line]
+    expected = {"records": 6, "clipped": 2, "empty": 2, "unsupervised": 2, "malformed": 1, "dropped_rows": 0}
+    assert expected.items() <= rows.counts.items()
+    assert line == "data source=local split=train " + " ".join(f"{name}={rows.counts[name]}" for name in COUNTS)
+    monkeypatch.setenv("RANK", "1")
+    load_rows(data(records), tokenizer, 40, "train")
+    assert " records=" not in capsys.readouterr().out
+
+
+def test_a_row_without_a_label_is_dropped(data, make_tokenizer):
+    tokenizer = make_tokenizer(eos=False)
+    (letter,) = tokenizer("x")["input_ids"]
+    rows = load_rows(data([*([{"text": "x"}] * 4), {"text": "xxxxx"}]), tokenizer, 4, "train")
+    assert rows.counts["dropped_rows"] == 2  # of four and of one single-token documents
+    assert len(rows) == 1
+    assert rows[0]["labels"].tolist() == [letter] * 3 + [IGNORE]
+
+
+def test_data_without_content_is_an_error(data, tokenizer):
+    for records in ([], [{"text": " "}]):
+        with pytest.raises(UserError, match=r"data source=local path=.*data.jsonl: empty dataset: no usable train"):
+            load_rows(data(records), tokenizer, 32, "train")
+    with pytest.raises(UserError, match=r"empty dataset: no usable heldout record .*raise heldout_fraction"):
+        load_rows(data(TEXTS), tokenizer, 32, "heldout")
+    expected = r"no token of the train split is supervised \(found records=2, unsupervised=2\)"
+    with pytest.raises(UserError, match=expected):
+        load_rows(data([talk("Hello")] * 2), tokenizer, 32, "train")
+    with pytest.raises(UserError, match=r"seq_len=1: expected at least 2"):
+        load_rows(data(TEXTS), tokenizer, 1, "train")
+    with pytest.raises(UserError, match=r"max_rows=0: expected at least 1"):
+        load_rows(data(TEXTS), tokenizer, 32, "train", max_rows=0)
+
+
+# --------------------------------------------------------------------------------------------------- cache
+
+
+def entries(config):
+    return sorted(path.name for path in (config.cache / "rows").iterdir() if path.suffix != ".lock")
+
+
+def contents(rows):
+    return [{name: tensor.tolist() for name, tensor in item.items()} for item in rows]
+
+
+def test_a_second_load_reads_the_cache(data, tokenizer, monkeypatch):
+    config = data(TEXTS)
+    first = load_rows(config, tokenizer, 32, "train")
+    monkeypatch.setattr(rows_module, "encode", None)
+    second = load_rows(config, tokenizer, 32, "train")
+    assert contents(first) == contents(second)
+    assert first.key == second.key
+    assert first.counts == second.counts
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "documents.npy", "supervised.npy", "meta.json"])
+@pytest.mark.parametrize("damage", ["truncate", "delete"])
+def test_a_damaged_entry_is_rebuilt(data, tokenizer, name, damage):
+    config = data(TEXTS)
+    expected = contents(load_rows(config, tokenizer, 32, "train"))
+    (entry,) = entries(config)
+    file = config.cache / "rows" / entry / name
+    if damage == "truncate":
+        file.write_bytes(file.read_bytes()[:-7])
+    else:
+        file.unlink()
+    assert contents(load_rows(config, tokenizer, 32, "train")) == expected
+    assert entries(config) == [entry]
+
+
+def test_the_key_is_all_that_determines_the_content(data, make_tokenizer):
+    def key(records=TEXTS, seq_len=32, split="train", tokenizer=None, **values):
+        return load_rows(data(records, **values), tokenizer or make_tokenizer(), seq_len, split).key
+
+    keys = [
+        key(),
+        key(records=TEXTS[1:]),
+        key(seq_len=33),
+        key(heldout_fraction=0.3),
+        key(heldout_fraction=0.3, split="heldout"),
+        key(max_records=5),
+        key(layout="text"),
+        key(template="vicuna"),
+        key(tokenizer=make_tokenizer(bos=True)),
+        key(tokenizer=make_tokenizer(eos=False)),
+        key(tokenizer=make_tokenizer(chat_template="{{ messages }}")),
+        *(key(records=[{**row, "body": "x"} for row in TEXTS], column=column) for column in ("text", "body")),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key() == keys[0]
+
+
+def test_the_fingerprint_ignores_what_a_call_leaves_behind(make_tokenizer):
+    tokenizer = make_tokenizer()
+    before = tokenizer_digest(tokenizer)
+    tokenizer(["def add", "x"], truncation=True, max_length=2)
+    assert tokenizer_digest(tokenizer) == before
+
+
+def test_two_builds_are_the_same_bytes(data, tokenizer, tmp_path):
+    built = []
+    for name in ("one", "two"):
+        config = data(TEXTS, cache_dir=str(tmp_path / name))
+        load_rows(config, tokenizer, 32, "train")
+        (entry,) = entries(config)
+        built.append({f.name: f.read_bytes() for f in (config.cache / "rows" / entry).iterdir()})
+    assert built[0] == built[1]
+
+
+def test_a_failed_build_leaves_nothing(data, tokenizer):
+    config = data([*TEXTS, {"body": "no text"}])
+    with pytest.raises(UserError, match=r"data\.jsonl:41: no column 'text'"):
+        load_rows(config, tokenizer, 32, "train")
+    assert entries(config) == []
+
+
+def test_what_a_killed_build_left_is_cleared(data, tokenizer):
+    config = data(TEXTS)
+    expected = contents(load_rows(config, tokenizer, 32, "train"))
+    (entry,) = entries(config)
+    (config.cache / "rows" / entry).rename(config.cache / "rows" / f"{entry}.partial")
+    assert contents(load_rows(config, tokenizer, 32, "train")) == expected
+    assert entries(config) == [entry]
+
+
+def test_a_cache_that_cannot_be_written_is_named(data, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cache_dir=.*file/x: cannot be written .*data.cache_dir=DIRECTORY"):
+        load_rows(data(TEXTS, cache_dir=str(tmp_path / "file" / "x")), tokenizer, 32, "train")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rows_module.ArrayFile, "append", full)
+    config = data(TEXTS)
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); free space there"):
+        load_rows(config, tokenizer, 32, "train")
+    assert entries(config) == []
+
+
+def test_max_rows_are_spread_and_survive_pickling(data, tokenizer):
+    every = load_rows(data(TEXTS), tokenizer, 32, "train")
+    some = load_rows(data(TEXTS), tokenizer, 32, "train", max_rows=4)
+    assert contents(some) == [contents(every)[i * len(every) // 4] for i in range(4)]
+    assert contents(pickle.loads(pickle.dumps(some))) == contents(some)
+    assert len(load_rows(data(TEXTS), tokenizer, 32, "train", max_rows=10**6)) == len(every)
+
+
+SCRIPT = """
+import sys
+from transformers import AutoTokenizer
+from data_prep.text.rows import load_rows
+from data_prep.settings import DataConfig
+config = DataConfig(source="local", path=sys.argv[1], cache_dir=sys.argv[2], heldout_fraction=0.0)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[3])
+print("ready", flush=True)
+sys.stdin.readline()
+rows = load_rows(config, tokenizer, 32, "train")
+print("key", rows.key, len(rows), sum(int(item["input_ids"].sum()) for item in rows))
+"""
+
+
+def test_processes_that_start_together_build_once(data, tokenizer, tmp_path):
+    config = data(TEXTS * 100)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    command = [sys.executable, "-c", SCRIPT, config.path[0], config.cache_dir, str(tmp_path / "tokenizer")]
+    root = Path(__file__).parents[3]
+    both = [
+        subprocess.Popen(command, cwd=root, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
+    for process in both:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum("tokenising into" in output for output in outputs) == 1
+    results = [[line for line in output.splitlines() if line.startswith("key")] for output in outputs]
+    assert results[0] == results[1] != []
+    assert len(entries(config)) == 1

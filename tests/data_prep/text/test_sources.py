@@ -1,0 +1,355 @@
+import gzip
+import hashlib
+import json
+import os
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from omegaconf import OmegaConf
+
+from data_prep.settings import DataConfig
+from data_prep.text.sources import content_digest, is_heldout, python_stdlib_files, read_records, resolve_paths
+from outrider.errors import UserError
+
+GROUP = Path(__file__).parents[3] / "conf" / "data"
+ROWS = [{"text": f"line {i}"} for i in range(3)]
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def read(path, split="train", counts=None, **values):
+    values = {"heldout_fraction": 0.0, **values}
+    return list(read_records(DataConfig(source="local", path=path, **values), split, counts))
+
+
+def texts(path, **values):
+    return [record["text"] for record in read(path, **values)]
+
+
+# --------------------------------------------------------------------------------------------- local files
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines(ROWS))
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(lines(ROWS))
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=2))
+    (tmp_path / "lines.json").write_text(lines(ROWS))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "lines.json", "a.parquet"])
+def test_every_format_gives_the_same_records(files, name):
+    records = read(str(files / name))
+    assert [record["text"] for record in records] == [row["text"] for row in ROWS]
+    assert [record["id"] for record in records] == [f"{files / name}:{i}" for i in (1, 2, 3)]
+
+
+def test_text_files_and_strings_are_records(tmp_path):
+    (tmp_path / "one.txt").write_text("one file\none record\n")
+    (tmp_path / "two.json").write_text(json.dumps(["a", "b"]))
+    (tmp_path / "object.json").write_text(json.dumps({"text": "alone"}))
+    assert texts(str(tmp_path / "one.txt")) == ["one file\none record\n"]
+    assert texts(str(tmp_path / "two.json")) == ["a", "b"]
+    assert texts(str(tmp_path / "object.json")) == ["alone"]
+    assert read(str(tmp_path / "one.txt"))[0]["id"] == str(tmp_path / "one.txt")
+
+
+def test_directories_globs_and_lists(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("b")
+    (tmp_path / "sub" / "a.py").write_text("a")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\xff")
+    (tmp_path / "numbers.bin").write_bytes(b"\0\1\2")
+    counts = Counter()
+    assert [r["text"] for r in read(str(tmp_path), counts=counts)] == ["b", "a"]
+    assert counts == {"records": 2, "unreadable": 2}
+    assert texts(str(tmp_path / "**" / "*.py")) == ["a"]
+    assert texts([str(tmp_path / "sub"), str(tmp_path / "*.txt"), str(tmp_path / "b.txt")]) == ["a", "b"]
+
+
+def test_a_directory_of_responses_means_the_responses_alone(tmp_path):
+    for name, content in (("responses-00000", "a"), ("responses-engine", "b"), ("skipped-00000", "no")):
+        (tmp_path / f"{name}.jsonl").write_text(lines([{"text": content}]))
+    (tmp_path / "summary.json").write_text("{}")
+    assert len(resolve_paths([str(tmp_path)])) == 4  # any directory, so far
+    (tmp_path / "run.json").write_text("{}")
+    assert texts(str(tmp_path)) == ["a", "b"]
+
+
+def test_layouts_are_detected_file_by_file(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(lines([{"instruction": "q", "output": "a"}]))
+    (tmp_path / "b.jsonl").write_text(lines([{"content": "x = 1"}] * 2))
+    records = read(str(tmp_path))
+    assert [set(record) for record in records] == [{"id", "messages"}, {"id", "text"}, {"id", "text"}]
+    printed = capsys.readouterr().out
+    assert f"data layout=alpaca column=output detected in {tmp_path / 'a.jsonl'}:1" in printed
+    assert f"data layout=code column=content detected in {tmp_path / 'b.jsonl'}:1" in printed
+
+
+def test_max_records_counts_what_is_read(files):
+    assert texts([str(files / "a.jsonl"), str(files / "a.json")], max_records=4) == [
+        "line 0",
+        "line 1",
+        "line 2",
+        "line 0",
+    ]
+
+
+def test_bad_records_are_counted(tmp_path):
+    good = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": good}, {"messages": []}, {"messages": good[:1] * 2}]
+    (tmp_path / "a.jsonl").write_text(lines(rows))
+    counts = Counter()
+    assert len(read(str(tmp_path / "a.jsonl"), counts=counts)) == 1
+    assert counts == {"records": 1, "empty": 1, "malformed": 1}
+
+
+def test_bad_files_are_named(tmp_path):
+    def refused(name, content, message, **values):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(UserError, match=message):
+            read(str(path), **values)
+
+    refused("a.jsonl", lines(ROWS) + '{"text": "cut', r"a\.jsonl:4: not valid JSON .*fix or remove this line")
+    refused("a.jsonl", b'{"text": "x"}\n\n{"text": "\xff"}\n', r"a\.jsonl:3: not valid JSON")
+    refused("a.json", '[{"text": "x"},\n {"text": ]', r"a\.json:2: not valid JSON")
+    refused("a.json", lines(ROWS) + "{", r"a\.json:4: not valid JSON")
+    refused("a.jsonl", lines([*ROWS, {"body": "x"}]), r"a\.jsonl:4: no column 'text'; columns present: body")
+    refused("a.jsonl", lines(ROWS), r"a\.jsonl:1: no column 'messages'; .*: text", layout="messages")
+    refused("a.jsonl", lines([{"x": 1}]), r"a\.jsonl:1: cannot tell the layout from columns x; name it")
+    refused("a.jsonl", "[1, 2]\n", r"a\.jsonl:1: expected a record with named columns, found list")
+    refused("a.jsonl.gz", gzip.compress(lines(ROWS).encode())[:-9], r"a\.jsonl\.gz: cannot be read")
+    refused("a.jsonl.gz", "not compressed", r"a\.jsonl\.gz: cannot be read")
+    refused("a.parquet", "PAR1 but no more", r"a\.parquet: cannot be read")
+    refused("a.txt", "prose", r"a\.txt: plain text, but layout=messages needs records", layout="messages")
+
+
+def test_no_file_is_an_error(tmp_path):
+    for path in (tmp_path / "none.jsonl", tmp_path / "*.jsonl", tmp_path):
+        with pytest.raises(UserError, match=r"^path=.*: no file matches"):
+            read(str(path))
+
+
+# --------------------------------------------------------------------------------------------------- split
+
+
+def test_the_split_is_disjoint_complete_and_the_same_for_copies(tmp_path):
+    rows = [{"text": f"number {i % 150}"} for i in range(300)]
+    (tmp_path / "a.jsonl").write_text(lines(rows))
+    path = str(tmp_path / "a.jsonl")
+    train = read(path, heldout_fraction=0.2)
+    heldout = read(path, "heldout", heldout_fraction=0.2)
+    assert len(train) + len(heldout) == 300
+    assert train
+    assert heldout
+    assert not {r["text"] for r in train} & {r["text"] for r in heldout}
+    assert {r["id"] for r in train} | {r["id"] for r in heldout} == {f"{path}:{i}" for i in range(1, 301)}
+
+
+def test_the_split_is_fixed_for_good():
+    """Values that must not change: a drafter's held-out text was chosen by them."""
+    assert [i for i in range(40) if is_heldout(str(i), 0.1)] == [9, 39]
+    assert all(is_heldout(str(i), 0.2) for i in (9, 39))
+    assert 900 < sum(is_heldout(str(i), 0.1) for i in range(10_000)) < 1100
+    assert not any(is_heldout(str(i), 0.0) for i in range(1000))
+
+
+def test_the_digest_follows_the_content_and_not_the_name(tmp_path):
+    def digest(name, content):
+        (tmp_path / name).write_text(content)
+        return content_digest(DataConfig(source="local", path=str(tmp_path / name)))
+
+    assert digest("a.txt", "x") == digest("b.txt", "x")
+    assert digest("a.txt", "x") != digest("a.txt", "y")
+    assert digest("a.jsonl", '{"text": "x"}') != digest("a.txt", '{"text": "x"}')  # which is read in another way
+    hub = {"source": "hub", "path": "a/b"}
+    others = [{}, {"revision": "x"}, {"subset": "x"}, {"data_dir": "x"}, {"split": "x"}, {"path": "a/c"}]
+    assert len({content_digest(DataConfig(**{**hub, **other})) for other in others}) == len(others)
+
+
+def test_a_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
+    file, hashed = tmp_path / "a.jsonl", []
+    real = hashlib.file_digest
+
+    def counted(*arguments):
+        hashed.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    file.write_text(lines(ROWS))
+    config = DataConfig(source="local", path=str(file))
+    before, written = content_digest(config), file.stat()
+    file.write_text(lines(reversed(ROWS)))  # as long, and at the same time as far as a coarse clock can tell
+    os.utime(file, ns=(written.st_atime_ns, written.st_mtime_ns))
+    after = content_digest(config)
+    assert after != before
+    os.utime(file, ns=(0, 0))
+    hashed.clear()
+    assert content_digest(config) == content_digest(config) == after
+    assert len(hashed) == 1
+    file.write_text(lines(ROWS))
+    os.utime(file, ns=(0, 1))
+    assert content_digest(config) == before
+
+
+# -------------------------------------------------------------------------------------------------- stdlib
+
+
+def test_the_library_is_megabytes_of_code_and_no_tests():
+    files = python_stdlib_files()
+    names = [name for name, _ in files]
+    assert names == sorted(names)
+    assert {"ast.py", "json/decoder.py"} <= set(names)
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "idle_test", "site-packages", "encodings"}
+    assert sum(path.stat().st_size for _, path in files) > 5e6
+
+
+def test_the_library_is_split_by_file():
+    train, heldout = (list(read_records(DataConfig(), split)) for split in ("train", "heldout"))
+    assert not {r["id"] for r in train} & {r["id"] for r in heldout}
+    share = sum(len(r["text"]) for r in heldout) / sum(len(r["text"]) for r in train + heldout)
+    assert 0.01 < share < 0.07
+    assert {r["id"] for r in heldout} == {r["id"] for r in train + heldout if is_heldout(r["id"], 0.05)}
+
+
+def test_packages_come_after_the_library_without_copies(tmp_path, monkeypatch):
+    library, site = tmp_path / "lib", tmp_path / "lib/site-packages"
+    monkeypatch.setattr(sysconfig, "get_path", lambda key: str(library if key == "stdlib" else site))
+    for name, text in {
+        "site-packages/a/one.py": "one",
+        "site-packages/a/copy_of_ast.py": "ast",
+        "site-packages/b/one_again.py": "one",
+        "site-packages/b/tests/test_it.py": "test",
+        "site-packages/b/data.json": "data",
+        "ast.py": "ast",
+        "json/ast.py": "ast",
+    }.items():
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(text)
+    packages = DataConfig(packages=True, heldout_fraction=0)
+    found = {r["id"]: r["text"] for r in read_records(packages, "train")}
+    assert found == {"ast.py": "ast", "json/ast.py": "ast", "site-packages/a/one.py": "one"}
+    assert [r["id"] for r in read_records(DataConfig(heldout_fraction=0), "train")] == ["ast.py", "json/ast.py"]
+    digests = [content_digest(packages), content_digest(DataConfig())]
+    (site / "a/one.py").write_text("two")  # and now b's file is no copy
+    assert len({*digests, content_digest(packages)}) == 3
+    assert len(list(read_records(packages, "train"))) == 4
+    for fraction in (0.3, 0.6):  # what is held out does not depend on what else is read
+        alone, both = (
+            {r["id"] for r in read_records(DataConfig(packages=p, heldout_fraction=fraction), "heldout")}
+            for p in (False, True)
+        )
+        assert alone == {name for name in both if not name.startswith("site-packages/")}
+
+
+def test_only_the_library_has_packages():
+    with pytest.raises(UserError, match="packages=True: expected false with source=hub"):
+        DataConfig(source="hub", path="x", packages=True)
+
+
+def test_undecodable_and_missing_library_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(UserError, match=r"no Python source under .*use source=local"):
+        python_stdlib_files()
+    (tmp_path / "good.py").write_text("x = 1\n")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "no.py").write_text("x = 2\n")
+    counts = Counter()
+    records = list(read_records(DataConfig(heldout_fraction=0), "train", counts))
+    assert records == [{"id": "good.py", "text": "x = 1\n"}]
+    assert counts == {"records": 1, "unreadable": 1}
+
+
+# ----------------------------------------------------------------------------------------------------- hub
+
+MESSAGES = [{"content": "q", "role": "user"}, {"content": "a", "role": "assistant"}]
+HUB = {  # a record of each dataset, with its real columns
+    "ultrachat": {"prompt": "q", "prompt_id": "f00", "messages": MESSAGES},
+    "sharegpt": {
+        "id": "QWJhYvA_0",
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+    },
+    "slimpajama": {"text": "prose", "meta": {"redpajama_set_name": "RedPajamaC4"}, "__index_level_0__": 7},
+    "the_stack": {"hexsha": "0", "size": 5, "ext": "py", "lang": "Python", "content": "x = 1"},
+}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """`load_dataset` over local files: the same builder code, minus the network."""
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def serve(row, asked, copies=3):
+        (tmp_path / "served.json").write_text(lines([row] * copies))
+
+        def fake(path, *, split, streaming, **options):
+            asked.update(path=path, split=split, **options)
+            return load(
+                "json",
+                data_files=str(tmp_path / "served.json"),
+                split="train",
+                streaming=streaming,
+                cache_dir=str(tmp_path / "cache"),
+            )
+
+        monkeypatch.setattr(datasets, "load_dataset", fake)
+
+    return serve
+
+
+@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("streaming", [True, False])
+def test_the_hub_datasets_are_read_in_their_own_layout(hub, name, streaming):
+    asked = {}
+    hub(HUB[name], asked)
+    values = OmegaConf.to_container(OmegaConf.load(GROUP / f"{name}.yaml"))
+    values |= {"streaming": streaming, "max_records": 2, "heldout_fraction": 0.0}
+    config = DataConfig(**values)
+    records = list(read_records(config, "train"))
+    assert [record["id"] for record in records] == [f"{config.path[0]}/{config.split}:{i}" for i in (1, 2)]
+    assert asked == {
+        "path": config.path[0],
+        "name": None,
+        "data_dir": config.data_dir,
+        "split": config.split,
+        "revision": None,
+    }
+    if config.layout in ("text", "code"):
+        assert records[0]["text"] == HUB[name][config.column]
+    else:
+        assert [m["content"] for m in records[0]["messages"]] == ["q", "a"]
+
+
+def test_a_hub_that_does_not_answer_is_explained(monkeypatch):
+    config = DataConfig(source="hub", path="some/data")
+    expected = r"path=some/data: cannot read split 'train' .*ConnectionError: no route.*HF_TOKEN.*HF_HUB_OFFLINE"
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError, match=expected):
+        list(read_records(config, "train"))
+
+    def breaks_off(*_, **__):
+        yield {"text": "x"}
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", breaks_off)
+    with pytest.raises(UserError, match=expected):
+        list(read_records(config, "train"))

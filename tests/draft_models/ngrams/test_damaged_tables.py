@@ -1,0 +1,194 @@
+"""A damaged n-gram table is refused by name, or drafts as before: never a crash, never another draft."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draft_models.ngrams.table import TrigramTable
+from draft_models.ngrams.table_files import ARRAYS, TABLE_FILE, array_file, table_digest
+from inference.drafters.ngrams import make_ngram_drafter
+from inference.settings import NgramConfig
+from outrider.errors import UserError
+from tests.inference.ngram_cases import VOCABULARY, draft, make_table
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = (
+    NgramConfig(nodes=12),
+    NgramConfig(nodes=12, search="puct", iterations=20, sentences=6),
+    NgramConfig(nodes=12, evidence="mixed"),
+)
+TEXTS = ([0, 3, 1, 4, 1, 5], [7, 7, 2, 11, 0], [9])
+
+
+TABLE = make_table(orders=(2, 3))
+
+
+def save(folder: Path) -> Path:
+    TABLE.save(folder)
+    return folder
+
+
+def without_digests(table: Path) -> Path:
+    """As an earlier version would have written it."""
+    meta = json.loads((table / TABLE_FILE).read_text())
+    del meta["sha256"]
+    levels = {order: {name: value[:2] for name, value in arrays.items()} for order, arrays in meta["levels"].items()}
+    (table / TABLE_FILE).write_text(json.dumps({**meta, "format": 1, "levels": levels}))
+    return table
+
+
+def drafts(table: TrigramTable) -> list[tuple[list[int], tuple[int, ...]]]:
+    trees = [draft(make_ngram_drafter(table, config, 0), text) for config in CONFIGS for text in TEXTS]
+    return [(tree.tokens.tolist(), tree.parents) for tree in trees]
+
+
+def open_or_refusal(table: Path) -> TrigramTable | str:
+    try:
+        return TrigramTable.open(table)
+    except UserError as error:
+        return str(error)
+
+
+def damaged(content: bytes, other: bytes, rng: np.random.Generator) -> bytes:
+    """One byte changed, a stretch of another file or of zeros put in, two stretches swapped, cut off or made longer."""
+    at = int(rng.integers(len(content)))
+    size = min(int(rng.choice([1, 2, 4, 8, 64])), len(content) - at)
+    match rng.choice(["byte", "bit", "zeros", "ones", "foreign", "swap", "cut", "longer", "exchange"]):
+        case "byte":
+            return content[:at] + bytes([rng.integers(256)]) + content[at + 1 :]
+        case "bit":
+            return content[:at] + bytes([content[at] ^ 1 << int(rng.integers(8))]) + content[at + 1 :]
+        case "zeros":
+            return content[:at] + bytes(size) + content[at + size :]
+        case "ones":
+            return content[:at] + b"\xff" * size + content[at + size :]
+        case "foreign":
+            return content[:at] + (other * size)[:size] + content[at + size :]
+        case "swap":
+            to = int(rng.integers(len(content)))
+            first, last = sorted((at, to))
+            width = min(size, last - first, len(content) - last)
+            return b"".join(
+                (content[:first], content[last : last + width], content[first + width : last],
+                 content[first : first + width], content[last + width :])
+            )  # fmt: skip
+        case "cut":
+            return content[:at]
+        case "longer":
+            return content + other[: max(1, size)]
+        case _:
+            return other
+
+
+def cases(table: Path, count: int) -> Iterator[None]:
+    """`count` damages to the files in turn, each in place while it is yielded."""
+    files = sorted(table.iterdir())
+    whole = {file: file.read_bytes() for file in files}
+    rng = np.random.default_rng(7)
+    for number in range(count):
+        file = files[number % len(files)]
+        file.write_bytes(damaged(whole[file], whole[files[rng.integers(len(files))]], rng))
+        yield
+        file.write_bytes(whole[file])
+
+
+def test_a_damaged_table_is_refused_or_drafts_the_same(tmp_path: Path) -> None:
+    table = save(tmp_path / "table")
+    expected, refused = drafts(TrigramTable.open(table)), 0
+    for _ in cases(table, 5000):
+        opened = open_or_refusal(table)
+        if isinstance(opened, TrigramTable):
+            assert drafts(opened) == expected
+        else:
+            refused += 1
+            assert str(table) in opened
+            assert "\n" not in opened
+    assert 4000 < refused < 5000
+    assert drafts(TrigramTable.open(table)) == expected
+
+
+def test_a_damaged_table_without_digests_is_refused_or_drafts_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be told from a table that was written so may draft otherwise, but tokens that can be verified."""
+    table = without_digests(save(tmp_path / "table"))
+    refused = 0
+    for _ in cases(table, 1000):
+        opened = open_or_refusal(table)
+        if isinstance(opened, str):
+            refused += 1
+            assert str(table) in opened
+        else:
+            assert all(0 <= token <= VOCABULARY for tokens, _ in drafts(opened) for token in tokens)
+    assert 500 < refused < 1000
+    capsys.readouterr()
+
+
+def test_a_table_of_an_earlier_version_opens_with_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = save(tmp_path / "table")
+    expected = drafts(TrigramTable.open(table))
+    assert capsys.readouterr().err == ""
+    assert drafts(TrigramTable.open(without_digests(table))) == expected
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {table}: an n-gram table of an earlier version, without digests")
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_table_is_known_by_all_that_it_holds(tmp_path: Path, old: bool) -> None:
+    """Also where its arrays are changed behind table.json's back."""
+    table = save(tmp_path / "table")
+    copy = Path(shutil.copytree(table, tmp_path / "copy"))
+    if old:
+        without_digests(table), without_digests(copy)
+    assert table_digest(table) == table_digest(copy)
+    changed = TABLE.levels[3].counts.copy()
+    changed[0] += 1
+    seen = {table_digest(table)}
+    if old:
+        (table / array_file(3, "counts")).write_bytes(changed.tobytes())
+        seen.add(table_digest(table))
+    other = TrigramTable.from_documents([[1, 2, 3, 4]], (2, 3, 4), VOCABULARY, "t")
+    other.save(tmp_path / "other")
+    seen.add(table_digest(without_digests(tmp_path / "other") if old else tmp_path / "other"))
+    assert len(seen) == (3 if old else 2)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("fill", ["zeros", "ones", "descending"])
+def test_arrays_that_do_not_fit_together_are_refused_whatever_their_digests(
+    tmp_path: Path, name: str, fill: str
+) -> None:
+    """A table from elsewhere may have digests that are right and arrays that compiled look-up must not meet."""
+    level = TABLE.levels[3]
+    array = getattr(level, name).copy()
+    array[:] = {"zeros": 0, "ones": np.iinfo(array.dtype).max, "descending": array[::-1].copy()}[fill]
+    replace(TABLE, levels={3: replace(level, **{name: array})}).save(tmp_path / "unsound")
+    if (name, fill) in {("tokens", "zeros"), ("tokens", "descending"), ("totals", "ones")}:
+        drafts(TrigramTable.open(tmp_path / "unsound"))  # wrong, and harmless
+        return
+    with pytest.raises(UserError, match=r"unsound: damaged n-gram table \(order 3: "):
+        TrigramTable.open(tmp_path / "unsound")
+
+
+def test_the_command_says_so_in_one_line(tmp_path: Path) -> None:
+    """What ended the interpreter with SIGSEGV: the starts of a level overwritten in place."""
+    table = save(tmp_path / "table")
+    starts = table / array_file(3, "starts")
+    starts.write_bytes(b"\xff" * starts.stat().st_size)
+    script = (
+        "import sys\nfrom conf import reported\nfrom draft_models.ngrams.table import TrigramTable\n"
+        "with reported():\n    TrigramTable.open(sys.argv[1])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, table], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(f"error: {table}: damaged n-gram table (order3_starts.bin is altered")

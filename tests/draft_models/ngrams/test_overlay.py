@@ -1,0 +1,186 @@
+"""Overlay and text index against dictionaries, and what is saved of an overlay."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_models.ngrams.overlay import Overlay, TextIndex
+from draft_models.ngrams.table import TrigramTable
+from outrider.errors import UserError
+
+VOCABULARY = 9
+TEXTS = st.lists(st.integers(0, VOCABULARY + 1), min_size=1, max_size=60)  # the largest ids are beyond the table
+
+
+def make_table(vocabulary: int = VOCABULARY, tokenizer: str = "t") -> TrigramTable:
+    generator = np.random.default_rng(3)
+    documents = [generator.integers(0, vocabulary, 40).tolist() for _ in range(6)]
+    return TrigramTable.from_documents(documents, [2, 3, 4], vocabulary, tokenizer)
+
+
+def slow_overlay(table: TrigramTable, order: int, text: list[int], increment: float, highest: float) -> dict:
+    """Algorithm 2, as printed."""
+    raised: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
+    for end in range(order - 1, len(text)):
+        gram = text[end - order + 1 : end + 1]
+        if max(gram) >= table.vocabulary:
+            continue
+        context, token = tuple(gram[:-1]), gram[-1]
+        tokens, probabilities = table.successors(context)
+        known = dict(zip(tokens.tolist(), probabilities.tolist(), strict=True))
+        raised[context][token] = min(raised[context].get(token, known.get(token, 0.0)) + increment, highest)
+    return raised
+
+
+@settings(deadline=None)
+@given(text=TEXTS, order=st.integers(2, 4), cut=st.integers(0, 60))
+def test_overlay_equals_the_algorithm(text: list[int], order: int, cut: int) -> None:
+    table = make_table()
+    overlay = Overlay(table, order, increment=0.3, highest=0.8)
+    ids = np.array(text)
+    cut = min(cut, len(text))
+    overlay.learn(ids, 0, cut)  # in two pieces: contexts reach over the cut
+    overlay.learn(ids, cut, len(text))
+    for context, expected in slow_overlay(table, order, text, 0.3, 0.8).items():
+        found = overlay.successors(context)
+        assert found == pytest.approx(expected)
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert overlay.known.used[0] == len(slow_overlay(table, order, text, 0.3, 0.8))
+    overlay.reset()
+    assert overlay.successors(text[: order - 1]) == {}
+
+
+def test_decay_leads_back_to_the_table() -> None:
+    table = make_table()
+    overlay = Overlay(table, 3, increment=0.2, highest=0.9)
+    text = np.array([1, 2, 3, 1, 2, 3, 1, 2, 4])
+    overlay.learn(text, 0, len(text))
+    before = overlay.successors([1, 2])
+    tokens, probabilities = table.successors([1, 2])
+    base = dict(zip(tokens.tolist(), probabilities.tolist(), strict=True))
+    overlay.decay(0.5)
+    after = overlay.successors([1, 2])
+    assert after == pytest.approx({t: (p + base.get(t, 0.0)) / 2 for t, p in before.items()})
+    assert list(after.values()) == sorted(after.values(), reverse=True)
+    overlay.decay(1e-300)
+    assert overlay.successors([1, 2]) == pytest.approx({token: base.get(token, 0.0) for token in before})
+    for factor in (0.0, 1.1):
+        with pytest.raises(UserError, match="factor="):
+            overlay.decay(factor)
+
+
+def test_what_the_table_lacks() -> None:
+    table = TrigramTable.from_documents([[1, 2, 3]], [3], 12, "t")
+    with pytest.raises(UserError, match=r"order=2: the n-gram table has orders \[3\]"):
+        Overlay(table, 2)
+    overlay = Overlay(table, 3)
+    overlay.learn(np.array([1, 2, 3]), 0, 3)
+    assert overlay.successors([1, 2]) == {3: 0.7}
+    assert overlay.successors([1, 16 + 2]) == overlay.successors([0, 16 + 2]) == {}  # 16: the next bit of the key
+
+
+def test_grows_without_losing_anything() -> None:
+    overlay = Overlay(make_table(500), 3, increment=0.5)
+    text = np.random.default_rng(0).integers(0, 500, 6000)
+    for start in range(0, 6000, 7):
+        overlay.learn(text, start, min(start + 7, 6000))
+    assert len(overlay.known.slots) > 2048
+    for context, expected in slow_overlay(overlay.table, 3, text.tolist(), 0.5, 0.9).items():
+        assert overlay.successors(context) == pytest.approx(expected)
+
+
+def test_a_saved_overlay_is_the_same_and_belongs_to_its_table(tmp_path: Path) -> None:
+    table = make_table()
+    overlay = Overlay(table, 3)
+    text = np.random.default_rng(1).integers(0, VOCABULARY, 200)
+    overlay.learn(text, 0, 150)
+    overlay.save(tmp_path / "overlay.npz")
+    other = Overlay(table, 3)
+    other.load(tmp_path / "overlay.npz")
+    for one in (overlay, other):
+        one.learn(text, 150, 200)
+    for end in range(2, 200):
+        context = text[end - 2 : end].tolist()
+        assert other.successors(context) == overlay.successors(context) != {}
+    with pytest.raises(UserError, match="expected order 2"):
+        Overlay(table, 2).load(tmp_path / "overlay.npz")
+    with pytest.raises(UserError, match="of tokenizer t, expected"):
+        Overlay(make_table(tokenizer="u"), 3).load(tmp_path / "overlay.npz")
+    content = (tmp_path / "overlay.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
+    for name in ("cut.npz", "missing.npz"):
+        with pytest.raises(UserError, match="not a saved overlay"):
+            other.load(tmp_path / name)
+
+
+def damage(name: str) -> dict[str, np.ndarray]:
+    """Arrays of a saved overlay, one of them not as it was."""
+    overlay = Overlay(make_table(), 3)
+    overlay.learn(np.random.default_rng(1).integers(0, VOCABULARY, 50), 0, 50)
+    slots, entries, used = overlay.known
+    taken = np.flatnonzero(slots["head"] >= 0)
+    if name == "slots cut":
+        slots = slots[:100]
+    elif name == "entries cut":
+        entries = entries[:100]
+    elif name == "not a power of two":
+        slots, entries, used = slots[slots["head"] < 0][:48], entries[:24], np.zeros(2, np.int64)
+    elif name == "types":
+        used = used.astype(np.int32)
+    elif name == "contexts":
+        used[0] += 1
+    elif name == "entries used":
+        slots["head"], entries["following"], used[:] = -1, -1, (0, -1)
+    elif name == "head beyond":
+        slots["head"][taken[0]] = used[1]
+    elif name == "circle":
+        entries["following"][slots["head"][taken[0]]] = slots["head"][taken[0]]
+    elif name == "token":
+        entries["token"][0] = VOCABULARY
+    return {"slots": slots, "entries": entries, "used": used}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nothing", "slots cut", "entries cut", "not a power of two", "types", "contexts", "entries used", "head beyond",
+     "circle", "token"],
+)  # fmt: skip
+def test_a_damaged_overlay_is_refused(tmp_path: Path, name: str) -> None:
+    facts = {"order": np.array(3), "vocabulary": np.array(VOCABULARY), "tokenizer": np.array("t")}
+    np.savez(tmp_path / "overlay.npz", **damage(name), **facts)
+    overlay = Overlay(make_table(), 3)
+    if name == "nothing":
+        overlay.load(tmp_path / "overlay.npz")
+        return
+    with pytest.raises(UserError, match="damaged overlay"):
+        overlay.load(tmp_path / "overlay.npz")
+    assert overlay.known.used.tolist() == [0, 0]
+
+
+def test_an_array_is_no_overlay(tmp_path: Path) -> None:
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    with pytest.raises(UserError, match="not a saved overlay"):
+        Overlay(make_table(), 3).load(tmp_path / "array.npy")
+
+
+@settings(deadline=None)
+@given(text=TEXTS, longest=st.integers(1, 5), cut=st.integers(0, 60))
+def test_text_index_counts_what_followed(text: list[int], longest: int, cut: int) -> None:
+    index = TextIndex(longest, decay=0.5)
+    cut = min(cut, len(text))
+    index.learn(np.array(text), 0, cut)
+    index.learn(np.array(text), cut, len(text))
+    expected: dict[tuple[int, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for end in range(1, len(text)):
+        for size in range(1, min(longest, end) + 1):
+            counts = expected[tuple(text[end - size : end])]
+            for token in counts:
+                counts[token] *= 0.5
+            counts[text[end]] += 1
+    for context, counts in expected.items():
+        assert index.successors(context) == pytest.approx(dict(counts))
+    assert index.known.used[0] == len(expected)

@@ -1,0 +1,250 @@
+"""The n-gram table against counting in plain Python; its files, its merging, its errors."""
+
+import errno
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draft_models.ngrams import table_files
+from draft_models.ngrams.kernels import Grams, merge_grams, mix
+from draft_models.ngrams.table import TrigramTable, merge
+from draft_models.ngrams.table_files import ARRAYS, MAX_VOCABULARY
+from draft_models.target.vocabulary import vocabulary_digest
+from outrider.errors import UserError
+from outrider.files import sealed, unsealed
+
+ORDERS = (2, 3, 4)
+Context = tuple[int, ...]
+
+
+def random_documents(vocabulary: int, count: int = 30, seed: int = 0) -> list[list[int]]:
+    """Documents of 0 to 60 tokens out of 12, the highest id among them."""
+    rng = np.random.default_rng(seed)
+    known = np.r_[rng.choice(vocabulary - 1, 11, replace=False), vocabulary - 1]
+    return [rng.choice(known, rng.integers(0, 60)).tolist() for _ in range(count)]
+
+
+def reference(documents: Sequence[Sequence[int]], order: int) -> dict[Context, list[tuple[int, int]]]:
+    """Context → [(token, count)], most frequent first, then the lowest token."""
+    counted = Counter(tuple(d[i : i + order]) for d in documents for i in range(len(d) - order + 1))
+    found: dict[Context, list[tuple[int, int]]] = {}
+    for gram, count in sorted(counted.items(), key=lambda item: (-item[1], item[0])):
+        found.setdefault(gram[:-1], []).append((gram[-1], count))
+    return found
+
+
+def make(documents: Sequence[Sequence[int]], vocabulary: int = 300, **options: object) -> TrigramTable:
+    return TrigramTable.from_documents(documents, ORDERS, vocabulary, "a tokenizer", **options)
+
+
+def same(first: TrigramTable, second: TrigramTable) -> bool:
+    return list(first.levels) == list(second.levels) and all(
+        np.array_equal(getattr(first.levels[order], name), getattr(second.levels[order], name))
+        for order in first.levels
+        for name in ARRAYS
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [13, 300, 2**16, 2**16 + 1, MAX_VOCABULARY])
+def test_probabilities_are_relative_counts_within_documents(vocabulary: int) -> None:
+    documents = random_documents(vocabulary)
+    table = make(documents, vocabulary)
+    for order in ORDERS:
+        expected = reference(documents, order)
+        assert len(table.levels[order].keys) == len(expected)
+        for context, successors in expected.items():
+            tokens, probabilities = table.successors(context)
+            assert tokens.tolist() == [token for token, _ in successors]
+            total = sum(count for _, count in successors)
+            np.testing.assert_allclose(probabilities, [count / total for _, count in successors])
+
+
+def test_no_ngram_crosses_a_document_boundary() -> None:
+    table = make([[1, 2], [3, 4], [5], []])
+    assert table.successors([1])[0].tolist() == [2]
+    assert table.successors([2])[0].tolist() == []
+    assert len(table.levels[3].keys) == len(table.levels[4].keys) == 0
+
+
+def test_what_is_left_out_still_counts_in_the_denominator() -> None:
+    document = [1, 9] * 5 + [1, 7] * 3 + [1, 8] * 3 + [1, 6]
+    tokens, probabilities = make([document], min_count=2).successors([1])
+    assert tokens.tolist() == [9, 7, 8]
+    np.testing.assert_allclose(probabilities, [5 / 12, 3 / 12, 3 / 12])
+    tokens, probabilities = make([document], max_successors=2).successors([1])
+    assert tokens.tolist() == [9, 7]  # of two equal ones the lower id
+    np.testing.assert_allclose(probabilities, [5 / 12, 3 / 12])
+    assert not len(make([document], min_count=6).levels[2].keys)
+
+
+def test_unknown_contexts_and_ids_beyond_the_vocabulary_have_no_successors() -> None:
+    table = make([[1, 2, 3, 4]])
+    assert table.successors([2, 1])[0].size == 0
+    for alias in (300, 512 + 1, -511, 2**21):  # 512 + 1 would pack like 1 with a carry
+        assert table.successors([alias])[0].size == 0
+        assert table.successors([alias, 2])[0].size == 0
+
+
+def test_a_table_of_a_single_context_finds_it_and_no_other() -> None:
+    for token in range(256):
+        table = TrigramTable.from_documents([[token, 1]], (2,), 256, "t")
+        assert table.levels[2].shift == table.levels[2].key_bits  # one bucket: of a key no bit is left
+        assert [context for context in range(256) if table.successors([context])[0].size] == [token]
+        assert table.successors([token])[0].tolist() == [1]
+
+
+@pytest.mark.parametrize("width", range(1, 13))
+def test_mix_is_a_bijection_on_its_width(width: int) -> None:
+    assert sorted(int(mix(x, width)) for x in range(2**width)) == list(range(2**width))
+
+
+@pytest.mark.parametrize("width", [30, 45, 63])
+def test_mix_is_what_it_says_and_its_top_bits_spread(width: int) -> None:
+    def slow(x: int) -> int:
+        half, mask = (width + 1) // 2, 2**width - 1
+        x ^= x >> half
+        x = x * 0xBF58476D1CE4E5B9 & mask
+        x ^= x >> half
+        x = x * 0x94D049BB133111EB & mask
+        return x ^ (x >> half)
+
+    values = [int(x) for x in np.random.default_rng(0).integers(0, 2**width, 100)] + [0, 2**width - 1]
+    assert [int(mix(np.uint64(x), width)) for x in values] == [slow(x) for x in values]
+    tops = Counter(int(mix(np.uint64(x), width)) >> (width - 6) for x in range(6400))
+    assert len(tops) == 64
+    assert max(tops.values()) < 200  # 100 expected
+
+
+def test_counts_saturate_when_added() -> None:
+    def single(count: int) -> Grams:
+        return Grams(np.array([5], np.uint64), np.array([3], np.uint32), np.array([count], np.uint32))
+
+    assert merge_grams(single(2**32 - 2), single(7))[2].tolist() == [2**32 - 1]
+    assert merge_grams(single(2**31), single(7))[2].tolist() == [2**31 + 7]
+
+
+# -------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_saved_table_opens_as_it_was_mapped_read_only(tmp_path: Path) -> None:
+    table = make(random_documents(300))
+    table.save(tmp_path / "table")
+    opened = TrigramTable.open(tmp_path / "table")
+    assert same(table, opened)
+    assert (opened.vocabulary, opened.tokenizer, opened.facts) == (table.vocabulary, table.tokenizer, table.facts)
+    with pytest.raises(ValueError, match="read-only"):
+        opened.levels[3].counts[0] = 1
+    assert [path.name for path in tmp_path.iterdir()] == ["table"]
+    with pytest.raises(UserError, match="holds an n-gram table already"):
+        table.save(tmp_path / "table")
+
+
+def test_an_empty_level_is_saved_and_opened(tmp_path: Path) -> None:
+    make([[1, 2]]).save(tmp_path / "table")
+    opened = TrigramTable.open(tmp_path / "table")
+    assert opened.successors([1])[0].tolist() == [2]
+    assert opened.successors([1, 2, 3])[0].size == 0
+
+
+def truncate(table: Path) -> None:
+    with open(table / "order3_counts.bin", "rb+") as file:
+        file.truncate(4)
+
+
+def change(key: str, value: object) -> object:
+    def edit(table: Path) -> None:
+        meta = unsealed(json.loads((table / "table.json").read_text()))
+        (table / "table.json").write_text(json.dumps(sealed({**meta, key: value})))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"order3_counts\.bin has 4 bytes, expected"),
+        (
+            lambda table: (table / "order2_keys.bin").unlink(),
+            r"order2_keys\.bin: no readable part .*\(No such file",
+        ),
+        (
+            lambda table: (table / "table.json").unlink(),
+            r"table\.json: no readable n-gram table .*build it",
+        ),
+        (lambda table: (table / "table.json").write_text('{"format": 1'), "damaged n-gram table"),
+        (change("format", 99), "format 99, this version reads 1 and 2"),
+        (change("levels", {"3": {}}), "damaged n-gram table"),
+        (change("vocabulary", 2**22), "vocabulary=4194304"),
+    ],
+)
+def test_a_damaged_table_is_refused(tmp_path: Path, damage: object, message: str) -> None:
+    make(random_documents(300)).save(tmp_path / "table")
+    damage(tmp_path / "table")
+    with pytest.raises(UserError, match=message):
+        TrigramTable.open(tmp_path / "table")
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(table_files.os, "fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        make([[1, 2, 3]]).save(tmp_path / "table")
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------- merging, and what must agree
+
+
+def test_merged_tables_equal_the_table_of_the_joined_corpora() -> None:
+    parts = [random_documents(300, seed=seed) for seed in range(3)]
+    merged = merge([make(part) for part in parts])
+    assert same(merged, make([document for part in parts for document in part]))
+    assert merged.facts["tokens"] == sum(len(document) for part in parts for document in part)
+
+
+def test_merging_adds_what_was_left_out_to_the_totals() -> None:
+    first, second = make([[1, 2] * 3 + [1, 3]], min_count=2), make([[1, 4] * 2 + [1, 5], [9, 9, 9]], min_count=2)
+    tokens, probabilities = merge([first, second]).successors([1])
+    assert tokens.tolist() == [2, 4]
+    np.testing.assert_allclose(probabilities, [3 / 7, 2 / 7])
+
+
+def test_only_tables_of_one_kind_merge() -> None:
+    table = make([[1, 2, 3]])
+    others = [
+        (TrigramTable.from_documents([], ORDERS, 300, "another"), "another tokenizer"),
+        (TrigramTable.from_documents([], ORDERS, 301, "a tokenizer"), "vocabulary=301"),
+        (TrigramTable.from_documents([], (3,), 300, "a tokenizer"), "orders="),
+    ]
+    for other, message in others:
+        with pytest.raises(UserError, match=message):
+            merge([table, other])
+
+
+def test_the_tokenizer_is_told_by_its_ids() -> None:
+    digest = vocabulary_digest({"a": 0, "b": 1})
+    assert digest == vocabulary_digest({"b": 1, "a": 0}) != vocabulary_digest({"a": 1, "b": 0})
+    table = TrigramTable.from_documents([], (3,), 2, digest)
+    table.require_tokenizer(digest, "here")
+    with pytest.raises(UserError, match=r"here: .*another tokenizer"):
+        table.require_tokenizer(vocabulary_digest({"a": 0}), "here")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocabulary": MAX_VOCABULARY + 1}, "vocabulary=2097153: expected 1 to 2097152"),
+        ({"vocabulary": 3}, "token id=3"),
+        ({"orders": (5,)}, "orders="),
+    ],
+)
+def test_impossible_tables_are_refused(options: dict[str, object], message: str) -> None:
+    arguments = {"documents": [[1, 2, 3]], "orders": (3,), "vocabulary": 4, "tokenizer": "t", **options}
+    with pytest.raises(UserError, match=message):
+        TrigramTable.from_documents(**arguments)

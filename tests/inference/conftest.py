@@ -1,0 +1,57 @@
+"""What whole evaluations of tiny models need (see evaluating.py)."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.tensor_files import open_tensors
+from inference.settings import EvaluateConfig
+from tests.inference.evaluate.evaluating import METHODS, evaluate
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu() -> Iterator[None]:
+    """As without a GPU, for what is forked here has none: CUDA cannot be used again in a fork."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and a drafter for it."""
+    folder = tmp_path_factory.mktemp("models")
+    path = str(save_target(folder / "target"))
+    byte_tokenizer().save_pretrained(path)
+    fingerprint = fingerprint_target(open_tensors(path), load_config(path), load_tokenizer(path))
+    drafter = make_drafter(Path(path), LAYERS - 1, noise=0.05)
+    save_pretrained(folder / "drafter", drafter, fingerprint, {}, torch.float32)
+    return folder
+
+
+@pytest.fixture
+def config(models: Path, tmp_path: Path) -> Callable[..., EvaluateConfig]:
+    def make(name: str, **changes: object) -> EvaluateConfig:
+        settings = {"checkpoint": str(models / "drafter"), "methods": METHODS, "max_new_tokens": 10, "device": "cpu",
+                    "threads": 1, "out_dir": str(tmp_path / name)}  # fmt: skip
+        return EvaluateConfig(**{**settings, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluateConfig:
+    """The evaluation that all others must equal: one process, from beginning to end."""
+    out_dir = str(tmp_path_factory.mktemp("alone") / "out")
+    made = EvaluateConfig(checkpoint=str(models / "drafter"), methods=METHODS, max_new_tokens=10, device="cpu",
+                          threads=1, out_dir=out_dir)  # fmt: skip
+    evaluate(made)
+    return made

@@ -1,0 +1,123 @@
+"""The mixture of a table's orders and the text so far, against slow ones."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.drafters.ngram_mixing import class_of, new_weights
+from inference.drafters.ngrams import MixedDrafter
+from inference.settings import NgramConfig
+from tests.inference.ngram_cases import TABLE, TEXTS, VOCABULARY, FakeSession, draft, make_table, paths_of
+
+
+def slow_sources(drafter: MixedDrafter, text: list[int]) -> list[tuple[int, int, dict[int, float]]]:
+    """(source, class, its probabilities) of every context known, the most trusted first; the text's from scratch."""
+    found = []
+    for size in range(min(drafter.config.longest, len(text) - 1), 0, -1):
+        counts: dict[int, float] = {}
+        seen = 0
+        for end in range(size, len(text)):
+            if text[end - size : end] == text[-size:]:
+                counts = {token: count * drafter.config.decay for token, count in counts.items()}
+                counts[text[end]] = counts.get(text[end], 0.0) + 1
+                seen += 1
+        if counts:
+            total = sum(counts.values())
+            share = max(counts.values()) / total
+            found.append((2 + size, class_of(seen, share), {t: c / total for t, c in counts.items()}))
+    for order in (4, 3, 2):
+        state = text[-(order - 1) :]
+        if order in drafter.table.levels and len(state) == order - 1 and max(state) < VOCABULARY:
+            level = drafter.table.levels[order]
+            tokens, probabilities = drafter.table.successors(state)
+            if len(tokens):
+                kind = class_of(int(level.totals[level.find(state)]), float(probabilities[0]))
+                found.append((order - 2, kind, dict(zip(tokens.tolist(), probabilities.tolist(), strict=True))))
+    return found
+
+
+def slow_mixture(drafter: MixedDrafter, text: list[int]) -> dict[int, float]:
+    mixed: Counter = Counter()
+    left = 1.0
+    for source, kind, probabilities in slow_sources(drafter, text):
+        share = drafter.weights.now[source, kind]
+        for token, p in probabilities.items():
+            mixed[token] += left * share * p
+        left *= 1 - share
+    return mixed
+
+
+@settings(deadline=None, max_examples=15)
+@given(text=TEXTS, nodes=st.integers(4, 20), orders=st.sampled_from([(2, 3, 4), (3,), (2, 4)]))
+def test_mixed_draft_is_the_best_of_the_mixture(text: list[int], nodes: int, orders: tuple[int, ...]) -> None:
+    """Two levels of everything with room for it; with less room, nearly the best: small contributions are left out."""
+    table = make_table(orders=orders)
+    for budget in (400, nodes):
+        drafter = MixedDrafter(table, NgramConfig(evidence="mixed", nodes=budget, depth=2, longest=4))
+        tree = draft(drafter, text)
+        probabilities = {}
+        for token, p in slow_mixture(drafter, text).items():
+            probabilities[token,] = p
+            for after, q in slow_mixture_after(drafter, text, token).items():
+                probabilities[token, after] = p * q
+        expected = [probabilities[path] for path in paths_of(tree)]
+        if budget == 400:
+            assert tree.path_probs.tolist() == pytest.approx(expected, rel=1e-2, abs=1e-5)
+            assert sum(expected) == pytest.approx(sum(probabilities.values()), abs=1e-2)
+        else:
+            assert len(tree) >= 0.9 * min(nodes, len(probabilities))
+            assert sum(expected) >= 0.95 * sum(sorted(probabilities.values(), reverse=True)[:nodes])
+
+
+def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int) -> dict[int, float]:
+    """The mixture one token ahead: contexts end with the draft, what followed them comes from the text alone."""
+    mixed: Counter = Counter()
+    left = 1.0
+    longer = [*text, token]
+    for size in range(min(drafter.config.longest, len(longer)), 0, -1):
+        counts = drafter.index.successors(longer[-size:])
+        if counts:
+            total = sum(counts.values())
+            seen = sum(longer[end - size : end] == longer[-size:] for end in range(size, len(text)))
+            share = drafter.weights.now[2 + size, class_of(seen, max(counts.values()) / total)]
+            for t, c in counts.items():
+                mixed[t] += left * share * c / total
+            left *= 1 - share
+    for source, kind, probabilities in slow_sources(drafter, longer):
+        if source < 3:
+            share = drafter.weights.now[source, kind]
+            for t, p in probabilities.items():
+                mixed[t] += left * share * p
+            left *= 1 - share
+    return mixed
+
+
+def test_weights_follow_what_came_true() -> None:
+    """One step of expectation–maximisation per token of the output, none for the prompt."""
+    config = NgramConfig(evidence="mixed", longest=3, strength=5.0)
+    drafter = MixedDrafter(TABLE, config)
+    text = np.random.default_rng(2).integers(0, 4, 80).tolist()
+    drafter.begin(FakeSession(text[:30]))  # type: ignore[arg-type]
+    assert np.array_equal(drafter.weights.now, new_weights(3).prior)
+    hits, trials = np.zeros_like(drafter.weights.hits), np.zeros_like(drafter.weights.hits)
+    for end in range(30, 80):
+        sources = slow_sources(drafter, text[:end])
+        shares = [drafter.weights.now[source, kind] for source, kind, _ in sources]
+        drafter.draft(None, torch.tensor([text[end]]), 1)  # type: ignore[arg-type]
+        drafter.commit((), [text[end]])
+        left = 1.0
+        for i, (source, kind, probabilities) in enumerate(sources):
+            rest = 1e-5
+            for share, (_, _, other) in reversed(list(zip(shares[i:], sources[i:], strict=True))):
+                rest = share * other.get(text[end], 0.0) + (1 - share) * rest
+            hit = left * shares[i] * probabilities.get(text[end], 0.0) / rest
+            hits[source, kind] += hit
+            trials[source, kind] += left
+            left -= hit
+    expected = (5.0 * drafter.weights.prior + hits) / (5.0 + trials)
+    np.testing.assert_allclose(drafter.weights.now, expected, rtol=1e-9)
+    assert not np.allclose(drafter.weights.now, drafter.weights.prior)

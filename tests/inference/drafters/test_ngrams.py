@@ -1,0 +1,263 @@
+"""The compiled searches against slow ones, and lossless decoding with all of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_models.ngrams.overlay import Overlay
+from draft_models.ngrams.table import TrigramTable
+from inference.decode import speculative
+from inference.drafters.ngram_search import next_random
+from inference.drafters.ngrams import TrigramDrafter, make_ngram_drafter
+from inference.settings import MethodConfig, NgramConfig
+from outrider.errors import UserError
+from tests.inference.ngram_cases import (
+    TABLE,
+    TEXTS,
+    VOCABULARY,
+    FakeSession,
+    draft,
+    make_documents,
+    make_table,
+    paths_of,
+)
+from tests.tiny import ARCHITECTURES, open_stack, random_prompt, reference_generate, save_target
+
+
+def slow_successors(drafter: TrigramDrafter, state: tuple[int, ...], widest: int | None = None) -> list:
+    """(token, P), likeliest first: the overlay before the table among equals, each in its own order."""
+    if len(state) < drafter.config.order - 1 or max(state) >= VOCABULARY:
+        return []
+    raised = drafter.overlay.successors(state)
+    tokens, probabilities = drafter.table.successors(state)
+    own = list(zip(tokens.tolist(), probabilities.tolist(), strict=True))[:widest]
+    return sorted([*raised.items(), *((t, p) for t, p in own if t not in raised)], key=lambda item: -item[1])
+
+
+def state_after(text: list[int], path: tuple[int, ...], order: int) -> tuple[int, ...]:
+    return tuple([*text, *path][-(order - 1) :])
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=TEXTS, order=st.integers(2, 4), nodes=st.integers(1, 30), depth=st.integers(1, 4))
+def test_best_first_finds_the_largest_path_probabilities(text: list[int], order: int, nodes: int, depth: int) -> None:
+    drafter = TrigramDrafter(TABLE, NgramConfig(order=order, nodes=nodes, depth=depth, increment=0.3), 0)
+    tree = draft(drafter, text)
+    everything: list[tuple[float, tuple[int, ...]]] = []
+    level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    for _ in range(depth):
+        level = [
+            (path_prob * p, (*path, token))
+            for path_prob, path in level
+            for token, p in slow_successors(drafter, state_after(text, path, order))
+        ]
+        everything += level
+    best = sorted((p for p, _ in everything), reverse=True)[:nodes]
+    assert tree.path_probs.tolist() == pytest.approx(best)
+    known = {path: p for p, path in everything}
+    assert [known[path] for path in paths_of(tree)] == pytest.approx(best)
+
+
+def slow_puct(drafter: TrigramDrafter, text: list[int], depth: int) -> list[tuple[int, ...]]:
+    """Algorithm 1 with every child of an expanded node there; the paths of the tree."""
+    config, order = drafter.config, drafter.config.order
+    seed = np.array([drafter.seed], np.uint64)
+    root: dict = {"path": (), "p": 0.0, "n": 0, "w": 0.0, "children": None}
+    sentences = []
+    for _ in range(config.iterations):
+        trail = [root]
+        while trail[-1]["children"] and len(trail[-1]["path"]) < depth:
+            children = trail[-1]["children"]
+            total = sum(child["n"] for child in children)
+            explore = config.c1 + np.log((total + config.c2 + 1) / config.c2)
+            values = [
+                (c["w"] / c["n"] if c["n"] else 0.0) + explore * np.sqrt(total) * (c["p"] / (1 + c["n"]))
+                for c in children
+            ]
+            trail.append(children[int(np.argmax(values))])
+        node = trail[-1]
+        if node["children"] is None and len(node["path"]) < depth:
+            found = slow_successors(drafter, state_after(text, node["path"], order), config.widest)
+            node["children"] = [
+                {"path": (*node["path"], t), "p": p, "n": 0, "w": 0.0, "children": None} for t, p in found
+            ]
+            if node["children"]:
+                trail.append(node["children"][0])
+        path, score = trail[-1]["path"], 1.0
+        for passed in reversed(trail[1:]):  # added up in the same order, so that equal scores are equal
+            score += passed["p"]
+        ended = trail[-1]["children"] is not None
+        while len(path) < depth and not ended:
+            token, p = slow_sample(drafter, state_after(text, path, order), seed)
+            ended = token is None
+            if token is not None:
+                path, score = (*path, token), score + p
+        sentences.append((score, path))
+        for node in trail:
+            node["n"] += 1
+            node["w"] += score
+    tree: list[tuple[int, ...]] = []
+    kept = 0
+    for _, path in sorted(sentences, key=lambda item: -item[0]):
+        if kept == config.sentences or len(tree) == config.nodes:
+            break
+        before = len(tree)
+        for length in range(1, len(path) + 1):
+            if path[:length] not in tree and len(tree) < config.nodes:
+                tree.append(path[:length])
+        kept += len(tree) > before
+    return tree
+
+
+def slow_sample(drafter: TrigramDrafter, state: tuple[int, ...], seed: np.ndarray) -> tuple[int | None, float]:
+    raised = drafter.overlay.successors(state)
+    tokens, probabilities = drafter.table.successors(state)
+    own = list(zip(tokens.tolist(), probabilities.tolist(), strict=True))[: drafter.config.widest]
+    if not raised and not own:
+        return None, 0.0
+    while True:
+        height = random_number(seed) * (sum(raised.values()) + sum(p for _, p in own))
+        for token, p in raised.items():
+            height -= p
+            if height < 0:
+                return token, p
+        for token, p in own:
+            height -= p
+            if height < 0:
+                if token not in raised:
+                    return token, p
+                break
+
+
+def random_number(seed: np.ndarray) -> float:
+    number = float(next_random(seed))
+    assert 0 <= number < 1
+    return number
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_puct_equals_the_algorithm(seed: int) -> None:
+    text = make_documents()[seed][: 20 + seed]
+    sizes = {"iterations": 60, "sentences": 8, "nodes": 20, "widest": 4} if seed % 2 else {}
+    config = NgramConfig(search="puct", c1=(32.0, 2.0)[seed % 2], increment=0.15, order=2 + seed % 3, **sizes)
+    drafter = TrigramDrafter(TABLE, config, seed)
+    tree = draft(drafter, text)
+    assert paths_of(tree) == slow_puct(drafter, text, 4)
+    assert len(tree) > 3 or config.order == 4  # which knows few contexts
+    assert paths_of(draft(drafter, text)) == paths_of(tree)  # from its seed again
+
+
+def test_the_seed_matters_to_the_search() -> None:
+    text = [1, 2, 3, 0, 4, 1, 5]
+    config = NgramConfig(search="puct", iterations=20, order=2)
+    assert len({tuple(paths_of(draft(TrigramDrafter(TABLE, config, seed), text))) for seed in range(8)}) > 1
+
+
+# --------------------------------------------------------------------------------------------------- in the runtime
+
+CONFIGS = {
+    "puct": NgramConfig(search="puct", iterations=40),
+    "best_first": NgramConfig(depth=6, nodes=20),
+    "not adapted": NgramConfig(adapt=False, order=2),
+    "mixed": NgramConfig(evidence="mixed", depth=8, nodes=30),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_generate(tmp_path: Path, architecture: str) -> None:
+    model, stack = open_stack(save_target(tmp_path, architecture, kv_heads=2))
+    prompt = random_prompt(10) * 2
+    expected = reference_generate(model, prompt, 50)
+    table = TrigramTable.from_documents([expected[:30], random_prompt(60)], [2, 3, 4], 256, "t")
+    for config in CONFIGS.values():
+        drafter = make_ngram_drafter(table, config, 0)
+        rounds = list(speculative(stack, drafter, drafter, prompt, max_new_tokens=50))
+        assert [t for r in rounds for t in r.tokens] == expected
+        assert sum(r.accepted for r in rounds) > 5
+        assert max(r.drafted for r in rounds) <= config.nodes
+
+
+def test_drafts_keep_to_limits() -> None:
+    text = np.random.default_rng(4).integers(0, VOCABULARY, 40).tolist()
+    for config in CONFIGS.values():
+        drafter = make_ngram_drafter(TABLE, config, 0)
+        for limit in (0, 1, 3):
+            tree = draft(drafter, text, limit)
+            assert max(map(len, paths_of(tree)), default=0) == limit
+            assert len(tree) <= drafter.max_rows
+            assert tree.rows == (-1,) * len(tree)
+        drafter.begin(FakeSession([VOCABULARY + 5]))  # type: ignore[arg-type]
+        assert len(drafter.draft(None, torch.tensor([VOCABULARY + 7]), 5)) == 0  # type: ignore[arg-type]
+
+
+def test_a_text_longer_than_its_buffers() -> None:
+    for config in CONFIGS.values():
+        drafter = make_ngram_drafter(TABLE, config, 0)
+        drafter.begin(FakeSession([1, 2]))  # type: ignore[arg-type]
+        for step in range(3000):
+            root = step * step % VOCABULARY
+            if step % 500 == 0:
+                drafter.draft(None, torch.tensor([root]), 3)  # type: ignore[arg-type]
+            drafter.commit((), [root, (step + 1) % VOCABULARY])
+        tree = drafter.draft(None, torch.tensor([3]), 3)  # type: ignore[arg-type]
+        assert len(tree) > 0
+
+
+def test_an_overlay_of_ones_own_lasts() -> None:
+    table = TrigramTable.from_documents([[1, 2, 3, 1, 2, 3]], [3], VOCABULARY, "t")
+    config = NgramConfig(depth=1)
+    lasting = TrigramDrafter(table, config, 0, Overlay(table, 3))
+    for drafter, remembers in ((lasting, True), (TrigramDrafter(table, config, 0), False)):
+        draft(drafter, [7, 8, 9])
+        assert (draft(drafter, [0, 7, 8]).tokens.tolist() == [9]) == remembers
+
+
+def test_an_overlay_of_another_table_or_order_is_refused() -> None:
+    other = make_table()
+    for overlay, found in ((Overlay(other, 3), "order 3 over another"), (Overlay(TABLE, 2), "order 2 over this")):
+        with pytest.raises(UserError, match=f"{found} n-gram table, expected order 3"):
+            TrigramDrafter(TABLE, NgramConfig(), 0, overlay)
+
+
+def test_a_context_that_lost_all_its_weight_has_no_successor() -> None:
+    table = TrigramTable.from_documents([[1, 2, 3]], [3], VOCABULARY, "t")
+    overlay = Overlay(table, 3)
+    overlay.learn(np.array([7, 8, 9, 5]), 0, 4)
+    overlay.decay(1e-300)
+    overlay.decay(1e-300)
+    assert overlay.successors([8, 9]) == {5: 0.0}
+    drafter = TrigramDrafter(table, NgramConfig(search="puct", iterations=5, adapt=False), 0, overlay)
+    assert paths_of(draft(drafter, [7, 8])) in ([], [(9,)], [(9,), (9, 5)])
+
+
+def test_any_seed_will_do() -> None:
+    config = NgramConfig(search="puct", iterations=20)
+    one, other = (draft(TrigramDrafter(TABLE, config, seed), [0, 1, 2]) for seed in (-1, 2**64 - 1))
+    assert paths_of(one) == paths_of(other) != []
+
+
+def test_tables_of_next_to_nothing() -> None:
+    """One context, or none: every look-up stays inside the arrays."""
+    for documents, found in (([[5, 6, 7]], True), ([[5]], False)):
+        table = TrigramTable.from_documents(documents, [2, 3, 4], VOCABULARY, "t")
+        for config in CONFIGS.values():
+            drafter = make_ngram_drafter(table, config, 0)
+            assert (7 in draft(drafter, [1, 5, 6]).tokens.tolist()) == found
+            for token in range(VOCABULARY):
+                assert set(draft(drafter, [token, token, token]).tokens.tolist()) <= {6, 7, token}
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(UserError, match="order=4: the n-gram table has orders"):
+        make_ngram_drafter(make_table(orders=(2, 3)), NgramConfig(order=4), 0)
+    for bad in ({"order": 5}, {"search": "mcts"}, {"evidence": "x"}, {"increment": 0.0}, {"nodes": 0}, {"c2": 0.0},
+                {"max_probability": 0.01}, {"decay": 1.5}, {"strength": 0.0}):  # fmt: skip
+        with pytest.raises(UserError, match=next(iter(bad))):
+            NgramConfig(**bad)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="search='puct': expected 'best_first', its default: evidence=mixed"):
+        NgramConfig(evidence="mixed", search="puct")
+    assert MethodConfig(source="ngrams").ngrams.evidence == "table"

@@ -1,0 +1,110 @@
+"""A kind of drafter from outside: registered, it is known to settings, to decoding and to the report."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draft_models.target.stack import LayerStack
+from inference.auto.policy import Tuning
+from inference.drafters.registry import KINDS, Kind, register
+from inference.evaluate.arms import Structure
+from inference.session import TargetSession
+from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from inference.tree import DraftTree, chain_parents
+from outrider.errors import UserError
+from outrider.streams import Streams
+from tests.inference.evaluate.evaluating import evaluate
+
+
+class Cycle:
+    """Drafts the tokens of a file, over and over: a source and structure in one."""
+
+    split = 0
+    max_rows = 3
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = tokens
+        self.totals: dict[str, float] = {}
+
+    def begin(self, session: TargetSession) -> None:
+        pass
+
+    def draft(self, source: Any, root: torch.Tensor, limit: int) -> DraftTree:
+        tokens = (self.tokens * 3)[: min(limit, self.max_rows)]
+        return DraftTree(torch.tensor(tokens, dtype=torch.long), chain_parents(0, len(tokens)), (-1,) * len(tokens))
+
+    def observe(self, tree: DraftTree, accepted: Any) -> None:
+        pass
+
+    def commit(self, rows: Any, tokens: Any) -> None:
+        pass
+
+
+class CycleKind:
+    """See `inference.drafters.registry.Runtime`."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {"cycle": None if where is None else Path(where).read_text()}
+
+    def load(self, where: str, target: Any, methods: Mapping[str, MethodConfig], **_: Any) -> list[int]:
+        tokens: list[int] = json.loads(Path(where).read_text())
+        return tokens
+
+    def prepare(self, model: list[int], stack: LayerStack) -> None:
+        pass
+
+    def context(self, model: list[int]) -> int | None:
+        return None
+
+    def stacks(self, model: list[int]) -> list[LayerStack]:
+        return []
+
+    def make(
+        self, model: list[int], method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> tuple[Any, Structure]:
+        cycle = Cycle(model)
+        return cycle, cycle
+
+
+KIND = CycleKind()
+
+
+@pytest.fixture
+def cycle() -> Iterator[Kind]:
+    """The kind, known while a test runs."""
+    kind = Kind("cycle", f"{__name__}:KIND", option="cycle", needs="a JSON list of token ids", shaped=False)
+    yield register(kind)
+    KINDS.pop("cycle", None)
+
+
+def test_it_decodes_and_is_reported(
+    cycle: Kind, models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig]
+) -> None:
+    (tmp_path / "tokens.json").write_text("[97, 98]")
+    made = config(
+        "out", methods={"toy": MethodConfig(source="cycle")}, drafters={"cycle": str(tmp_path / "tokens.json")}
+    )
+    evaluate(made)
+    report = json.loads((Path(made.out_dir) / "report.json").read_text())
+    assert (report["method"], report["lossless"]["identical"]) == ("toy", report["lossless"]["checked"])
+    assert report["drafted_tokens_per_round"] > 2
+    assert str(tmp_path / "tokens.json") in report["drafter"]
+    (tmp_path / "tokens.json").write_text("[97, 99]")
+    with pytest.raises(UserError, match="other settings: cycle="):  # it is part of what a resumed run must agree on
+        evaluate(config("out", methods=made.methods, drafters=made.drafters, resume=True))
+
+
+def test_settings_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"\+drafters\.cycle=None: expected a JSON list of token ids for m"):
+        EvaluateConfig(target="t", methods={"m": MethodConfig(source="cycle")})
+    with pytest.raises(UserError, match=r"stop.max_draft=3: expected None, its default: source=cycle does not read it"):
+        MethodConfig(source="cycle", stop=StopConfig(max_draft=3))
+    with pytest.raises(ValueError, match="registered already"):
+        register(cycle)
+    monkeypatch.delitem(KINDS, "cycle")
+    with pytest.raises(UserError, match="source='cycle': expected one of"):
+        MethodConfig(source="cycle")

@@ -1,0 +1,99 @@
+"""A small LM as a drafter: lossless whatever it is, its cache kept, its vocabulary checked."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_models.small_lm import load_small_lm
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
+from inference.decode import speculative
+from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
+from inference.stopping import BetaThompson, FixedLength
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from tests.tiny import (
+    ARCHITECTURES,
+    VOCABULARY,
+    byte_tokenizer,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
+
+
+def load(path: Path, target: Path, dtype: torch.dtype = torch.float32) -> LayerStack:
+    return load_small_lm(str(path), load_tokenizer(str(target)), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "drafter", ["itself", "other weights", "wider vocabulary", "narrower vocabulary", "another family"]
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_generate(tmp_path: Path, architecture: str, drafter: str) -> None:
+    path = save_target(tmp_path / "target", architecture, kv_heads=2)
+    model, stack = open_stack(path)
+    family = {"llama": "qwen3", "qwen3": "opt", "mistral": "llama", "opt": "llama"}.get(architecture, architecture)
+    family = family if drafter == "another family" else architecture
+    changes = {"wider vocabulary": {"vocab_size": VOCABULARY + 60}, "narrower vocabulary": {"vocab_size": 259}}
+    small = path
+    if drafter != "itself":
+        small = save_target(tmp_path / "small", family, num_hidden_layers=2, seed=3, **changes.get(drafter, {}))
+    source = SmallLMSource(load(small, path))
+    prompt = random_prompt(20)
+    expected = reference_generate(model, prompt, 40)
+    for rule in (
+        FixedLength(1),
+        FixedLength(4),
+        BetaThompson(8, 2.0, 1.0, "natural", random.Random(0)),
+    ):
+        rounds = list(speculative(stack, source, Chain(rule), prompt, max_new_tokens=40))
+        assert [t for r in rounds for t in r.tokens] == expected
+        if drafter == "itself":
+            assert sum(r.accepted for r in rounds) == sum(r.drafted for r in rounds) > 0
+        assert source.session.base + len(source._pending) == len(prompt) + 40 - 1  # all but the last token
+
+
+def test_its_cache_equals_a_fresh_prefill(tmp_path: Path) -> None:
+    path = save_target(tmp_path / "target", kv_heads=2)
+    _, stack = open_stack(path, torch.float64)
+    small = load(save_target(tmp_path / "small", num_hidden_layers=2, seed=0), path, torch.float64)
+    source, fresh, prompt = SmallLMSource(small), SmallLMSource(small), random_prompt(12)
+    text = list(prompt)
+    for r in speculative(stack, source, Chain(FixedLength(3)), prompt, max_new_tokens=30):
+        text += r.tokens
+    known = text[: source.session.base]
+    next(speculative(stack, fresh, Chain(FixedLength(3)), known, max_new_tokens=2))
+    for (key, value), (fresh_key, fresh_value) in zip(
+        source.session.first.content(), fresh.session.first.content(), strict=True
+    ):
+        torch.testing.assert_close(key, fresh_key, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(value, fresh_value, rtol=1e-9, atol=1e-9)
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    path, other = save_target(tmp_path / "target"), save_target(tmp_path / "other")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    size = len(byte_tokenizer())
+    message = rf"\({size + 1} tokens\) is not the target's .* {size} tokens\); 1 tokens differ, first '<new>'"
+    with pytest.raises(UserError, match=message):
+        load(other, path)
+    byte_tokenizer().save_pretrained(other)
+    stored = json.loads((other / "tokenizer.json").read_text())
+    ids = stored["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (other / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=rf"\({size} tokens\) .* {size} tokens\); 2 tokens differ, first"):
+        load(other, path)
+
+
+def test_fit_vocabulary() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    assert fit_vocabulary(logits, 2).tolist() == [[1.0, 2.0]]
+    assert fit_vocabulary(logits, 4).softmax(-1)[0, 3] == 0

@@ -1,0 +1,94 @@
+"""Whole evaluations of tiny models: by one process, by several, or killed on the way."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+
+from data_prep.text.prompts import Prompt
+from inference.evaluate import compare
+from inference.evaluate.prompt_results import append_result, read_results
+from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
+from outrider.errors import UserError
+from tests.launched import launched
+
+QUESTIONS = [
+    Prompt("a", "code", ("def add(first, second):",), False),
+    Prompt("b", "chat", ("question one?", "and then?"), True),
+    Prompt("c", "code", ("class Round:",), False),
+    Prompt("d", "chat", ("question two?", "why?"), True),
+    Prompt("e", "text", ("once upon a time",), False),
+]
+
+
+METHODS = {
+    "chain": MethodConfig(stop=StopConfig(rule="fixed", max_draft=3)),
+    "tree": MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=6)),  # its delta is measured
+}
+
+
+def render(tokenizer: object, messages: Sequence[dict[str, str]], chat: bool) -> list[int]:
+    text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages) if chat else messages[0]["content"]
+    return [byte % 250 for byte in text.encode()][-120:]
+
+
+def evaluate(config: EvaluateConfig, prompts: Sequence[Prompt] = QUESTIONS) -> None:
+    compare.evaluate_checkpoint(config, prompts, render)
+
+
+def tokens(config: EvaluateConfig) -> dict[tuple[str, str], list[int]]:
+    """What every arm said to every turn, in the order of the file."""
+    lines = (Path(config.out_dir) / "generations.jsonl").read_text().splitlines()
+    return {(line["id"], line["arm"]): line["tokens"] for line in map(json.loads, lines)}
+
+
+def facts(config: EvaluateConfig) -> list[dict[str, object]]:
+    """What the reports say that is no time."""
+    path = Path(config.out_dir) / "report.json"
+    reports = json.loads(path.read_text())["reports"]
+    kept = ("method", "lossless", "prompts", "turns", "skipped", "tokens", "tau", "acceptance_rate",
+            "acceptance_by_position")  # fmt: skip
+    return [{key: report[key] for key in kept if report["method"] == "chain" or key in kept[:6]} for report in reports]
+
+
+def processes(config: EvaluateConfig) -> int:
+    return json.loads((Path(config.out_dir) / "report.json").read_text())["reports"][0]["processes"]
+
+
+def killed_after(config: EvaluateConfig, prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`evaluate`, whose process is killed as by SIGKILL when that many prompts are done: nothing is cleaned up."""
+
+    def run() -> None:
+        def append(*arguments: object) -> None:
+            append_result(*arguments)  # type: ignore[arg-type]
+            if len(read_results(Path(config.out_dir))) == prompts:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(compare, "append_result", append)
+        evaluate(config)
+
+    job = multiprocessing.get_context("fork").Process(target=run)
+    job.start()
+    job.join(timeout=120)
+    assert job.exitcode == -signal.SIGKILL
+
+
+def together(config: EvaluateConfig, count: int, prepare: Callable[[int], object] = lambda rank: None) -> list[int]:
+    """Exit statuses of `count` processes that evaluate as under a launcher; `prepare(rank)` runs in each before."""
+
+    def work(state: PartialState) -> None:
+        compare.join_processes = lambda: state
+        prepare(state.process_index)
+        try:
+            evaluate(config)
+        except UserError as error:
+            print(error)
+            sys.exit(2)
+
+    return launched(count, work)

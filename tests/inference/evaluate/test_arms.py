@@ -1,0 +1,161 @@
+"""Arms taking turns on a prompt: what is timed."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from inference.decode import Round
+from inference.drafters.early_exit import Calibrated
+from inference.evaluate.arms import (
+    AUTOREGRESSIVE,
+    Arm,
+    Generation,
+    collect,
+    make_arms,
+    measure,
+    transformers_generate,
+    without_captures,
+)
+from inference.settings import MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
+from outrider.streams import Streams
+from tests.inference.ngram_cases import make_table
+from tests.table_target import TableModel, TableRuntime
+from tests.tiny import random_prompt, save_target
+
+
+def test_a_run_that_captured_graphs_is_run_again() -> None:
+    runtime, runs = SimpleNamespace(captures=0), []
+
+    def arm(prompt: Sequence[int], streams: Streams) -> Generation:
+        runs.append(prompt)
+        runtime.captures += len(runs) < 3
+        return Generation((len(runs),), 0, 0)
+
+    assert without_captures(arm, runtime)([1], Streams(0)).tokens == (3,)
+
+
+def test_measure_rotates_and_takes_the_median(tmp_path: Path) -> None:
+    calls = []
+
+    def arm(name: str, seconds: list[float]):
+        def run(_prompt: Sequence[int], _streams: Streams) -> Generation:
+            calls.append(name)
+            return Generation((1, 2), 0.1, seconds[calls.count(name) - 1])
+
+        return run
+
+    arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE, [3, 1, 2]), "m": arm("m", [5, 6, 4])}
+    profilers = {"m": lambda *_: Generation((9,), 0, 0)}
+    result = measure(arms, [1], prompt_id="p", category="c", repeats=3, turn=1, profilers=profilers)
+    assert calls == ["m", AUTOREGRESSIVE, AUTOREGRESSIVE, "m", "m", AUTOREGRESSIVE]
+    assert result.generations[AUTOREGRESSIVE].decode_seconds == 2
+    assert result.generations["m"].decode_seconds == 5
+    assert result.profiles == {"m": Generation((9,), 0, 0)}
+
+
+def test_every_repeat_has_its_streams() -> None:
+    """Whatever comes first; profilers do the first repeat again, and later turns follow what was said there."""
+    given: list[tuple[str, Streams]] = []
+
+    def arm(name: str):
+        def run(_prompt: Sequence[int], streams: Streams) -> Generation:
+            given.append((name, streams))
+            return Generation((streams.repeat,), 0, -streams.repeat)
+
+        return run
+
+    arms = {AUTOREGRESSIVE: arm(AUTOREGRESSIVE), "m": arm("m")}
+    options = {"repeats": 3, "turn": 1, "seed": 5, "profilers": {"m": arm("profile")}}
+    result = measure(arms, [1], prompt_id="p", category="c", **options)
+    assert sorted(given, key=lambda pair: (pair[0], pair[1].repeat)) == [
+        *((AUTOREGRESSIVE, Streams(5, "p", repeat)) for repeat in range(3)),
+        *(("m", Streams(5, "p", repeat)) for repeat in range(3)),
+        ("profile", Streams(5, "p", 0)),
+    ]
+    assert (result.generations[AUTOREGRESSIVE].tokens, result.answer) == ((1,), (0,))
+
+
+STOPS = [StopConfig(rule, max_draft=3) for rule in ("fixed", "confidence", "beta")]
+METHODS = {
+    **{f"{source}, {s.rule}": MethodConfig(source, stop=s) for source in ("small_lm", "early_exit") for s in STOPS},
+    "twin": MethodConfig("small_lm", stop=STOPS[0]),
+    "tree": MethodConfig("small_lm", StructureConfig("k_config", widths=(2, 2))),
+    "lookup": MethodConfig("prompt_lookup"),
+    "ngrams": MethodConfig("ngrams", ngrams=NgramConfig(search="puct", iterations=20)),
+}
+
+
+def sampled_arms(*names: str) -> dict[str, Arm]:
+    """These methods' arms, over a target that is a table."""
+    p, q = TableModel([[0.4, 0.3, 0.2, 0.1]] * 4), TableModel([[0.25] * 4] * 4)
+    options = {"max_new_tokens": 60, "eos": (), "sampling": SamplingConfig(1.0), "runtime": TableRuntime()}
+    drafters = {"early_exit": Calibrated(q), "small_lm": q, "ngrams": make_table(4)}  # type: ignore[arg-type]
+    return make_arms(p, drafters, {name: METHODS[name] for name in names}, None, **options)  # type: ignore[arg-type]
+
+
+def test_sampled_texts_belong_to_seed_prompt_repeat_and_arm() -> None:
+    """After one and the same prompt all of them differ, and each is the same again, in any order and any company."""
+    given = [Streams(*name) for name in itertools.product((0, 1), ("a", "b"), (0, 1))]
+
+    def draw(*names: str) -> dict[tuple[str, Streams], tuple[int, ...]]:
+        arms = sampled_arms(*names)
+        return {(name, streams): arms[name]([0], streams).tokens for streams in given for name in arms}
+
+    texts = draw(*METHODS)
+    assert len(set(texts.values())) == len(texts) == len(given) * (1 + len(METHODS))
+    given.reverse()
+    for name in METHODS:
+        assert draw(name).items() <= texts.items()
+
+
+def test_no_two_draws_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stream is handed out twice: not within a generation, for drafting, stopping, searching and verifying, nor to
+    two of them."""
+    given: list[int] = []
+    number = Streams.number
+
+    def noted(streams: Streams, *purpose: str | int, bits: int = 256) -> int:
+        given.append(number(streams, *purpose))
+        return number(streams, *purpose, bits=bits)
+
+    monkeypatch.setattr(Streams, "number", noted)
+    arms = sampled_arms(*METHODS)
+    for turn, prompt in enumerate(("a", "b")):
+        measure(arms, [0], prompt_id=prompt, category="", repeats=2, turn=turn)
+    assert len(set(given)) == len(given)
+    drawn = 1 + len(METHODS)  # those that verify, and
+    drawn += 6 + 1 + 1 + 2 + 1  # chains and trees that draw from q, those with Beta's coins, and a search
+    assert len(given) == 4 * drawn
+
+
+def test_prefill_is_timed_apart() -> None:
+    now = 0.0
+
+    def rounds() -> Iterator[Round]:
+        nonlocal now
+        for seconds in (5.0, 1.0, 2.0):
+            now += seconds
+            yield Round((7,), 0, 0, 0, seconds)
+
+    made = collect(rounds(), lambda: now)
+    assert (made.prefill_seconds, made.decode_seconds, made.tokens) == (5.0, 3.0, (7, 7, 7))
+    assert [r.seconds for r in made.rounds] == [1.0, 2.0]
+
+
+def test_transformers_arm_times_prefill_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts the model's passes, of which the first is the prefill."""
+    model = AutoModelForCausalLM.from_pretrained(save_target(tmp_path))
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("inference.evaluate.arms.time.perf_counter", lambda: float(len(passes)))
+        out = transformers_generate(model, random_prompt(9), max_new_tokens=12, eos=())
+    assert len(out.tokens) == 12
+    assert (out.prefill_seconds, out.decode_seconds) == (1, 11)
+    first = out.tokens[4]
+    stopped = transformers_generate(model, random_prompt(9), max_new_tokens=12, eos=[first])
+    assert stopped.tokens == out.tokens[: out.tokens.index(first) + 1]

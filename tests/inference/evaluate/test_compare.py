@@ -1,0 +1,92 @@
+"""What an evaluation does with its prompts: the order of arms, conversations, and what is judged."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planted_faults import rope_scaled
+from data_prep.text.prompts import Prompt
+from draft_models.target.open_target import load_tokenizer
+from inference.evaluate import compare
+from inference.evaluate.arms import Arm
+from inference.evaluate.prompt_results import read_results
+from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
+from tests.inference.evaluate.evaluating import (
+    METHODS,
+    QUESTIONS,
+    evaluate,
+)
+
+
+def test_arms_are_warm_and_take_turns_at_being_first(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, str]] = []
+    make = compare.make_arms
+
+    def noted(*models: object, max_new_tokens: int, **options: object) -> dict[str, Arm]:
+        def noting(name: str, arm: Arm) -> Arm:
+            return lambda *given: (calls.append((max_new_tokens, name)), arm(*given))[1]
+
+        arms = make(*models, max_new_tokens=max_new_tokens, **options)  # type: ignore[arg-type]
+        return {name: noting(name, arm) for name, arm in arms.items()}
+
+    monkeypatch.setattr(compare, "make_arms", noted)
+    evaluate(config("turns", methods={"chain": METHODS["chain"]}), QUESTIONS[:3])  # the second has two turns
+    names = ["autoregressive", "chain", "transformers_generate"]
+    measured = [name for first in (0, 1, 2, 2) for name in names[first:] + names[:first]]
+    assert calls == [(8, name) for name in names] + [(10, name) for name in measured]
+
+
+def test_a_conversation_goes_on_with_the_targets_own_answers(
+    models: Path, config: Callable[..., EvaluateConfig]
+) -> None:
+    """A turn beyond the context ends it."""
+    seen: list[list[tuple[str, str]]] = []
+
+    def noted(_: object, messages: Sequence[dict[str, str]], chat: bool) -> list[int]:
+        seen.append([(m["role"], m["content"]) for m in messages])
+        return [byte % 250 for byte in messages[-1]["content"].encode()]
+
+    auto = MethodConfig(stop=StopConfig(max_draft="auto"))
+    made = config("talk", methods={"auto": auto})
+    turns = ("x" * 246, "and then?", "x" * 247, "never asked")  # of 256 positions, 10 are for the answer
+    compare.evaluate_checkpoint(made, [Prompt("p", "chat", turns, True)], noted)
+    results = read_results(Path(made.out_dir))[0].turns
+    assert [r.prompt_id for r in results] == ["p/turn1", "p/turn2"]
+    assert [r.conversation for r in results] == ["p", "p"]
+    tokenizer = load_tokenizer(str(models / "target"))
+    said = [tokenizer.decode(list(r.generations["autoregressive"].tokens), skip_special_tokens=True) for r in results]
+    talk = [("user", turns[0]), ("assistant", said[0]), ("user", turns[1]), ("assistant", said[1]), ("user", turns[2])]
+    alone = [[("user", turn)] for turn in turns]  # to see whether the first fits, and how long the texts may get
+    assert seen == [*alone, talk[:1], talk[:3], talk]
+    report = json.loads((Path(made.out_dir) / "report.json").read_text())
+    assert set(report["auto"]["chosen"]) == {"max_draft"}
+    assert report["skipped"] == [
+        {"prompt_id": "p/turn3", "reason": "247 tokens and 10 new ones in a context of 256"},
+        {"prompt_id": "p/turn4", "reason": "a turn before it was left out"},
+    ]
+
+
+def test_half_precision_and_sampling_are_judged(config: Callable[..., EvaluateConfig]) -> None:
+    """Every arm of this runtime on evenly spread prompts, all turns; what was found decides verdict and exit status."""
+    half = config("half", dtype="bfloat16")
+    sampled = config("sampled", sampling=SamplingConfig(temperature=1.0))
+    for made in (half, sampled):
+        evaluate(made, QUESTIONS * 4)
+        judged = [bool(r.deviations) for found in read_results(Path(made.out_dir)).values() for r in found.turns[:1]]
+        assert compare.JUDGED <= sum(judged) <= compare.JUDGED + (5 if made is half else 0)  # those with a mismatch
+        for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
+            for arm in ("autoregressive", report["method"]):
+                assert report["lossless"]["judged"][arm]["faults"] == []
+        assert "No fault" in (Path(made.out_dir) / "report.md").read_text()
+    for made in (replace(half, out_dir=half.out_dir + "!"), replace(sampled, out_dir=sampled.out_dir + "!")):
+        with rope_scaled(1.01), pytest.raises(SystemExit) as left:
+            evaluate(made)
+        assert left.value.code == 1
+        for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
+            assert report["verdict"] == "not lossless"
+            assert "keys of layer 0" in report["lossless"]["judged"]["autoregressive"]["faults"][0]

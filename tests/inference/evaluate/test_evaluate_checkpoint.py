@@ -1,0 +1,254 @@
+"""The command: from a checkpoint to a report, and what it refuses."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep.settings import DataConfig, MixPart
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer, open_target
+from draft_models.target.tensor_files import open_tensors
+from inference.evaluate.arms import (
+    AUTOREGRESSIVE,
+    TRANSFORMERS,
+)
+from inference.evaluate.subject import end_tokens, heldout_fraction
+from inference.evaluate_checkpoint import main
+from inference.settings import EvaluateConfig, MethodConfig
+from inference.verify import verify_greedy
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    path = save_target(folder / "target")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    byte_tokenizer(template + "{% if add_generation_prompt %}assistant: {% endif %}").save_pretrained(path)
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.05), fingerprint, {}, torch.float32)
+    return folder
+
+
+@pytest.fixture
+def command(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable:
+    """evaluate-checkpoint in this process: (exit status, stdout, stderr)."""
+    monkeypatch.chdir(checkpoint)
+
+    def run(*overrides: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", "max_new_tokens=12", "threads=1", *overrides])
+        status = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def assert_times(report: dict[str, Any], *, prompts: int, turns: int) -> None:
+    """What the clock says of every arm is there, and fits together."""
+    assert (report["prompts"], report["turns"], report["skipped"]) == (prompts, turns, [])
+    arms = {"autoregressive", "transformers_generate", "speculative"}
+    assert set(report["tokens_per_second"]) == set(report["prefill_seconds"]) == arms
+    faster = [report["speedup"], report["end_to_end"]]
+    baseline = report["transformers_generate"]
+    both = [part["vs_transformers_generate"] for part in faster] + [baseline["speedup"], baseline["end_to_end"]]
+    for part in [*report["prefill_seconds"].values(), *faster, *both]:
+        assert 0 < part["ci95"][0] <= part["median"] <= part["ci95"][1]
+        assert part["prompts"] <= prompts
+    token = report["autoregressive"]
+    assert 0 < token["host_us"] < token["token_us"]
+    assert token["pass_us"] + token["host_us"] == pytest.approx(token["token_us"])
+    assert token["host_share"] == pytest.approx(token["host_us"] / token["token_us"])
+    assert 1e6 / report["tokens_per_second"]["autoregressive"] == pytest.approx(token["token_us"])
+    assert report["cudnn_attention"] is None
+
+
+def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) -> None:
+    """Two methods over a two-turn chat file: one report each, one table, texts and plots."""
+    questions = [
+        {"question_id": i, "category": c, "turns": [f"question {i}?", "and then?"]}
+        for i, c in ((81, "writing"), (91, "math"))
+    ]
+    (checkpoint / "mt.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    status, printed, errors = command(
+        "checkpoint=drafter", "prompts=mt.jsonl", "method=[eesd_beta,eesd_fixed]", "out_dir=out", "card=true"
+    )
+    assert status == 0, errors
+    out = checkpoint / "out"
+    reports = json.loads((out / "report.json").read_text())["reports"]
+    assert [report["method"] for report in reports] == ["eesd_beta", "eesd_fixed"]
+    for report in reports:
+        assert report["lossless"] == {
+            "reference": TRANSFORMERS, "checked": 4, "identical": 4, "excused_ties": 0, "autoregressive_identical": 4,
+            "judged": {"autoregressive": None, report["method"]: None},  # in float32 equal texts are all that counts
+        }  # fmt: skip
+        assert report["tau"] > 1.5
+        assert set(report["by_category"]) == {"writing", "math"}
+        wanted = {
+            "method", "target", "drafter", "dtype", "device", "machine", "prompts", "tokens", "temperature", "seed",
+            "lossless", "tau", "acceptance_rate", "draft_share", "harmonic_mean", "drafted_tokens_per_round",
+            "tokens_per_second", "speedup", "break_even_acceptance", "seconds", "by_category", "verdict",
+        }  # fmt: skip
+        assert wanted <= set(report)
+        assert_times(report, prompts=2, turns=4)
+    table = (out / "report.md").read_text()
+    assert table.strip() in printed
+    assert "| eesd_beta | 4/4 |" in table
+    assert "2 prompts, 4 turns × up to 12 tokens" in table
+    assert "a token, of which" in table
+    assert table.partition("\n")[2] in (checkpoint / "drafter/README.md").read_text()
+    lines = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 * 4
+    by_arm = {(line["id"], line["arm"]): line["tokens"] for line in lines}
+    assert all(tokens == by_arm[prompt, AUTOREGRESSIVE] for (prompt, _), tokens in by_arm.items())
+    for report in reports:
+        mine = [line for line in lines if line["arm"] == report["method"]]
+        drafted, accepted = (sum(sum(line[key]) for line in mine) for key in ("drafted", "accepted"))
+        assert accepted / drafted == pytest.approx(report["acceptance_rate"])
+    for plot in ("speedup_per_prompt.png", "acceptance_by_position.png"):
+        assert (out / plot).read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_samples_when_told_to(checkpoint: Path, command: Callable) -> None:
+    """Sampled arms have no tokens to compare; the same seed gives the same texts, another one others."""
+    texts = []
+    for number, seed in enumerate((0, 0, 1)):
+        options = ("sampling.temperature=0.8", "sampling.top_k=50", f"seed={seed}", f"out_dir=sampled{number}")
+        methods = ["method=[eesd_beta,mcsd,mcsd_naive]", "methods.mcsd.source=early_exit"]
+        methods += ["methods.mcsd_naive.source=early_exit", "methods.mcsd_naive.structure.widths=[3,2]"]
+        status, _, errors = command("checkpoint=drafter", "prompt_text=[hello]", *methods, *options)
+        assert status == 0, errors
+        reports = json.loads((checkpoint / f"sampled{number}/report.json").read_text())["reports"]
+        lines = (checkpoint / f"sampled{number}/generations.jsonl").read_text().splitlines()
+        texts.append({line["arm"]: line["tokens"] for line in map(json.loads, lines)})
+        for report in reports:
+            assert_times(report, prompts=1, turns=1)
+    assert texts[0] == texts[1]
+    assert all(texts[0][arm] != texts[2][arm] for arm in texts[0])
+    assert all(report["temperature"] == 0.8 and report["lossless"]["checked"] == 0 for report in reports)
+    assert "sampled (temperature 0.8, top_k 50" in (checkpoint / "sampled0/report.md").read_text()
+    shares = {r["method"]: r["acceptance_by_candidates"] for r in reports}
+    assert shares["eesd_beta"] == []
+    assert 1 <= len(shares["mcsd"]) <= 4
+    assert 1 <= len(shares["mcsd_naive"]) <= 3
+    assert shares["mcsd"] == sorted(shares["mcsd"])
+
+
+def test_command_refuses_bad_input(checkpoint: Path, command: Callable) -> None:
+    """Each says what is wrong, exits with 2 and leaves no report behind."""
+    other = save_target(checkpoint / "other", seed=5)
+    (checkpoint / "broken.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
+    (checkpoint / "long.jsonl").write_text(json.dumps({"prompt": "x" * 300}))
+    (checkpoint / "file").write_text("")
+    shutil.copytree(checkpoint / "drafter", checkpoint / "moved", dirs_exist_ok=True)
+    meta = json.loads((checkpoint / "moved/drafter.json").read_text())
+    meta["fingerprint"]["target"] = "runs/demo/target"  # as it was given where the drafter was trained
+    (checkpoint / "moved/drafter.json").write_text(json.dumps(meta))
+    bad = {
+        ("checkpoint=nowhere",): "no drafter.json there",
+        ("checkpoint=drafter", f"target={other}"): "was trained for another target",
+        ("checkpoint=drafter", "target=gone/for/good"): "no such directory",
+        ("checkpoint=moved",): "checkpoint=moved was trained for it: give target=",
+        ("checkpoint=drafter", "prompt_text=[hi]", "max_new_tokens=256"): "max_new_tokens=256: expected less than",
+        ("checkpoint=drafter", "prompts=broken.jsonl"): "broken.jsonl",
+        ("checkpoint=drafter", "prompts=long.jsonl"): "300 tokens, expected 1 to 244",
+        ("checkpoint=drafter", "prompts=none.jsonl"): "none.jsonl",
+        ("checkpoint=drafter", "prompt_text=[hi]", "out_dir=file/out"): "out_dir=file/out: cannot be written",
+        ("checkpoint=drafter", "method=eesd_cali"): "no calibration head there",
+        ("checkpoint=drafter", "prompt_text=[hi]", "device=cuda:77"): "device=cuda:77: not usable here",
+    }
+    for overrides, message in bad.items():
+        status, _, errors = command(*overrides)
+        assert status == 2, (overrides, errors)
+        assert errors.startswith("error: ")
+        assert message in errors
+    assert not (checkpoint / "runs/evaluate/report.json").exists()
+
+
+def test_other_tokens_than_the_targets_end_with_status_1(
+    checkpoint: Path, command: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runtime that once emits something else is caught; the report is written and says so."""
+    right = verify_greedy
+
+    def wrong(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[list[int], int]:
+        accepted, bonus = right(tokens, parents, choices)
+        return accepted, (bonus + 1) % 256
+
+    monkeypatch.setattr("inference.acceptance.verify_greedy", wrong)
+    status, _, errors = command("checkpoint=drafter", "prompt_text=[some text]", "out_dir=wrong", "method=eesd_fixed")
+    assert status == 1
+    assert "not lossless: eesd_fixed" in errors
+    report = json.loads((checkpoint / "wrong/report.json").read_text())
+    assert report["lossless"]["identical"] == 0
+
+
+def test_a_turn_beyond_the_drafters_own_context_is_left_out(checkpoint: Path, command: Callable) -> None:
+    save_target(checkpoint / "short", "opt", max_position_embeddings=100)
+    (checkpoint / "two_turns.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["so?", "and " * 20]}) + "\n")
+    status, out, errors = command(
+        "target=target", "small_lm=short", "method=vanilla", "prompts=two_turns.jsonl", "out_dir=two_turns"
+    )
+    assert status == 0, errors
+    assert "skipped prompt=1 turn=2" in out + errors
+    report = json.loads((checkpoint / "two_turns/report.json").read_text())
+    assert list(report["speedup_per_prompt"]) == ["1/turn1"]
+    [left_out] = report["skipped"]
+    assert left_out["prompt_id"] == "1/turn2"
+    assert left_out["reason"].endswith("tokens and 12 new ones in a context of 100")
+    assert f"Left out: 1/turn2 ({left_out['reason']})." in (checkpoint / "two_turns/report.md").read_text()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_prompts_are_held_out_as_training_held_them_out(checkpoint: Path, tmp_path: Path, mixed: bool) -> None:
+    """Also where the library was one source of several: with another share training would have seen some of them."""
+    trained_on = {
+        "python_stdlib": DataConfig(heldout_fraction=0.01),
+        "local": DataConfig(source="local", path="a.jsonl", heldout_fraction=0.01),
+    }
+    target = str(checkpoint / "target")
+    fingerprint = fingerprint_target(open_tensors(target), load_config(target), load_tokenizer(target))
+    drafter = make_drafter(checkpoint / "target", 1)
+    for source, data in trained_on.items():
+        if mixed:
+            parts = {"open": MixPart(source=source, path=data.path), "own": MixPart(source="local", path="b.jsonl")}
+            data = DataConfig(source="mix", mix=parts, heldout_fraction=0.01)
+        save_pretrained(tmp_path / source, drafter, fingerprint, {"data": data.deciding()}, torch.float32)
+        asked = EvaluateConfig(checkpoint=str(tmp_path / source), methods={"m": MethodConfig()})
+        assert heldout_fraction(asked, 0.05) == (0.01 if source == "python_stdlib" else 0.05)
+
+
+def test_end_tokens_and_ignoring_them(checkpoint: Path, command: Callable) -> None:
+    """generation_config.json's list comes first, config.json's next, the tokenizer's last; text ends there."""
+    target = checkpoint / "target"
+    opened = open_target(str(target))
+    generation = json.loads((target / "generation_config.json").read_text())
+    assert end_tokens(opened) == {opened.tokenizer.eos_token_id}
+    status, _, errors = command("checkpoint=drafter", "prompt_text=[some text]", "out_dir=free", "method=eesd_fixed")
+    assert status == 0, errors
+    tokens = json.loads((checkpoint / "free/generations.jsonl").read_text().splitlines()[0])["tokens"]
+    (target / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [tokens[5], 9]}))
+    try:
+        assert end_tokens(opened) == {tokens[5], 9}
+        for option, expected in (("false", tokens[: tokens.index(tokens[5]) + 1]), ("true", tokens)):
+            out_dir = f"ended_{option}"
+            status, _, errors = command(
+                "checkpoint=drafter", "prompt_text=[some text]", "method=eesd_fixed", f"ignore_eos={option}",
+                f"out_dir={out_dir}",
+            )  # fmt: skip
+            assert status == 0, errors
+            lines = (checkpoint / out_dir / "generations.jsonl").read_text().splitlines()
+            assert all(json.loads(line)["tokens"] == expected for line in lines)
+    finally:
+        (target / "generation_config.json").write_text(json.dumps(generation))

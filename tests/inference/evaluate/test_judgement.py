@@ -1,0 +1,188 @@
+"""The judgement of losslessness in half precision: it finds what is planted into the runtime, and nothing else."""
+
+import copy
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.planted_faults import FAULTS, REACHED, planted
+from draft_models.target.stack import LayerStack
+from inference.acceptance import Chooser
+from inference.decode import Round, autoregressive, speculative
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.lookup import PromptLookup
+from inference.evaluate.arms import prepare, transformers_generate
+from inference.evaluate.lossless import GAP, Forced, Judgement, Reference, judge, make_reference, precise
+from inference.runtime import make_runtime
+from inference.sampling import Sampler
+from inference.settings import MethodConfig, SamplingConfig
+from inference.structures.factory import make_structure
+from outrider.streams import Streams
+from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
+
+TOKENS = 40
+ARMS = ("autoregressive", "prompt_lookup", "tree")
+SAMPLING = SamplingConfig(temperature=0.9)
+
+
+class Subject:
+    """A target, a drafter, and references of a few prompts."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, runtime: str = "eager", prompts: int = 3, seed: int = 0):
+        self.model, self.stack = open_stack(path, dtype)
+        self.drafter = make_drafter(path, LAYERS - 1, noise=0.15, dtype=dtype)
+        prepare(self.stack, {"early_exit": Calibrated(self.drafter)})
+        self.runtime = make_runtime(runtime, torch.device("cpu"))
+        self.references = []
+        for number in range(prompts):
+            prompt = random_prompt(30 + 7 * number, seed=100 * seed + number)
+            text = transformers_generate(self.model, prompt, max_new_tokens=TOKENS, eos=()).tokens
+            self.references.append(make_reference(self.model, prompt, text))
+
+    def decode(self, arm: str, prompt: tuple[int, ...], chooser: Chooser) -> Iterator[Round]:
+        options = {"max_new_tokens": TOKENS, "chooser": chooser, "runtime": self.runtime}
+        if arm == "autoregressive":
+            return autoregressive(self.stack, prompt, **options)
+        if arm == "prompt_lookup":
+            lookup = PromptLookup()
+            return speculative(self.stack, lookup, lookup, prompt, **options)
+        structure = make_structure(MethodConfig(structure=STRUCTURES["k_config"]), Streams(0), not chooser.greedy)
+        return speculative(self.stack, EarlyExitSource(self.drafter), structure, prompt, **options)
+
+    def judgement(self, arm: str, fault: str | None = None, seed: int = 0, sampled: bool = False) -> Judgement:
+        def choose() -> Chooser:
+            return Chooser(Sampler(SAMPLING), random.Random(seed)) if sampled else Chooser()
+
+        found = []
+        with planted(fault, seed, self.stack):
+            for reference in self.references:
+                own = [token for r in self.decode(arm, reference.prompt, choose()) for token in r.tokens]
+                forced = Forced(choose(), reference)
+                list(self.decode(arm, reference.prompt, forced))
+                found.append(forced.deviation(own))
+        return judge(found)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """A target that is not sure of its next token, in bfloat16."""
+    return Subject(save_target(tmp_path_factory.mktemp("t"), kv_heads=2), torch.bfloat16)
+
+
+@pytest.mark.parametrize("runtime", ["eager", "graphed"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_correct_runtime_only_rounds(tmp_path: Path, architecture: str, runtime: str) -> None:
+    """Windows shorter than the text, grouped heads, fused and packed layers; both kinds of half precision."""
+    dtype = torch.bfloat16 if runtime == "eager" else torch.float16
+    subject = Subject(save_target(tmp_path, architecture, kv_heads=2), dtype, runtime)
+    for arm in ARMS:
+        found = subject.judgement(arm)
+        assert found.faults == ()
+        assert found.positions == 3 * TOKENS
+        assert 0.5 < found.bulk < 1.1  # of what transformers rounds, in the worst row: there is room up to the limit
+        assert found.peak < 4
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(subject: Subject, fault: str) -> None:
+    """In every arm that the fault can reach; and not in the others."""
+    reached = {arm for arm in ARMS if subject.judgement(arm, fault).faults}
+    assert reached == set(REACHED[FAULTS[fault].reaches])
+
+
+def test_faults_are_found_when_sampling_too(tmp_path: Path) -> None:
+    """There the texts say nothing: in float32 the target in float64 is the measure."""
+    subject = Subject(save_target(tmp_path), torch.float32)
+    assert subject.judgement("tree", sampled=True).faults == ()
+    for fault in ("RoPE frequencies × 1.002", "a committed position hidden from verification"):
+        assert subject.judgement("tree", fault, sampled=True).faults != ()
+
+
+def test_what_is_not_a_number_is_a_fault(subject: Subject) -> None:
+    """A comparison with NaN is false whichever way round it is made."""
+    forced = Forced(Chooser(), subject.references[0])
+    list(subject.decode("prompt_lookup", subject.references[0].prompt, forced))
+    forced._errors[5] = forced._errors[5] * math.nan
+    assert judge([forced.deviation(subject.references[0].text)]).faults != ()
+
+
+# --- mismatches of the texts ------------------------------------------------------------------------------------------
+
+
+def deviation_with(model: PreTrainedModel, stack: LayerStack, reference: Reference, own: tuple[int, ...]) -> Judgement:
+    forced = Forced(Chooser(), reference)
+    list(autoregressive(stack, reference.prompt, max_new_tokens=len(reference.text), chooser=forced))
+    return judge([forced.deviation(own)])
+
+
+def test_only_real_ties_are_excused(tmp_path: Path) -> None:
+    """A mismatch between two tokens of nearly equal logits is a tie; between any others it is an error."""
+    path = save_target(tmp_path)
+    model, _ = open_stack(path, torch.bfloat16)
+    prompt = random_prompt(12)
+    tokens = transformers_generate(model, prompt, max_new_tokens=8, eos=()).tokens
+    twin = next(t for t in range(256) if t not in tokens)
+    wrong = (*tokens[:3], twin, *tokens[4:])
+    stack = open_stack(path, torch.bfloat16)[1]
+    reference = make_reference(model, prompt, tokens)
+    assert deviation_with(model, stack, reference, tokens).faults == ()
+    assert deviation_with(model, stack, reference, wrong).largest_gap > GAP
+    assert deviation_with(model, stack, reference, wrong).faults != ()
+    assert deviation_with(model, stack, reference, tokens[:-1]).faults != ()  # shorter is not a tie
+    with torch.no_grad():
+        for head in (model.lm_head, stack.head):
+            head.weight[twin] = head.weight[tokens[3]]
+    tied = deviation_with(model, stack, make_reference(model, prompt, tokens), wrong)
+    assert tied.faults == ()
+    assert tied.largest_gap < 1
+
+
+def test_too_many_ties_are_a_fault(subject: Subject) -> None:
+    """Each of them within the rounding noise, but transformers' own pass has hardly any."""
+    forced = Forced(Chooser(), subject.references[0])
+    list(subject.decode("autoregressive", subject.references[0].prompt, forced))
+    found = forced.deviation(subject.references[0].text)
+    assert judge([replace(found, gaps=(1.0,) * 3, own_gaps=1)]).faults == ()
+    assert judge([replace(found, gaps=(1.0,) * 30, own_gaps=1)]).faults != ()
+
+
+# --- the reference ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_precise_is_the_same_model_in_float32(tmp_path: Path, architecture: str) -> None:
+    """Whatever shares tensors, without a second model; afterwards everything is as it was."""
+    path = save_target(tmp_path, architecture, tied=True)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    upcast = copy.deepcopy(model).float()
+    ids = torch.tensor([random_prompt(20)])
+    with torch.no_grad():
+        before = model(ids).logits
+        with precise(model):
+            torch.testing.assert_close(model(ids).logits, upcast(ids).logits, rtol=0, atol=0)
+        torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=0)
+        with pytest.raises(IndexError), precise(model):
+            model(torch.tensor([[10**6]]))
+        torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=0)
+
+
+def test_a_fault_of_the_runtime_cannot_widen_what_it_is_allowed(tmp_path: Path) -> None:
+    """The reference is made by transformers alone, also where runtime and reference share their weights."""
+    path = save_target(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="outrider").eval()
+    prompt, text = random_prompt(12), random_prompt(6, seed=1)
+    clean = make_reference(model, prompt, text)
+    stack = LayerStack(model)
+    prepare(stack, {})
+    for fault in FAULTS:
+        with planted(fault, 0, stack):
+            stack.reserve(64)
+            shared = make_reference(model, prompt, text)
+        torch.testing.assert_close(shared.logits, clean.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(shared.logits_noise, clean.logits_noise, rtol=0.5, atol=0)

@@ -1,0 +1,266 @@
+"""Replay against the live target, what is read from recordings, and the command."""
+
+import json
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from sentencepiece import SentencePieceTrainer
+
+from benchmarks import bench_aded
+from draft_models.ngrams.table import TrigramTable
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.vocabulary import vocabulary_digest
+from inference.decode import speculative
+from inference.evaluate.arms import make_drafting
+from inference.evaluate.replay import (
+    Recording,
+    Vocabulary,
+    load_vocabulary,
+    read_transcripts,
+    recordings,
+    replay,
+    replay_turns,
+)
+from inference.evaluate_checkpoint import main
+from inference.settings import MethodConfig, NgramConfig
+from outrider.errors import UserError
+from outrider.streams import Streams
+from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+
+METHODS = {
+    "puct": MethodConfig(source="ngrams", ngrams=NgramConfig(search="puct", iterations=40)),
+    "best_first": MethodConfig(source="ngrams", ngrams=NgramConfig(depth=6)),
+    "mixed": MethodConfig(source="ngrams", ngrams=NgramConfig(evidence="mixed", depth=12)),
+    "prompt_lookup": MethodConfig(source="prompt_lookup"),
+}
+
+
+def outcome(rounds: list) -> list[tuple]:
+    return [(r.tokens, r.drafted, r.accepted) for r in rounds]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
+    model, stack = open_stack(save_target(tmp_path, kv_heads=2))
+    prompt = random_prompt(14) * 2
+    table = TrigramTable.from_documents([reference_generate(model, prompt, 40), random_prompt(50)], [2, 3, 4], 256, "t")
+    drafters = {"ngrams": table}
+    own = Streams(3, "1").within("m")
+    for length, ends in ((60, ()), (60, "inside"), (17, ())):
+        text = reference_generate(model, prompt, length)
+        eos = {text[length // 2]} if ends else set()
+        live = list(
+            speculative(stack, *make_drafting(METHODS[method], drafters, own), prompt, max_new_tokens=length, eos=eos)
+        )
+        answer = [token for r in live for token in r.tokens]
+        recorded = replay(
+            *make_drafting(METHODS[method], drafters, own), prompt, answer, max_new_tokens=length, eos=eos
+        )
+        assert outcome(list(recorded)) == outcome(live)
+        assert len(answer) < length if ends else answer == text
+        if ends:  # the command: a draft does not see that the recording ends before the budget does
+            turn = Recording("1", "c", tuple(prompt), tuple(answer))
+            (found,) = replay_turns("m", METHODS[method], drafters, [turn], max_new_tokens=length, seed=3)
+            assert outcome(found.rounds) == outcome(live[1:])
+    assert any(r.accepted > 1 for r in live) or method == "prompt_lookup"
+
+
+def test_a_recording_longer_than_the_budget_is_cut() -> None:
+    source, structure = make_drafting(METHODS["prompt_lookup"], {}, Streams(0))
+    rounds = list(replay(source, structure, [1, 2], [3, 4, 5, 6, 7], max_new_tokens=3))
+    assert [t for r in rounds for t in r.tokens] == [3, 4, 5]
+    with pytest.raises(UserError, match="empty recorded answer"):
+        next(replay(source, structure, [1], [], max_new_tokens=3))
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def characters(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+def test_a_conversation_is_the_later_turns_context() -> None:
+    vocabulary = Vocabulary(characters, 1, 2, "d")
+    first, second = recordings([Question("7", "c", ("q", "r"))], {"7": ("a", "b")}, vocabulary, "S")
+    assert first.prompt == (1, *characters("S USER: q ASSISTANT:"))
+    assert first.answer == (*characters(" a"), 2)
+    assert second.prompt == (*first.prompt, *first.answer, *characters("USER: r ASSISTANT:"))
+    assert (second.answer, second.id, second.category) == ((*characters(" b"), 2), "7/turn2", "c")
+
+
+def test_an_answer_whose_space_merges_is_taken_alone() -> None:
+    def merging(text: str) -> list[int]:
+        return characters(text.replace(": ", ";"))
+
+    (only,) = recordings([Question("7", "c", ("q",))], {"7": ("a",)}, Vocabulary(merging, None, 2, "d"), "S")
+    assert only.answer == (*characters("a"), 2)
+    assert only.id == "7"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A SentencePiece model, prompts, answers and a table."""
+    folder = tmp_path_factory.mktemp("replay")
+    texts = [
+        "the cat sat on the mat and the dog sat on the log",
+        "a question about the cat and the dog",
+        "USER ASSISTANT",
+    ]
+    (folder / "text.txt").write_text("\n".join(texts * 5))
+    SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "pieces"), vocab_size=60, minloglevel=9,
+        byte_fallback=False, hard_vocab_limit=False,
+    )  # fmt: skip
+    questions = [{"question_id": i, "category": f"c{i % 2}", "turns": ["a question", "the log"]} for i in range(3)]
+    answers = [{"question_id": i, "choices": [{"turns": texts[:2]}]} for i in range(3)]
+    for name, records in (("questions", questions), ("answers", answers)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    vocabulary = load_vocabulary(str(folder / "pieces.model"))
+    documents = [vocabulary.encode(text) for text in texts]
+    size = max(map(max, documents)) + 1
+    TrigramTable.from_documents(documents, [2, 3, 4], size, vocabulary.vocabulary_digest).save(folder / "table")
+    TrigramTable.from_documents(documents, [2, 3, 4], size, "another").save(folder / "other_table")
+    return {name: str(folder / name) for name in ("pieces.model", "questions.jsonl", "answers.jsonl", "table",
+                                                  "other_table")}  # fmt: skip
+
+
+def run(files: dict[str, str], out_dir: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+    given = [f"transcripts={files['answers.jsonl']}", f"tokenizer={files['pieces.model']}",
+             f"prompts={files['questions.jsonl']}", f"table={files['table']}", "num_prompts=null", f"out_dir={out_dir}",
+             "target=replay", *overrides]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", *given])
+    main()
+
+
+def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    try:
+        methods = "method=[aded,aded_best_first,ngrams,prompt_lookup]"
+        run(files, tmp_path, monkeypatch, methods, f"threads={threads + 1}")
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    report = json.loads((tmp_path / "report.json").read_text())
+    taus = {r["method"]: r["tau"] for r in report["reports"]}
+    assert list(taus) == ["aded", "aded_best_first", "ngrams", "prompt_lookup"]
+    assert taus["prompt_lookup"] > 1
+    assert taus["ngrams"] > 3  # the table holds the answers
+    assert {r["turns"] for r in report["reports"]} == {6}
+    assert set(report["reports"][0]["by_category"]) == {"c0", "c1"}
+    assert report["max_new_tokens"] == 128
+    assert f"| ngrams | {taus['ngrams']:.3f} |" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method=ngrams", "table={other_table}"], "built with another tokenizer"),
+        (["method=ngrams", "table=nowhere"], "no readable n-gram table"),
+        (["method=ngrams", "table=null"], "table=None: expected an n-gram table directory (data_prep/build_trig"),
+        (["method=ngrams", "sampling.temperature=1"], "sampling.temperature=1.0: expected 0 for target=replay"),
+        (
+            ["method=ngrams", "sampling.repetition_penalty=1.1"],
+            "repetition_penalty=1.1: expected null for target=replay",
+        ),
+        (["method=ngrams", "generation_config=none"], "generation_config='none': expected target for target=replay"),
+        (["method=ngrams", "stop_strings=[cat]"], "stop_strings=['cat']: expected none for target=replay"),
+        (["method=ngrams", "card=true"], "card=True: expected false for target=replay"),
+        (["method=ngrams", "debug=true"], "debug=True: expected false for target=replay"),
+        (["method=ngrams", "tokenizer=null"], "tokenizer=None: expected a file for target=replay"),
+        (["method=ngrams", "tokenizer=none.model"], "no such file"),
+        (["method=ngrams", "transcripts=none.jsonl"], "no such file"),
+        (["method=eesd_fixed", "checkpoint=x"], "target='replay': expected a model"),
+        (["method=prompt_lookup", "target=somewhere"], "expected null unless target=replay"),
+    ],
+)
+def test_bad_input(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+    overrides: list[str], message: str,
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        run(files, tmp_path, monkeypatch, *(override.format(**files) for override in overrides))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "no answer in it"), ("{}", ":1: not an answer record"), ("nonsense", ":1: not an answer record"),
+     ('\n{"question_id": 1, "choices": [{"turns": "text"}]}', ":2: not an answer record")],
+)  # fmt: skip
+def test_bad_transcripts(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "answers.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_transcripts(str(tmp_path / "answers.jsonl"))
+
+
+def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    records = [{"question_id": i, "choices": [{"turns": ["é\u2028b\x85"]}]} for i in range(2)]
+    lines = "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    path.write_bytes(lines.encode())
+    assert read_transcripts(str(path)) == {"0": ("é\u2028b\x85",), "1": ("é\u2028b\x85",)}
+    path.write_bytes(lines.encode("utf-16"))
+    with pytest.raises(UserError, match="not UTF-8 text"):
+        read_transcripts(str(path))
+
+
+def test_prompts_of_other_transcripts() -> None:
+    with pytest.raises(UserError, match="prompt 8: no answer"):
+        recordings([Question("8", "c", ("q",))], {"7": ("a",)}, Vocabulary(characters, None, 2, "d"), "S")
+    for answers in ((), ("a",), ("a", "b", "c")):
+        with pytest.raises(UserError, match=f"prompt 7: 2 turns, but {len(answers)} answers"):
+            recordings([Question("7", "c", ("q", "r"))], {"7": answers}, Vocabulary(characters, None, 2, "d"), "S")
+
+
+def test_the_benchmark(files: dict[str, str]) -> None:
+    turns = [Recording("1", "c", (1, 2, 3), (1, 2, 3, 1, 2, 3, 4))]
+    args = Namespace(tokenizer=files["pieces.model"], table=[files["other_table"]])
+    with pytest.raises(UserError, match="other_table: the n-gram table was built with another tokenizer"):
+        bench_aded.corpus(TrigramTable.open(files["table"]), turns, args)
+    found = bench_aded.times(TrigramTable.open(files["table"]), turns, args)
+    for parts in found.values():  # a single turn; the prompt's adaptation is not a round's
+        assert parts["search"]["calls"] <= parts["adaptation"]["calls"] == parts["round"]["calls"] > 0
+
+
+def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
+    path = str(save_target(tmp_path))
+    vocabulary, tokenizer = load_vocabulary(path), load_tokenizer(path)
+    assert vocabulary.encode("ab c") == tokenizer("ab c", add_special_tokens=False)["input_ids"]
+    assert vocabulary.eos == tokenizer.eos_token_id
+    assert vocabulary.vocabulary_digest == vocabulary_digest(tokenizer.get_vocab())
+
+
+def test_a_live_target_refuses_another_tokenizers_table(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    target = save_target(tmp_path / "target")
+    argv = [f"target={target}", f"table={files['table']}", "method=ngrams", f"out_dir={tmp_path / 'out'}"]
+    monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", *argv, "num_prompts=1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "built with another tokenizer" in capsys.readouterr().err
+
+
+def test_a_table_for_a_live_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """evaluate-checkpoint decodes with a live target and says that nothing was lost."""
+    target = save_target(tmp_path / "target")
+    digest = vocabulary_digest(load_tokenizer(str(target)).get_vocab())
+    documents = [random_prompt(80, seed) for seed in range(3)]
+    TrigramTable.from_documents(documents, [2, 3, 4], 256, digest).save(tmp_path / "table")
+    argv = [f"target={target}", f"table={tmp_path / 'table'}", "method=[aded,ngrams]", f"out_dir={tmp_path / 'out'}",
+            "num_prompts=1", "max_new_tokens=24", "prompt_chars=100", "ignore_eos=true"]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", *argv])
+    torch.manual_seed(0)
+    main()
+    reports = json.loads((tmp_path / "out" / "report.json").read_text())["reports"]
+    assert [r["method"] for r in reports] == ["aded", "ngrams"]
+    assert all(r["lossless"]["identical"] == r["lossless"]["checked"] == 1 for r in reports)

@@ -1,0 +1,373 @@
+"""From what was measured to the report: every figure by hand."""
+
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.random import default_rng
+
+from inference.decode import Round
+from inference.evaluate.arms import (
+    AUTOREGRESSIVE,
+    TRANSFORMERS,
+    Generation,
+    PromptResult,
+)
+from inference.evaluate.lossless import WORST, Deviation
+from inference.evaluate.lossless_report import is_lossless
+from inference.evaluate.report import (
+    build_report,
+    describe_machine,
+    markdown,
+    plot_acceptance,
+    plot_speedups,
+    relate_to_chain,
+)
+from inference.evaluate.statistics import (
+    acceptance_by_candidates,
+    acceptance_by_position,
+    bootstrap_median,
+    chosen_sizes,
+    decode_statistics,
+    structure_statistics,
+)
+from inference.settings import MethodConfig, SamplingConfig
+
+
+def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generation:
+    """Rounds of chains of (drafted, accepted) tokens, each with its bonus, after one prefill token."""
+    rounds = tuple(
+        Round(tuple(range(accepted + 1)), drafted, accepted, drafted, *(seconds / part for part in (10, 40, 80, 20)))
+        for drafted, accepted in outcomes
+    )
+    tokens = (7, *(token for r in rounds for token in r.tokens))
+    return Generation(tokens, 0.5, seconds, rounds)
+
+
+def test_statistics_by_hand() -> None:
+    stats = decode_statistics([generation([(4, 4), (4, 1)], 1.0), generation([(2, 0)], 1.0)])
+    assert stats["tau"] == pytest.approx((5 + 2 + 1) / 3)
+    assert stats["acceptance_rate"] == pytest.approx(5 / 10)
+    assert stats["draft_share"] == pytest.approx(5 / 10)  # 8 decoded tokens and 2 of the prefills
+    assert stats["harmonic_mean"] == pytest.approx(0.5)
+    assert stats["drafted_tokens_per_round"] == pytest.approx(10 / 3)
+    assert decode_statistics([])["tau"] == 0
+
+
+def test_acceptance_by_position_by_hand() -> None:
+    table = acceptance_by_position([generation([(3, 3), (3, 1), (1, 0), (1, 1)], 1.0)])
+    assert [(row["position"], row["rounds"]) for row in table] == [(1, 4), (2, 2), (3, 2)]
+    assert [row["accepted"] for row in table] == pytest.approx([3 / 4, 1 / 2, 1 / 2])
+
+
+def test_bootstrap_interval() -> None:
+    values = [1.0 + i / 100 for i in range(101)]
+    median, (low, high) = bootstrap_median(values, default_rng(0))
+    assert median == 1.5
+    assert 1.3 < low < 1.5 < high < 1.7
+    assert bootstrap_median(values, default_rng(0)) == bootstrap_median(values, default_rng(0))
+    assert bootstrap_median([2.0] * 5, default_rng(1)) == (2.0, [2.0, 2.0])
+    # Of nine, the resampled median is the smallest with probability 0.1 %, one of the two smallest with 3 %.
+    assert bootstrap_median([1.0, 2, 3, 4, 5, 6, 7, 8, 99], default_rng(0)) == (5.0, [2.0, 8.0])
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.floats(0.1, 9)), min_size=1, max_size=12), st.integers(0, 3))
+@settings(deadline=None, max_examples=50)
+def test_units_are_drawn_whole(observed: list[tuple[int, float]], seed: int) -> None:
+    """The interval over conversations, as the obvious program has it: draw conversations, pool their turns."""
+    units, values = [str(unit) for unit, _ in observed], [value for _, value in observed]
+    names = list(dict.fromkeys(units))
+    picks = default_rng(seed).integers(len(names), size=(200, len(names)))
+    drawn = [[v for name in row for u, v in zip(units, values, strict=True) if u == names[name]] for row in picks]
+    medians = np.quantile([statistics.median(values) for values in drawn], [0.025, 0.975])
+    median, interval = bootstrap_median(values, default_rng(seed), draws=200, units=units)
+    assert median == statistics.median(values)
+    assert interval == pytest.approx(medians.tolist())
+    alone = bootstrap_median(values, default_rng(seed), draws=200, units=[str(place) for place in range(len(values))])
+    assert alone == bootstrap_median(values, default_rng(seed), draws=200)
+
+
+def test_turns_are_no_prompts() -> None:
+    """Turns of one conversation say the same thing again: they make an interval no narrower, and no verdict."""
+    made = results()
+    talks = [replace(r, prompt_id=f"{r.prompt_id}/turn{n}", conversation=r.prompt_id) for r in made for n in (1, 2, 3)]
+    report, alone = (build_report("m", results, facts(), seed=0) for results in (talks, made))
+    assert (report["prompts"], report["turns"], report["speedup"]["prompts"]) == (6, 18, 6)
+    for key in ("speedup", "end_to_end", "prefill_seconds"):
+        assert report[key] == alone[key]
+    assert report["by_category"]["code"]["speedup"] == alone["by_category"]["code"]["speedup"]
+    assert "6 prompts, 18 turns × up to 9 tokens" in markdown([report])
+    assert "6 prompts × up to 9 tokens" in markdown([alone])
+    few = build_report("m", talks[:12], facts(), seed=0)  # 12 turns, all of them faster, of 4 prompts
+    assert (few["verdict"], alone["verdict"]) == ("undecided", "faster")
+    assert "Undecided with fewer than 5 prompts." in markdown([few])
+
+
+@pytest.mark.parametrize("ended", [AUTOREGRESSIVE, TRANSFORMERS, "m"])
+def test_no_speedup_where_either_arm_decoded_nothing(ended: str) -> None:
+    """Sampled, one arm may end with the prefill's token where another does not: there is nothing to compare."""
+    made = [*results(), replace(results()[0], prompt_id="ended", generations=dict(results()[0].generations))]
+    made[-1].generations[ended] = Generation((7,), 0.5, 1e-7)
+    report, rest = (build_report("m", results, facts(), seed=0) for results in (made, made[:-1]))
+    assert ("ended" in report["speedup_per_prompt"]) == (ended == TRANSFORMERS)
+    against = report["speedup"].pop("vs_transformers_generate")
+    assert against["prompts"] == 6 + (ended == AUTOREGRESSIVE)
+    assert min(against["ci95"]) > 1
+    if ended != TRANSFORMERS:
+        assert report["speedup_per_prompt"] == rest["speedup_per_prompt"]
+        assert report["speedup"] == {key: rest["speedup"][key] for key in ("median", "ci95", "prompts")}
+        assert report["break_even_acceptance"] == rest["break_even_acceptance"]
+
+
+def test_a_verdict_needs_prompts_with_a_speed() -> None:
+    made = results()
+    for r in made[:2]:
+        r.generations.update(dict.fromkeys(r.generations, Generation((7,), 0.5, 0.0)))
+    report = build_report("m", made, facts(), seed=0)
+    assert (report["prompts"], report["speedup"]["prompts"], report["verdict"]) == (6, 4, "undecided")
+
+
+def results() -> list[PromptResult]:
+    made = []
+    for index, (seconds, category) in enumerate([(2.0, "code"), (3.0, "code"), (4.0, "chat")] * 2):
+        draft = generation([(4, 4), (4, 1), (4, 0)], 1.0)
+        plain = Generation(draft.tokens, 0.4, seconds, tuple(Round((t,), 0, 0, 0, 0.1) for t in draft.tokens[1:]))
+        stock = Generation(draft.tokens, 0.3, 2 * seconds)
+        generations = {AUTOREGRESSIVE: plain, TRANSFORMERS: stock, "m": draft}
+        made.append(PromptResult(f"p{index}", category, (1, 2), generations, TRANSFORMERS))
+    return made
+
+
+def facts() -> dict[str, object]:
+    return {
+        "target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 9,
+        "processes": 1,
+        "temperature": 0.0, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
+    }  # fmt: skip
+
+
+def test_report_by_hand() -> None:
+    report = build_report("m", results(), facts(), seed=0)
+    assert report["lossless"]["checked"] == report["lossless"]["identical"] == 6
+    assert report["speedup"]["median"] == 3.0
+    assert report["speedup"]["vs_transformers_generate"]["median"] == 6.0
+    assert report["speedup_per_prompt"] == {"p0": 2.0, "p1": 3.0, "p2": 4.0, "p3": 2.0, "p4": 3.0, "p5": 4.0}
+    assert report["tokens_per_second"]["speculative"] == pytest.approx(8.0)
+    assert report["tokens_per_second"]["autoregressive"] == pytest.approx(24 / 9)
+    assert report["tokens_per_second"]["transformers_generate"] == pytest.approx(12 / 9)
+    prefills = {name: (prefill["median"], prefill["ci95"]) for name, prefill in report["prefill_seconds"].items()}
+    assert prefills == {
+        "autoregressive": (0.4, [0.4, 0.4]),
+        "transformers_generate": (0.3, [0.3, 0.3]),
+        "speculative": (0.5, [0.5, 0.5]),
+    }
+    # Answers of 9 tokens: 0.5 + 1 s against 0.4 + 2, 3 or 4 s, and 0.3 + 4, 6 or 8 s.
+    assert report["end_to_end"]["median"] == pytest.approx(3.4 / 1.5)
+    assert report["end_to_end"]["ci95"] == pytest.approx([2.4 / 1.5, 4.4 / 1.5])
+    assert report["end_to_end"]["vs_transformers_generate"]["median"] == pytest.approx(6.3 / 1.5)
+    assert report["transformers_generate"]["speedup"]["median"] == pytest.approx(1 / 2)
+    assert report["transformers_generate"]["end_to_end"]["median"] == pytest.approx(3.4 / 6.3)
+    # A round of 4 drafted tokens takes 1/3 s, a plain token 9/24 s: even where 1 + 4 v tokens cost the same.
+    assert report["break_even_acceptance"] == pytest.approx((3 * 24 / 9 - 9) / 36)
+    parts = {"draft": 18 / 40, "verify": 18 / 20, "structure": 18 / 80}
+    assert report["seconds"] == pytest.approx({**parts, "other": 6.0 - sum(parts.values())})
+    assert report["by_category"]["code"]["prompts"] == 4
+    assert report["verdict"] == "faster"
+    assert is_lossless(report)
+    table = markdown([report])
+    assert "| m | 6/6 | 2.67 | 0.42 | 0.56 | 47.6 | 4.00 | 8.0 | 3.00× [2.00, 4.00] | 6.00× [" in table
+    assert "| autoregressive | 400.0 [400.0, 400.0] | 1.00 | 1.00 | |\n" in table
+    assert "| transformers generate | 300.0 [300.0, 300.0] | 0.50× | 0.54× [0.53, 0.56] | 1.00 |\n" in table
+    assert "| m | 500.0 [500.0, 500.0] | 3.00× | 2.27× [1.60, 2.93] | 4.20× [2.87, 5.53] |\n" in table
+    profiled = [replace(r, profiles={"m": generation([(4, 4)], 2.0)}) for r in results()]
+    assert build_report("m", profiled, facts(), seed=0)["seconds"]["draft"] == pytest.approx(6 * 2.0 / 40)
+
+
+def test_what_the_baseline_spends_outside_of_the_model() -> None:
+    """By the clock that waits for the device, where there is one; every round of it is a token."""
+
+    def plain(seconds: float, passes: float) -> Generation:
+        rounds = tuple(Round((7,), 0, 0, 0, 0.2, verify_seconds=passes) for _ in range(4))
+        return Generation((7,) * 5, 0.1, seconds, rounds)
+
+    made = [replace(r, generations={**r.generations, AUTOREGRESSIVE: plain(1.0, 0.24)}) for r in results()]
+    report = build_report("m", made, facts(), seed=0)
+    assert report["autoregressive"] == pytest.approx(
+        {"token_us": 250_000, "pass_us": 240_000, "host_us": 10_000, "host_share": 0.04}
+    )
+    assert "autoregressive: 250000 µs a token, of which 10000 µs (4.0 %) are not the model's pass." in markdown(
+        [report]
+    )
+    profiled = [replace(r, profiles={AUTOREGRESSIVE: plain(2.0, 0.25)}) for r in made]
+    assert build_report("m", profiled, facts(), seed=0)["autoregressive"]["host_share"] == pytest.approx(0.5)
+    nothing = [replace(r, generations={**r.generations, AUTOREGRESSIVE: Generation((7,), 0.1, 0.0)}) for r in made]
+    report = build_report("m", nothing, facts(), seed=0)
+    assert report["autoregressive"]["host_us"] is None
+    assert "a token, of which" not in markdown([report])
+
+
+def test_what_was_left_out_or_taken_over_is_said() -> None:
+    left_out = [{"prompt_id": "a/turn2", "reason": "300 tokens"}, {"prompt_id": "a/turn3", "reason": "a turn before"}]
+    said = facts() | {
+        "skipped": left_out, "cudnn_attention": False,
+        "generation_config": {"from": "target", "taken_over": {"repetition_penalty": 1.05, "bad_words_ids": [[3]]},
+                              "ignored": {}},
+    }  # fmt: skip
+    report = build_report("m", results(), said, seed=0)
+    assert report["skipped"] == left_out
+    table = markdown([report])
+    assert "Left out: a/turn2 (300 tokens); a/turn3 (a turn before).\n" in table
+    assert "generation config, in all arms: repetition_penalty 1.05, bad_words_ids [[3]]. cuDNN's attention is" in table
+    ignored = {"from": "none", "taken_over": {}, "ignored": {"suppress_tokens": list(range(99))}}
+    table = markdown([build_report("m", results(), facts() | {"generation_config": ignored}, seed=0)])
+    assert "Left out of the target's generation config, in all arms: suppress_tokens [0, 1, 2" in table
+    assert "cuDNN" not in table
+    assert "Left out:" not in table
+    assert max(len(line) for line in table.splitlines()) < 400
+
+
+def test_a_category_is_reported_as_its_prompts_alone_would_be() -> None:
+    made = results()
+    for r in made:
+        if r.category == "chat":
+            r.generations["m"] = generation([(4, 4), (4, 2)], 1.0)
+    parts = build_report("m", made, facts(), seed=0)["by_category"]
+    assert parts["chat"]["tau"] != parts["code"]["tau"]
+    for category, part in parts.items():
+        alone = build_report("m", [r for r in made if r.category == category], facts(), seed=0)
+        del alone["speedup"]["vs_transformers_generate"]
+        assert part == {key: alone[key] for key in part}
+
+
+def test_speed_counts_decoded_tokens_of_prompts_that_have_some() -> None:
+    """Each arm's own tokens, as sampled ones differ; a text that ended with the prefill's token has no speed."""
+    made = results()
+    for r in made:
+        r.generations["m"] = generation([(4, 1)], 1.0)  # 2 decoded tokens, and the others 8
+    ended = dict.fromkeys(made[0].generations, Generation((7,), 0.5, 0.0))
+    made.append(replace(made[0], prompt_id="ended", generations=ended))
+    report = build_report("m", made, facts(), seed=0)
+    assert report["prompts"] == 7
+    assert report["speedup_per_prompt"] == {"p0": 0.5, "p1": 0.75, "p2": 1.0, "p3": 0.5, "p4": 0.75, "p5": 1.0}
+    assert report["tokens_per_second"]["speculative"] == pytest.approx(2.0)
+
+
+def judged(made: list[PromptResult], arm: str, **changes: object) -> list[PromptResult]:
+    deviation = replace(Deviation(8, (0.0, 0.0, 0.0), 2.0, 1, 5), **changes)
+    return [replace(r, deviations={**r.deviations, arm: deviation}) for r in made]
+
+
+def differing(made: list[PromptResult], arm: str, *indices: int) -> list[PromptResult]:
+    wrong = [replace(r, generations={**r.generations, arm: replace(r.generations[arm], tokens=(1,) * 9)}) for r in made]
+    return [wrong[index] if index in indices else r for index, r in enumerate(made)]
+
+
+def test_mismatches_are_excused_where_the_arm_was_judged_to_round_only() -> None:
+    made = judged(judged(differing(differing(results(), "m", 0), AUTOREGRESSIVE, 1, 2), "m"), AUTOREGRESSIVE)
+    report = build_report("m", made, facts(), seed=0)
+    counts = {key: value for key, value in report["lossless"].items() if key != "judged"}
+    assert counts == {
+        "reference": TRANSFORMERS, "checked": 6, "identical": 5, "excused_ties": 1, "autoregressive_identical": 4,
+    }  # fmt: skip
+    assert report["lossless"]["judged"]["m"]["peak_at"] == "values of layer 0 at position 5"
+    assert is_lossless(report)
+    assert "| m | 5/6 (+1 ties) |" in markdown([report])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bulk": (0.0, 0.5, 0.0)}, {"peak": 99.0}, {"gaps": (99.0,)}, {"mismatch": WORST}, {"bulk": (0.0, 0.0, 0.3)}],
+)
+def test_what_is_not_lossless_is_never_faster(change: dict) -> None:
+    """Not a fault that was found, be every text identical; nor a mismatch that nothing excuses."""
+    fast = results()
+    for r in fast:
+        r.generations["m"] = replace(r.generations["m"], decode_seconds=1e-3)
+    assert build_report("m", judged(fast, "m"), facts(), seed=0)["verdict"] == "faster"
+    for made in (judged(fast, "m", **change), judged(differing(fast, "m", 3), "m", **change), differing(fast, "m", 3)):
+        report = build_report("m", made, facts(), seed=0)
+        assert not is_lossless(report)
+        assert report["verdict"] == "not lossless"
+        assert report["lossless"]["excused_ties"] == 0
+        assert "m: not lossless" in markdown([report])
+    sampled = {**facts(), "temperature": 1.0}
+    assert build_report("m", differing(fast, "m", 3), sampled, seed=0)["verdict"] == "faster"
+    assert build_report("m", judged(fast, "m", **change), sampled, seed=0)["verdict"] == "not lossless"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "prompts", "verdict"),
+    [
+        ([4.0, 4.0], 6, "slower"),
+        ([0.1, 0.1], 5, "faster"),
+        ([0.1, 0.1], 4, "undecided"),
+        ([0.5, 2.0], 6, "undecided"),  # half of the prompts faster, half slower
+    ],
+)
+def test_verdict(seconds: list[float], prompts: int, verdict: str) -> None:
+    made = results()[:prompts]
+    for index, r in enumerate(made):
+        taken = seconds[index % 2] * r.generations[AUTOREGRESSIVE].decode_seconds
+        r.generations["m"] = generation([(4, 4), (4, 1), (4, 0)], taken)
+    report = build_report("m", made, facts(), seed=0)
+    assert report["verdict"] == verdict
+    assert ("Undecided with fewer than 5 prompts." in markdown([report])) == (prompts < 5)
+
+
+def test_plots_of_a_method_that_drafted_nothing() -> None:
+    made = [replace(r, generations={**r.generations, "m": generation([(0, 0)], 1.0)}) for r in results()]
+    report = build_report("m", made, facts(), seed=0)
+    with warnings.catch_warnings(action="error"):
+        assert plot_acceptance([report]).axes[0].get_legend() is None
+        assert plot_speedups([report]).axes[0].get_legend() is not None
+
+
+def test_acceptance_by_candidates_by_hand() -> None:
+    made = [
+        replace(generation([(6, 1)], 1.0), totals={"nodes_tried": 4, "accepted_candidate_1": 1}),
+        replace(generation([(6, 1)], 1.0), totals={"nodes_tried": 6, "accepted_candidate_3": 4, "other": 2.0}),
+        generation([(6, 1)], 1.0),
+    ]
+    assert acceptance_by_candidates(made) == pytest.approx([0.1, 0.1, 0.5])
+
+
+def test_totals_of_structures_by_hand() -> None:
+    chosen = {"chosen_nodes=4": 1, "chosen_nodes=6": 1, "chosen_widths=[2,1]": 2}
+    made = [
+        replace(generation([(6, 1), (6, 2)], 1.0), totals={"expected_tau": 5.0, "nodes_tried": 4, **chosen}),
+        replace(generation([(6, 1)], 1.0), totals={"chosen_nodes=6": 1}),
+    ]
+    assert structure_statistics(made) == {"expected_tau": pytest.approx(5 / 3)}
+    assert chosen_sizes(made) == {
+        "nodes": {"mode": "6", "share": pytest.approx(2 / 3), "mean": pytest.approx(16 / 3)},
+        "widths": {"mode": "[2,1]", "share": 1.0},
+    }
+
+
+def test_a_graph_is_related_to_the_chain_of_its_source() -> None:
+    def report(source: str, kind: str, drafted: float, **structure: float) -> dict:
+        settings = {"source": source, "structure": {"kind": kind}}
+        return {"settings": settings, "drafted_tokens_per_round": drafted, "structure": dict(structure)}
+
+    reports = [
+        report("small_lm", "token_graph", 30.0, drafted_by_source=12.0),
+        report("small_lm", "chain", 8.0),
+        report("early_exit", "token_graph", 30.0, drafted_by_source=12.0),
+    ]
+    relate_to_chain(reports)
+    assert reports[0]["structure"]["drafted_vs_chain"] == 1.5
+    assert "drafted_vs_chain" not in reports[2]["structure"]
+
+
+def test_a_report_names_the_device_it_was_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert describe_machine("cuda:1")["device"] == "GPU 1"
+    assert describe_machine()["device"] == "GPU None"  # the current one
+    assert not describe_machine("cpu")["device"].startswith("GPU")

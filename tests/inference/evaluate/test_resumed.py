@@ -1,0 +1,190 @@
+"""An evaluation goes on where it was killed, and only if nothing that decides its results has changed."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_files import open_tensors
+from draft_models.tiny_models import TABLE
+from inference.attention_kernels import KernelChoice, attention_shape
+from inference.cuda_graphs import Graphed
+from inference.evaluate import compare
+from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
+from outrider.errors import UserError
+from tests.inference.evaluate.evaluating import (
+    METHODS,
+    QUESTIONS,
+    evaluate,
+    facts,
+    killed_after,
+    processes,
+    together,
+    tokens,
+)
+from tests.tiny import LAYERS, make_drafter, save_target
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+
+@pytest.mark.parametrize("then", [1, 3])
+def test_killed_and_resumed(
+    alone: EvaluateConfig,
+    config: Callable[..., EvaluateConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    then: int,
+) -> None:
+    """By as many processes as there were, or more: the same generations, and what was finished is not done again."""
+    made = config("killed")
+    killed_after(made, 2, monkeypatch)
+    folder = Path(made.out_dir)
+    assert not (folder / "report.json").exists()
+    before = (folder / "results-00000.jsonl").read_bytes()
+    prepared = json.loads((folder / "run.json").read_text())["prepared"]
+    (folder / "results-00000.jsonl").write_bytes(before + before[:100])  # a third prompt, half written
+    resumed = replace(made, resume=True)
+    if then == 1:
+        evaluate(resumed)
+    else:
+        assert together(resumed, then) == [0] * then
+    assert tokens(made) == tokens(alone)
+    assert list(tokens(made)) == list(tokens(alone))
+    assert facts(made) == facts(alone)
+    assert processes(made) == then
+    assert (folder / "results-00000.jsonl").read_bytes() == before + before[:100]
+    fresh = [json.loads(line)["position"] for path in folder.glob("results-*") if path.name != "results-00000.jsonl"
+             for line in path.read_text().splitlines()]  # fmt: skip
+    assert sorted(fresh) == [2, 3, 4]
+    report = json.loads((folder / "report.json").read_text())["reports"][1]
+    assert report["settings"] == prepared["methods"]["tree"]  # measured before the kill, and not again
+    assert 0 < report["settings"]["structure"]["delta"] <= 1
+
+
+def test_a_finished_run_is_kept(alone: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed, it loads no target and writes the same report; without resume=true it is refused."""
+    with pytest.raises(UserError, match="holds results already; resume=true continues them, another out_dir keeps"):
+        evaluate(alone)
+    before = tokens(alone)
+    monkeypatch.setattr(compare, "load_models", None)
+    evaluate(replace(alone, resume=True))
+    assert tokens(alone) == before
+
+
+def test_other_settings_are_refused(
+    alone: EvaluateConfig, models: Path, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed = replace(alone, resume=True)
+    fewer = {"chain": METHODS["chain"]}
+    longer = {**METHODS, "chain": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
+    path = str(models / "target")
+    fingerprint = fingerprint_target(open_tensors(path), load_config(path), load_tokenizer(path))
+    other = make_drafter(Path(path), LAYERS - 1, noise=0.1)
+    save_pretrained(tmp_path / "other", other, fingerprint, {}, torch.float32)
+    calibrated = shutil.copytree(models / "drafter", tmp_path / "calibrated")
+    (calibrated / "calibration.json").write_text("{}")
+    monkeypatch.setattr(compare, "load_models", None)  # each is refused before the target's weights are read
+    for changes, message in (
+        ({"max_new_tokens": 11}, r"other settings: max_new_tokens=11 \(was 10\)"),
+        ({"methods": longer}, r"methods.chain.stop.max_draft=4 \(was 3\)"),
+        ({"methods": fewer}, r"methods\.tree=absent \(was given\); give the same ones"),
+        ({"checkpoint": str(tmp_path / "other")}, r'settings: checkpoint="[0-9a-f]{16}" \(was "[0-9a-f]{16}"\)'),
+        ({"dtype": "bfloat16"}, r'dtype="bfloat16" \(was "float32"\)'),
+        ({"sampling": SamplingConfig(temperature=0.5)}, r"sampling.temperature=0.5 \(was 0.0\)"),
+        ({"checkpoint": str(calibrated)}, r'calibration="[0-9a-f]{16}" \(was null\)'),
+        ({"small_lm": path}, r"small_lm=given \(was null\)"),
+        ({"table": str(tiny_models / TABLE)}, r'table="[0-9a-f]{16}" \(was null\)'),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate(replace(resumed, **changes))
+    with pytest.raises(UserError, match=r"settings: prompts="):
+        evaluate(resumed, QUESTIONS[:-1])
+    monkeypatch.setattr("inference.evaluate.subject.describe_machine", lambda _: {"device": "another chip"})
+    with pytest.raises(UserError, match=r'settings: device="cpu \(another chip\)" \(was "cpu \('):
+        evaluate(resumed)
+
+
+def test_another_target_is_refused(
+    models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known by its weights: it may lie elsewhere."""
+    other, same = save_target(tmp_path / "other", seed=3), shutil.copytree(models / "target", tmp_path / "same")
+    methods = {"lookup": MethodConfig(source="prompt_lookup")}
+    made = config("made", checkpoint=None, target=str(models / "target"), methods=methods)
+    evaluate(made, QUESTIONS[:1])
+    monkeypatch.setattr(compare, "load_models", None)
+    with pytest.raises(UserError, match=r'target.weights="[0-9a-f]{16}" \(was "[0-9a-f]{16}"\);'):
+        evaluate(replace(made, target=str(other), resume=True), QUESTIONS[:1])
+    evaluate(replace(made, target=str(same), resume=True), QUESTIONS[:1])
+    (same / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    with pytest.raises(UserError, match=r"settings: end_tokens=\[7\]"):
+        evaluate(replace(made, target=str(same), resume=True), QUESTIONS[:1])
+
+
+@pytest.mark.parametrize("change", ["a layer in the middle", "rope_theta", "the code", "transformers"])
+def test_a_target_or_code_that_was_changed_in_place_is_refused(
+    models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """One report is of one target and one program; the drafter, here none, need not notice."""
+    path = shutil.copytree(models / "target", tmp_path / "target")
+    methods = {"lookup": MethodConfig(source="prompt_lookup")}
+    made = config("made", checkpoint=None, target=str(path), methods=methods, resume=True)
+    evaluate(made, QUESTIONS[:1])
+    before = {file.name: file.read_bytes() for file in Path(made.out_dir).glob("r*.json*")}
+    monkeypatch.setattr(compare, "load_models", None)
+    if change == "a layer in the middle":
+        stored = load_file(path / "model.safetensors")
+        stored["model.layers.1.mlp.up_proj.weight"] += 0.1
+        save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+        named = r"target\.tensors\.model\.layers\.1="
+    elif change == "rope_theta":
+        stored = json.loads((path / "config.json").read_text())
+        stored["rope_parameters"]["rope_theta"] = 5e5
+        (path / "config.json").write_text(json.dumps(stored))
+        named = r"target\.config\.rope_parameters\.rope_theta=500000.0 \(was 10000.0\)"
+    elif change == "the code":
+        monkeypatch.setattr("inference.evaluate.subject.code_version", lambda: "0.2+abc")
+        named = r'versions\.code="0\.2\+abc" \(was "'
+    else:
+        monkeypatch.setattr("inference.evaluate.subject.transformers.__version__", "9.9")
+        named = r'versions\.transformers="9\.9" \(was "'
+    with pytest.raises(UserError, match=f"was made with other settings: {named}"):
+        evaluate(made, QUESTIONS[:1])
+    assert {file.name: file.read_bytes() for file in Path(made.out_dir).glob("r*.json*")} == before
+
+
+def test_kernels_are_chosen_once_for_a_run(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process measures them; a resumed run uses what it found, whatever it would find now."""
+    used: list[Sequence[KernelChoice]] = []
+    found = iter(["products", "fused", "fused"])
+    prepare = Graphed.prepare
+
+    def measured(_: object, stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
+        return (KernelChoice(*attention_shape(stacks[0].config), 1, positions, next(found)),)
+
+    def noted(runtime: Graphed, positions: int, choices: Sequence[KernelChoice]) -> None:
+        used.append(tuple(choices))
+        prepare(runtime, positions, choices)
+
+    monkeypatch.setattr(Graphed, "choose_kernels", measured)
+    monkeypatch.setattr(Graphed, "prepare", noted)
+    made = config("kernels", runtime="graphed", compare_transformers=False)
+    evaluate(made, QUESTIONS[:2])
+    first = used[-1]
+    assert [choice.kernel for choice in first] == ["products"]
+    (results,) = Path(made.out_dir).glob("results-*.jsonl")
+    results.write_bytes(results.read_bytes().splitlines(keepends=True)[0])
+    evaluate(replace(made, resume=True), QUESTIONS[:2])
+    assert used[-1] == first
+    assert next(found) == "fused"  # nobody asked again

@@ -1,0 +1,199 @@
+"""Layers and weights laid out for decoding: the same numbers to rounding, the same tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from draft_models.early_exit import NoLayer
+from draft_models.target.architectures import load_config
+from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_files import open_tensors
+from inference import fused_layers
+from inference.decode import autoregressive, speculative
+from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations, prepare
+from inference.evaluate.lossless import judge
+from inference.fused_layers import FusedLayer, PackedLinear, RMSNorm, can_pack, fuse_layers, join, pack_linears
+from inference.settings import MethodConfig, StopConfig
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
+from outrider.streams import Streams
+from tests.tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    VOCABULARY,
+    make_drafter,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
+
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
+needs_bf16 = pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="needs oneDNN and AVX512-BF16")
+
+
+# --- joined and fused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fused_layers_equal_transformers(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
+    """A batch of rows through all layers, head included, with biases and scales that are none of the initial ones."""
+    path = save_target(
+        tmp_path, architecture, kv_heads=2, **({"attention_bias": True} if architecture == "llama" else {})
+    )
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+    stack, tokens = LayerStack(model), torch.randint(256, (2, 18), generator=generator)
+    stack.reserve(18)
+    positions = torch.arange(18).expand(2, 18)
+    hidden, rotary = stack.embed(tokens, positions), stack.rotary(positions)
+    masks = stack.packed_masks(positions, torch.zeros_like(tokens))
+    expected = stack.logits(stack.run(hidden, 0, LAYERS, rotary, masks))
+    whole = model(tokens).logits
+    fuse_layers(stack)
+    assert all(isinstance(layer, FusedLayer) for layer in stack.layers)
+    torch.testing.assert_close(stack.logits(stack.run(hidden, 0, LAYERS, rotary, masks)), expected)
+    torch.testing.assert_close(model(tokens).logits, whole, rtol=0, atol=0)  # the model goes on as it was
+
+
+def test_joined_weights_are_held_once() -> None:
+    linears = [nn.Linear(4, size, bias=size != 2) for size in (3, 2, 5)]
+    x = torch.randn(6, 4)
+    expected = torch.cat([linear(x) for linear in linears], dim=-1)
+    joined = join(linears)
+    torch.testing.assert_close(joined(x), expected)
+    assert {linear.weight.untyped_storage().data_ptr() for linear in linears} == {
+        joined.weight.untyped_storage().data_ptr()
+    }
+    assert not joined.weight.requires_grad
+
+
+def test_fusing_twice_and_fusing_nothing(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    _, stack = open_stack(path)
+    drafter = make_drafter(path, 1)
+    for model in (stack, drafter):
+        fuse_layers(model)
+    before = [*stack.layers, stack.norm, drafter.layer, drafter.norm]
+    assert drafter.layer.layer_idx == 1
+    for model in (stack, drafter):
+        fuse_layers(model)
+    assert all(a is b for a, b in zip(before, [*stack.layers, stack.norm, drafter.layer, drafter.norm], strict=True))
+    drafter.layer = NoLayer()
+    fuse_layers(drafter)
+    assert isinstance(drafter.layer, NoLayer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(96).to(dtype)
+    norm.weight.data = torch.rand(96).to(dtype)
+    x = torch.randn(50, 96).to(dtype)
+    assert (RMSNorm(norm)(x) == norm(x)).float().mean() > 0.99  # rounding in other places changes a quarter of them
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decoding_without_packing_equals_generate(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the stack is made from the very model that transformers runs."""
+    monkeypatch.setattr(fused_layers, "can_pack", lambda *_: False)
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    stack, prompt = LayerStack(model), random_prompt(20)
+    expected = reference_generate(model, prompt, 40)
+    check_decoding(stack, path, prompt, expected)
+    assert not any(isinstance(m, PackedLinear) for m in stack.modules())
+    assert reference_generate(model, prompt, 40) == expected
+
+
+def check_decoding(stack: LayerStack, path: Path, prompt: list[int], expected: list[int], **how: bool) -> None:
+    """Both arms, prepared, emit `expected`."""
+    drafter = make_drafter(path, LAYERS - 1, noise=0.1, **how)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
+    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=40))
+    assert [t for r in rounds for t in r.tokens] == expected
+    assert sum(r.accepted for r in rounds) > 10
+    assert [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens] == expected
+
+
+# --- packed ------------------------------------------------------------------------------------------------------
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 24), (1, 5, 24), (40, 24), (64, 24)])
+def test_equals_linear(bias: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    linear = nn.Linear(24, 17, bias=bias).requires_grad_(False).to(dtype)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed = PackedLinear(linear)
+    out = packed(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, linear(x))
+    torch.testing.assert_close(packed(x), out, rtol=0, atol=0)
+
+
+def test_what_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not can_pack(torch.device("cuda"), torch.float32)
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
+        assert can_pack(CPU, torch.bfloat16) == (supported and can_pack(CPU, torch.float32))
+    assert not can_pack(CPU, torch.float16)
+    assert not can_pack(CPU, torch.float64)
+
+
+@needs_onednn
+def test_every_linear_is_replaced_and_shared_ones_stay_shared() -> None:
+    one = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": one, "b": nn.Sequential(one, nn.Linear(4, 2), nn.ReLU())})
+    pack_linears(model)
+    assert not any(isinstance(m, nn.Linear) for m in model.modules())
+    assert model["a"] is model["b"][0]
+
+
+@needs_onednn
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("own_head", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied: bool, own_head: bool) -> None:
+    path = save_target(tmp_path, architecture, tied=tied, kv_heads=2)
+    model, _ = open_stack(path)
+    _, stack = open_stack(path)
+    prompt = random_prompt(20)
+    check_decoding(stack, path, prompt, reference_generate(model, prompt, 40), own_head=own_head)
+    assert any(isinstance(m, PackedLinear) for m in stack.modules())
+    assert not any(isinstance(m, nn.Linear) for m in stack.modules())
+
+
+@needs_bf16
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bf16_mismatches_are_ties(tmp_path: Path, architecture: str) -> None:
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    model, _ = open_stack(path, torch.bfloat16)
+    _, stack = open_stack(path, torch.bfloat16)
+    drafters = {"early_exit": Calibrated(make_drafter(path, LAYERS - 1, noise=0.1, dtype=torch.bfloat16))}
+    prepare(stack, drafters)
+    assert not any(isinstance(m, nn.Linear) for m in stack.modules())
+    method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
+    arms = make_arms(stack, drafters, method, model, max_new_tokens=48, eos=())
+
+    def make(choosing: Choosing) -> dict[str, Arm]:
+        return make_arms(stack, drafters, method, None, max_new_tokens=48, eos=(), choosing=choosing)
+
+    for seed in range(2):
+        prompt = random_prompt(16, seed)
+        result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed)
+        found = measure_deviations(model, result, make, Streams(0, result.prompt_id))
+        assert {name: judge([deviation]).faults for name, deviation in found.items()} == {"autoregressive": (), "m": ()}
+        assert all(max(generation.tokens) < VOCABULARY for generation in result.generations.values())

@@ -1,0 +1,96 @@
+"""The law of what is emitted under a stop rule, exactly: every random branch of chains and trees is run."""
+
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference.stopping import Step
+from inference.structures.shapes import chain, k_config
+from inference.verify import Chance, Rejection
+from tests.exact_laws import Draft, Drafter, Model, emitted, plain, random_model, ships
+from tests.known_source import KnownSource, paths_of, root
+
+
+class Deciding:
+    """Stops when `decide` says so, given a chance of its own and what it is shown."""
+
+    max_draft = 99
+
+    def __init__(self, decide: Callable[[Chance, Step], bool], chance: Chance):
+        self._decide, self._chance = decide, chance
+        self.depth: int | None = None
+
+    def stop(self, step: Step) -> bool:
+        stopped = self._decide(self._chance, step)
+        self.depth = step.drafted if stopped else None
+        return stopped
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
+
+DECISIONS: dict[str, Callable[[Chance, Step], bool]] = {
+    "its token": lambda _, step: int(step.token) == 0,
+    "its probability": lambda _, step: float(step.logits.exp()[0, step.token]) < 0.5,
+    "chance": lambda chance, _: chance.accept(Fraction(2, 3)),
+}
+
+
+def drafted_by(
+    q: Model, widths: tuple[int, ...] | None, decide: Callable[[Chance, Step], bool], *, withdraw: bool = False
+) -> Drafter:
+    """The shipped chain, or tree of `widths`, its draws made branch by branch. withdraw: the fault of a rule that takes
+    back the level it was asked about."""
+
+    def draft(chance: Chance) -> Draft:
+        source, rule = KnownSource(lambda path: [float(weight) for weight in q(path)]), Deciding(decide, chance)
+
+        def draw(probs: Tensor, count: int, *_: Any, **__: Any) -> Tensor:
+            rows = []
+            for path in source.paths[-len(probs) :]:
+                left, drawn = q(path), []
+                for _ in range(count):
+                    drawn.append(chance.choose(left) if left.sum() else -1)
+                    left = left.copy()
+                    left[drawn[-1]] = 0
+                rows.append(drawn)
+            return torch.tensor(rows)
+
+        generator = random.Random(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("inference.structures.shapes._draw", draw)
+            patch.setattr("inference.structures.shapes.invert", lambda probs, _: draw(probs, 1))
+            if widths is None:
+                tree = chain(source, root(), rule, limit=2, generator=generator)
+            else:
+                tree = k_config(source, root(), limit=9, widths=widths, generator=generator, rule=rule)
+        texts = paths_of(tree)
+        kept = [node for node, text in enumerate(texts) if not (withdraw and len(text) == rule.depth)]
+        tokens = tree.tokens.tolist()
+        rows = {parent: q(texts[parent] if parent >= 0 else ()) for parent in (tree.parents[node] for node in kept)}
+        return [tokens[node] for node in kept], [tree.parents[node] for node in kept], rows
+
+    return draft
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+@pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])
+def test_the_law_is_the_targets_whatever_a_rule_looks_at(widths: tuple[int, ...] | None, decision: str) -> None:
+    for seed in range(2):
+        p, q = random_model(seed, 2 + seed), random_model(seed + 10, 2 + seed)
+        drafter = drafted_by(q, widths, DECISIONS[decision])
+        assert emitted(p, drafter, ships(Rejection(replace=False)), 3) == plain(p, 3)
+
+
+@pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])
+def test_a_rule_that_withdraws_what_it_saw_is_noticed(widths: tuple[int, ...] | None) -> None:
+    p, q = random_model(1, 3), random_model(11, 3)
+    faulty = drafted_by(q, widths, DECISIONS["its token"], withdraw=True)
+    assert emitted(p, faulty, ships(Rejection(replace=False)), 3) != plain(p, 3)
+    blind = drafted_by(q, widths, DECISIONS["chance"], withdraw=True)  # not because of its token: shorter, still exact
+    assert emitted(p, blind, ships(Rejection(replace=False)), 3) == plain(p, 3)

@@ -1,0 +1,162 @@
+"""Decoding from Python: the target's own text, by every way to ask for it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import decoders
+from transformers import AutoModelForCausalLM
+
+import outrider
+from draft_models.tiny_models import EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from inference.decode import Round
+from inference.settings import MethodConfig, StopConfig
+from outrider.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "to be or not to be, that is "
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models: Path) -> Any:
+    """Its tokens are bytes that make no characters, so each is shown as a letter of its own."""
+    loaded = outrider.load(tiny_models / EARLY_EXIT, target=str(tiny_models / TARGET), device="cpu")
+    loaded.tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    return loaded
+
+
+def by_transformers(model: Any, prompt: str, **options: Any) -> str:
+    """What `generate` continues `prompt` with, by the target alone."""
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model.subject.target.source), model.tokenizer
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        out = plain.generate(ids, attention_mask=torch.ones_like(ids), tokenizer=tokenizer, **options)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_importing_is_quick() -> None:
+    code = "import sys, outrider; print({'torch', 'transformers', 'hydra'} & set(sys.modules), outrider.UserError)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "set() <class 'outrider.errors.UserError'>\n"
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        outrider.lode  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_new_tokens": 40}, {"max_new_tokens": 30, "repetition_penalty": 1.3}, {"max_new_tokens": 1}],
+    ids=str,
+)
+def test_greedy_text_is_the_targets_own(model: Any, options: dict[str, Any]) -> None:
+    expected = by_transformers(model, PROMPT, do_sample=False, **options)
+    assert model.generate(PROMPT, **options) == expected
+    pieces = list(model.stream(PROMPT, **options))
+    assert "".join(pieces) == expected
+    assert model.last.tokens <= options["max_new_tokens"]
+    if options["max_new_tokens"] == 40:
+        assert len(pieces) > 3
+        assert model.last.passes == pytest.approx((model.last.tokens - 1) / model.last.tau)
+        assert 1 <= model.last.tau < 40
+
+
+def test_a_stop_string_ends_the_text(model: Any) -> None:
+    whole = model.generate(PROMPT, max_new_tokens=40)
+    stop = whole[8:10]
+    options = {"max_new_tokens": 40, "stop_strings": [stop]}
+    text = model.generate(PROMPT, **options)
+    assert text == by_transformers(model, PROMPT, do_sample=False, **options)
+    assert len(text) < len(whole)
+
+
+def test_a_seed_gives_the_same_text_again_and_another_seed_another(model: Any) -> None:
+    texts = [model.generate(PROMPT, max_new_tokens=24, do_sample=True, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    likeliest = model.generate(PROMPT, max_new_tokens=24, do_sample=True, top_k=1)
+    assert likeliest == model.generate(PROMPT, max_new_tokens=24)
+
+
+def test_characters_come_whole(tiny_models: Path) -> None:
+    """A token is a byte, and a character may be several: no piece ends within one."""
+    model = outrider.load(str(tiny_models / TARGET), device="cpu")
+    ids = model.tokenizer("a½€😀 ")["input_ids"]
+    assert len(ids) == 1 + 2 + 3 + 4 + 1
+    rounds = (Round(tuple(ids[start : start + 2]), 0, 0, 0, 0.0) for start in range(0, len(ids), 2))
+    pieces = list(model._pieces(rounds))
+    assert "".join(pieces) == "a½€😀 "
+    assert len(pieces) > 2
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:
+    model = outrider.load(str(tiny_models / TARGET), device="cpu")
+    messages = [{"role": "user", "content": "hello"}]
+    assert model.generate(messages, max_new_tokens=8) == model.generate("hello", max_new_tokens=8)  # it has none
+    model.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    said = model.generate(messages, max_new_tokens=8)
+    assert said == model.generate("<user>hello", max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "method"),
+    [({}, "prompt_lookup"), ({"table": TABLE}, "ngrams"), ({"small_lm": SMALL_LM}, "vanilla"),
+     ({"small_lm": SMALL_LM, "method": "opt_tree"}, "opt_tree"), ({"table": TABLE, "method": "aded"}, "aded"),
+     ({"method": MethodConfig("prompt_lookup", stop=StopConfig(max_draft=2))}, "method")],
+    ids=str,
+)  # fmt: skip
+def test_any_kind_drafts(tiny_models: Path, given: dict[str, Any], method: str) -> None:
+    given = {key: str(tiny_models / value) if key in ("table", "small_lm") else value for key, value in given.items()}
+    model = outrider.load(str(tiny_models / TARGET), device="cpu", **given)
+    assert model.name == method
+    expected = by_transformers(model, PROMPT, do_sample=False, max_new_tokens=16)
+    assert model.generate(PROMPT, max_new_tokens=16) == expected
+
+
+def test_a_report_is_that_of_the_command(model: Any, tmp_path: Path) -> None:
+    report = model.report([PROMPT, ["a question?", "and then?"]], max_new_tokens=6, out_dir=str(tmp_path / "kept"))
+    assert (report["method"], report["lossless"]["identical"], report["turns"]) == ("eesd_beta", 3, 3)
+    assert (tmp_path / "kept/report.md").exists()
+    assert model.report([PROMPT], max_new_tokens=4)["prompts"] == 1
+    with pytest.raises(UserError, match="prompts="):
+        model.report([])
+
+
+def test_what_cannot_be_is_refused(model: Any, tiny_models: Path) -> None:
+    for options, message in (
+        ({"temperature": 0.5}, r"temperature=0\.5: expected 1\.0 unless do_sample=True"),
+        ({"do_sample": True, "temperature": 0}, "temperature=0: expected a number > 0"),
+        ({"max_new_tokens": 10_000}, "exceeds the target's context"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model.generate(PROMPT, **options)
+    target = str(tiny_models / TARGET)
+    for given, message in (
+        ({"method": "eesd"}, "method=eesd: no such preset; there are aded, "),
+        ({"method": "eesd_beta"}, "checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
+        ({"target": target}, "target=.*is no drafter"),
+    ):
+        with pytest.raises(UserError, match=message):
+            outrider.load(target, **given)
+
+
+def test_the_page_runs(tiny_models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """docs/python.md, with the demo's products replaced by tiny ones."""
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    for name, own in (("eesd", EARLY_EXIT), ("target", TARGET), ("small_lm", SMALL_LM), ("trigrams", TABLE)):
+        (tmp_path / "runs/demo" / name).symlink_to(tiny_models / own)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    load, here = outrider.load, {"target": "runs/demo/target"}
+
+    def load_here(source: str, **given: Any) -> Any:
+        return load(source, **(here if "eesd" in source else {}), **given)
+
+    monkeypatch.setattr(outrider, "load", load_here, raising=False)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["report"]["lossless"]["identical"] == 2

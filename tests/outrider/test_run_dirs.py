@@ -1,0 +1,134 @@
+"""The lock of an out_dir: who holds it is named, it ends with its process, all processes of a launcher share it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+
+from outrider.errors import UserError
+from outrider.processes import only_run_of
+from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, clear, only_run, recorded_at_first
+from tests.launched import launched
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import sys, time
+from pathlib import Path
+from outrider.run_dirs import only_run
+with only_run(Path(sys.argv[1]), "a training"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the directory."""
+    environment = {**os.environ, "SLURM_JOB_ID": "77", "PYTHONPATH": str(ROOT)}
+    job = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == "held\n"
+    yield job
+    job.kill()
+    job.communicate()
+
+
+def test_a_refusal_names_the_run_and_a_killed_one_is_taken_over(
+    tmp_path: Path, holder: subprocess.Popen[str], capsys: pytest.CaptureFixture
+) -> None:
+    who = f"process {holder.pid} on {socket.gethostname()}, Slurm job 77, since {time.strftime('%Y')}"
+    with pytest.raises(UserError, match=rf"another run is writing results there: {who}.*; wait for it"):  # noqa: SIM117
+        with only_run(tmp_path, "results"):
+            pytest.fail("the directory is held")
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with only_run(tmp_path, "results"):
+        assert f"taken over from a run that did not end by itself: {who}" in capsys.readouterr().out
+        assert json.loads((tmp_path / HOLDER_FILE).read_text())["process"] == os.getpid()
+    with only_run(tmp_path, "results"):
+        assert "taken over" not in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {LOCK_FILE}
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", "null", '{"process": 1}', "\udcff"])
+def test_a_damaged_note_of_the_holder_is_no_trouble(tmp_path: Path, content: str) -> None:
+    with only_run(tmp_path, "results"):
+        (tmp_path / HOLDER_FILE).write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(UserError, match="another run is writing results there: a process that"):  # noqa: SIM117
+            with only_run(tmp_path, "results"):
+                pass
+    with only_run(tmp_path, "results"):
+        pass
+
+
+def test_what_cannot_be_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(UserError, match=r"cannot be locked against other runs .*No locks available"):  # noqa: SIM117
+        with only_run(tmp_path, "results"):
+            pass
+
+
+def test_all_processes_of_a_launcher_are_one_run(tmp_path: Path) -> None:
+    """The main one holds the directory; refused, all of them end, and all can say by whom."""
+
+    def work(state: PartialState) -> None:
+        try:
+            with only_run_of(state, tmp_path, "results"):
+                state.wait_for_everyone()
+                (tmp_path / f"{state.process_index}").touch()
+        except UserError as error:
+            os._exit(2 if f"process {os.getppid()} on" in str(error) else 3)
+
+    with only_run(tmp_path, "results"):
+        assert launched(3, work) == [2, 2, 2]
+    assert {path.name for path in tmp_path.iterdir()} == {LOCK_FILE}
+    assert launched(3, work) == [0, 0, 0]
+    assert {path.name for path in tmp_path.iterdir()} == {LOCK_FILE, "0", "1", "2"}
+
+
+def test_clear_leaves_the_lock(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    folder = tmp_path / "out"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "file").touch()
+    (folder / "link").symlink_to(elsewhere)
+    with only_run(folder, "results"):
+        clear(folder)
+        assert {path.name for path in folder.iterdir()} == {LOCK_FILE, HOLDER_FILE}
+    assert (elsewhere / "kept").exists()
+
+
+def test_what_was_not_recorded_is_no_difference_but_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    before = {"lr": 1.0, "target": {"layers": 4}}
+    now = {"lr": 1.0, "target": {"layers": 4, "config": {"rope_theta": 1e4}}, "trained_on": {"lm_head": "a"}}
+    check_identity(before, now, tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ")
+    assert line.endswith("did not record target.config, trained_on; not checked")
+    assert recorded_at_first(now) == before
+    assert now["target"]["config"]  # left alone
+    check_identity(now, now, tmp_path)
+    assert capsys.readouterr().err == ""
+    other = {**now, "target": {"layers": 4, "config": {"rope_theta": 5e5}}}
+    with pytest.raises(UserError, match=r"other settings: target\.config\.rope_theta=500000\.0 \(was 10000\.0\);"):
+        check_identity(now, other, tmp_path)
+    with pytest.raises(UserError, match=r"lr=absent \(was 1\.0\)"):
+        check_identity(before, {"target": {"layers": 4}}, tmp_path)
+    many = {f"k{i:02}": i for i in range(30)}
+    with pytest.raises(UserError, match=r"k11=12 \(was 11\) and 18 more; give"):
+        check_identity(many, {key: value + 1 for key, value in many.items()}, tmp_path)

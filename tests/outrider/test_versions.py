@@ -1,0 +1,55 @@
+"""The version of the code: a change of any source is another version, one of a document is none."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from outrider.versions import PACKAGES, code_history, code_version
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_covers_what_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    installed = project["tool"]["setuptools"]["packages"]
+    found = {
+        str(path.parent.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert {name.replace(".", "/") for name in installed} == found
+    assert {name.partition(".")[0] for name in installed} == set(PACKAGES)
+    assert code_version().startswith(project["project"]["version"] + "+")
+
+
+def test_an_edit_is_another_version_and_a_document_is_none(tmp_path: Path) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def version() -> str:
+        code = "from outrider.versions import code_version; print(code_version())"
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    before = version()
+    assert before.strip() == code_version()
+    (tmp_path / "README.md").write_text("more")
+    (tmp_path / "train" / "notes.txt").write_text("more")
+    assert version() == before
+    source = tmp_path / "inference" / "verify.py"
+    source.write_text(source.read_text() + "\n")
+    assert version() != before
+
+
+def test_another_version_is_said_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    now = code_version()
+    assert code_history([now], tmp_path) == [now]
+    assert capsys.readouterr().err == ""
+    assert code_history(["0.1+a", "0.1+b"], tmp_path) == ["0.1+a", "0.1+b", now]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"warning: {tmp_path}: made by another version of this project's code, 0.1+b; goes on with {now}"
+    assert code_history([], tmp_path) == [now]
+    assert "one that was not recorded" in capsys.readouterr().err
