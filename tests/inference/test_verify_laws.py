@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from inference.tree import ROOT
@@ -318,6 +318,7 @@ class Scripted:
 
 
 @given(seed=st.integers(0, 10**6), rule=st.sampled_from([WITH, WITHOUT, NAIVE]), at_once=st.booleans())
+@example(seed=10496, rule=WITHOUT, at_once=False)  # the second of four candidates is certain to be accepted
 @settings(deadline=None, max_examples=60)
 def test_tensors_decide_as_fractions_do(seed: int, rule: NodeRule, at_once: bool) -> None:
     p, q = random_model(seed, 6), random_model(seed + 1, 6)
@@ -335,11 +336,15 @@ def test_tensors_decide_as_fractions_do(seed: int, rule: NodeRule, at_once: bool
     fractions = rule.acceptance(list(children.items()), rows, exact)
     floats = rule.acceptance(list(children.items()), q64, p64)
     for parent, found in floats.items():
-        assert found == pytest.approx([float(x) for x in fractions[parent]], abs=1e-12)
-        rest = rule.residual((parent, children[parent]), q64, p64)
-        assert rest.tolist() == pytest.approx(
-            rule.residual((parent, children[parent]), rows, exact).astype(float).tolist(), abs=1e-12
-        )
+        # After a certain acceptance nothing is ever asked, and in floats nothing but rounding is left there.
+        certain = [place for place, ratio in enumerate(fractions[parent]) if ratio >= 1]
+        asked = certain[0] + 1 if certain else len(found)
+        assert found[:asked] == pytest.approx([float(x) for x in fractions[parent][:asked]], abs=1e-12)
+        if not certain:
+            rest = rule.residual((parent, children[parent]), q64, p64)
+            assert rest.tolist() == pytest.approx(
+                rule.residual((parent, children[parent]), rows, exact).astype(float).tolist(), abs=1e-12
+            )
     assert all(torch.equal(before[parent], q64[parent]) for parent in before)  # the draft is left as it was
 
     numbers = [random.Random(seed).random() for _ in range(50)]
