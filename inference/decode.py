@@ -14,8 +14,7 @@ from inference.acceptance import Chooser
 from inference.drafters.interface import Drafter, DraftModel
 from inference.runtime import Eager, Runtime
 from inference.session import TargetSession
-from inference.structures.factory import Structure
-from inference.structures.shapes import ToProbs
+from inference.structures.factory import Structure, WrappedSource
 from inference.tree import ROOT, DraftTree, chain_parents
 from outrider.errors import UserError
 
@@ -175,25 +174,18 @@ def speculative(
             )
 
 
-class _TimedSource:
+class _TimedSource(WrappedSource):
     """A source during a round: counts the seconds spent in it and knows the text before each row it was fed."""
 
     def __init__(self, source: DraftModel, chooser: Chooser, clock: Clock):
-        self._source, self._chooser, self._clock = source, chooser, clock
-        self.to_probs: ToProbs | None = None if chooser.greedy else self._probabilities
+        super().__init__(source)
+        self._chooser, self._clock = chooser, clock
+        self.to_probs = None if chooser.greedy else self._probabilities
         self.begin_round()
 
     def begin_round(self) -> None:
         self.seconds = 0.0
         self._contexts: list[Tensor] = []
-
-    @property
-    def hidden(self) -> Tensor:
-        return self._source.hidden
-
-    @property
-    def target_hidden(self) -> Tensor:
-        return self._source.target_hidden
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if self._chooser.reads_context:

@@ -324,6 +324,10 @@ class EvaluateConfig:
             if key is not None and using:
                 given_as = key if hasattr(self, key) else f"+drafters.{key}"
                 require(where is not None, given_as, where, f"{kind.needs} for {using}")
+        others = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
+        for name, where in self.drafters.items():
+            known = ", ".join(others) or "none here: no kind of drafter needs it"
+            require(name in others, f"drafters.{name}", where, f"one of {known}")
         replayed = self.target == "replay"
         for key in ("transcripts", "tokenizer"):
             expected = "a file for target=replay" if replayed else "null unless target=replay"

@@ -5,6 +5,7 @@ It is the runtime of evaluate-checkpoint. Greedy text is the target's own, token
 
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -23,10 +24,10 @@ from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.auto.probe import tune
 from inference.decode import Round, speculative, until
-from inference.evaluate.arms import Drafters, make_drafting, prepare
+from inference.evaluate.arms import Drafters, make_drafting, prepare, synchronized_clock
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.subject import Subject, find_subject, load_drafters
-from inference.generation_config import generate_settings, inherit, make_sampler
+from inference.generation_config import Inherited, generate_settings, inherit, make_sampler
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig
 from inference.stop_strings import StopStrings
@@ -68,6 +69,7 @@ class Model:
         prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.subject.device)
         self.last: Passes | None = None
+        self._inherited: dict[tuple[float | None, tuple[str, ...]], Inherited] = {}
         self._tuning: Tuning | None = None
         self._tuned = False
 
@@ -136,9 +138,12 @@ class Model:
     ) -> Iterator[Round]:
         subject, sampled = self.subject, sampling.temperature > 0
         source, revision = subject.target.source, subject.target.revision
-        inherited = inherit(
-            source, revision, sampling, stops, eos=subject.eos, vocabulary=subject.config.vocab_size, ignore=False
-        )
+        asked = (sampling.repetition_penalty, stops)
+        if asked not in self._inherited:  # it reads the target's files
+            self._inherited[asked] = inherit(
+                source, revision, sampling, stops, eos=subject.eos, vocabulary=subject.config.vocab_size, ignore=False
+            )
+        inherited = self._inherited[asked]
         stops = stops or tuple(inherited.taken.get("stop_strings", ()))
         settings = generate_settings(inherited.config, sampling, max_new_tokens=max_new_tokens, eos=subject.eos)
         chooser = Chooser(
@@ -158,9 +163,11 @@ class Model:
         """Sizes that choose themselves are measured once, after the first prompt."""
         if self._tuned:
             return
+        clock = synchronized_clock if self.subject.device.type == "cuda" else time.perf_counter
         ready, tunings = tune(
-            {self.name: self.method}, self.stack, self.drafters, ids, sampling=sampling, runtime=self.runtime
-        )
+            {self.name: self.method}, self.stack, self.drafters, ids, sampling=sampling, runtime=self.runtime,
+            generation=self.subject.inherited.config, eos=self.subject.eos, clock=clock,
+        )  # fmt: skip
         self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
 
     def _pieces(self, rounds: Iterator[Round]) -> Iterator[str]:

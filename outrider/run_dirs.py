@@ -40,7 +40,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     leaves is taken over; one line says from whom. Raises `UserError` where another run is writing `what` there, naming
     its process and host, and where the file system keeps no locks.
     """
-    lock, holder = FileLock(folder / LOCK_FILE), folder / HOLDER_FILE
+    lock, holder = system_lock(folder / LOCK_FILE), folder / HOLDER_FILE
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -48,7 +48,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
             f"out_dir={folder}: another run is writing {what} there: {_held_by(holder)}; wait for it, or give another "
             "out_dir"
         ) from None
-    except (OSError, NotImplementedError) as error:  # the latter: what older filelocks make of ENOSYS
+    except (OSError, NotImplementedError) as error:  # older filelocks raise the latter where there is no flock
         raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
     try:
         if holder.exists():
@@ -59,6 +59,17 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
         with suppress(OSError):
             holder.unlink()
         lock.release()
+
+
+def system_lock(path: Path) -> FileLock:
+    """The operating system's lock on `path`, which ends with its process.
+
+    Newer filelocks put a file in its place where the file system has no flock. That file would outlive a killed run.
+    """
+    try:
+        return FileLock(path, fallback_to_soft=False)
+    except TypeError:  # older ones do not know the option, and raise instead
+        return FileLock(path)
 
 
 def clear(folder: Path) -> None:

@@ -19,8 +19,7 @@ from inference.evaluate.arms import GREEDY, Drafters, make_drafting
 from inference.generation_config import generate_settings, make_sampler
 from inference.runtime import Runtime
 from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig
-from inference.structures.factory import RoundSource, Structure
-from inference.structures.shapes import ToProbs
+from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.tree import DraftTree
 from outrider.streams import Streams
 
@@ -107,7 +106,7 @@ def measure(
     One generation's rounds go through `probes` in turn, so that a drift of the machine meets all sizes alike. Takes
     `SECONDS` seconds, or `CYCLES[0]` cycles where those take longer. A prompt too long to go on from loses its front.
     """
-    drafter_limit = KINDS[method.source].load_runtime().context(drafters[method.source])
+    drafter_limit = KINDS[method.source].load_maker().context(drafters[method.source])
     limits = [stack.config.max_position_embeddings, *([drafter_limit] if drafter_limit else [])]
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
@@ -182,22 +181,14 @@ class _Probe:
             self.right[index] += right
 
 
-class _Watched:
+class _Watched(WrappedSource):
     """A source that notes when it is asked, and for how many rows."""
 
     def __init__(self, source: RoundSource, clock: Clock):
-        self._source, self._clock = source, clock
-        self.to_probs: ToProbs | None = source.to_probs
+        super().__init__(source)
+        self.to_probs, self._clock = source.to_probs, clock
         self.starts: list[float] = []
         self.widths: list[int] = []
-
-    @property
-    def hidden(self) -> Tensor:
-        return self._source.hidden
-
-    @property
-    def target_hidden(self) -> Tensor:
-        return self._source.target_hidden
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         self.starts.append(self._clock())

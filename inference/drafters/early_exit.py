@@ -16,6 +16,7 @@ from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
+from inference.drafters.registry import Maker
 from inference.fused_layers import lay_out
 from inference.session import TargetSession
 from inference.settings import MethodConfig
@@ -78,8 +79,8 @@ class Calibrated:
     head: CalibrationHead | None = None
 
 
-class EarlyExitKind:
-    """See `inference.drafters.registry.Runtime`. The model is a `Calibrated`."""
+class EarlyExitMaker(Maker):
+    """The model is a `Calibrated`."""
 
     def identity(self, where: str | None) -> dict[str, Any]:
         if where is None:
@@ -88,21 +89,14 @@ class EarlyExitKind:
         calibration = hashlib.sha256(head.read_bytes()).hexdigest()[:16] if head.is_file() else None
         return {"checkpoint": read_meta(where).weights_sha256[:16], "calibration": calibration}
 
-    def load(
-        self,
-        where: str,
-        target: OpenTarget,
-        methods: Mapping[str, MethodConfig],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Calibrated:
-        early_exit = from_pretrained(where, target.config, target.fingerprint, dtype=dtype, device=device)
+    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Calibrated:
+        early_exit = from_pretrained(where, target.config, target.fingerprint, **placed)
         if all(method.stop.rule != "calibrated" for method in methods.values()):
             return Calibrated(early_exit)
         width, weights = target.config.hidden_size, read_meta(where).weights_sha256
         return Calibrated(
-            early_exit, load_calibration(where, weights, device, asdict(target.fingerprint), hidden_size=width)
+            early_exit,
+            load_calibration(where, weights, placed["device"], asdict(target.fingerprint), hidden_size=width),
         )
 
     def prepare(self, model: Calibrated, stack: LayerStack) -> None:
@@ -110,16 +104,10 @@ class EarlyExitKind:
         if model.exit.head is None:
             model.exit.use_head(stack.head)
 
-    def context(self, model: Calibrated) -> int | None:
-        return None
-
-    def stacks(self, model: Calibrated) -> list[LayerStack]:
-        return []
-
     def make(
         self, model: Calibrated, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> tuple[Drafter, Structure]:
         return EarlyExitSource(model.exit), make_structure(method, streams, drawn, model.head, tuning)
 
 
-KIND = EarlyExitKind()
+MAKER = EarlyExitMaker()

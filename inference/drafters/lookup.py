@@ -1,14 +1,13 @@
 """Prompt lookup: the draft is what followed the last tokens when they occurred before, in prompt or output."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
+from inference.drafters.registry import Maker
 from inference.session import TargetSession
 from inference.settings import CHAIN_TOKENS, MethodConfig
 from inference.structures.factory import RoundSource, Structure
@@ -67,23 +66,8 @@ class PromptLookup:
             self._followed_at[tuple(self._text[end - size :])] = end
 
 
-class LookupKind:
-    """See `inference.drafters.registry.Runtime`. There is no model."""
-
-    def identity(self, where: str | None) -> dict[str, Any]:
-        return {}
-
-    def load(self, where: str, *_: Any, **__: Any) -> None:
-        return None
-
-    def prepare(self, model: None, stack: LayerStack) -> None:
-        pass
-
-    def context(self, model: None) -> int | None:
-        return None
-
-    def stacks(self, model: None) -> list[LayerStack]:
-        return []
+class LookupMaker(Maker):
+    """There is no model."""
 
     def make(
         self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
@@ -92,4 +76,4 @@ class LookupKind:
         return lookup, lookup
 
 
-KIND = LookupKind()
+MAKER = LookupMaker()

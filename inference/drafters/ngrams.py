@@ -16,11 +16,11 @@ from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, w
 from draft_models.ngrams.table import TrigramTable, make_level
 from draft_models.ngrams.table_files import table_digest
 from draft_models.target.open_target import OpenTarget
-from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.ngram_mixing import CANDIDATES, CORPUS_ORDERS, learn_text, mixed_best_first, new_weights
 from inference.drafters.ngram_search import best_first, exploration, new_nodes, new_search, puct
+from inference.drafters.registry import Maker
 from inference.session import TargetSession
 from inference.settings import MethodConfig, NgramConfig
 from inference.structures.factory import RoundSource, Structure
@@ -202,8 +202,8 @@ def open_table(where: str, digest: str, vocabulary: int | None = None) -> Trigra
     return table
 
 
-class NgramKind:
-    """See `inference.drafters.registry.Runtime`. The model is a `TrigramTable`."""
+class NgramMaker(Maker):
+    """The model is a `TrigramTable`."""
 
     def identity(self, where: str | None) -> dict[str, Any]:
         return {"table": None if where is None else table_digest(Path(where))[:16]}
@@ -215,15 +215,6 @@ class NgramKind:
             return None
         return open_table(where, target.vocabulary_digest, target.vocabulary_size)
 
-    def prepare(self, model: TrigramTable, stack: LayerStack) -> None:
-        pass
-
-    def context(self, model: TrigramTable) -> int | None:
-        return None
-
-    def stacks(self, model: TrigramTable) -> list[LayerStack]:
-        return []
-
     def make(
         self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> tuple[Drafter, Structure]:
@@ -231,4 +222,4 @@ class NgramKind:
         return ngrams, ngrams
 
 
-KIND = NgramKind()
+MAKER = NgramMaker()

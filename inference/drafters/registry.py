@@ -1,17 +1,16 @@
 """The kinds of drafters, by the name that a method's `source` has: the only list of them.
 
 A kind says here what settings need to know, without importing torch. Everything else that the rest of the runtime asks
-of a kind is its `Runtime`, which is imported when a method of that kind is used.
+of a kind is its `Maker`, which is imported when a method of that kind is used.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from draft_models.target.open_target import OpenTarget
     from draft_models.target.stack import LayerStack
     from inference.auto.policy import Tuning
@@ -21,49 +20,45 @@ if TYPE_CHECKING:
     from outrider.streams import Streams
 
 
-class Runtime(Protocol):
-    """What decoding asks of a kind. `model` is whatever its `load` returned."""
+class Maker(ABC):
+    """What decoding asks of a kind. `model` is whatever its `load` returned; the defaults suit a kind without one."""
 
     def identity(self, where: str | None) -> dict[str, Any]:
         """What of the model in `where` decides results, JSON-able, with the same keys where there is none."""
-        ...
+        return {}
 
-    def load(
-        self,
-        where: str,
-        target: "OpenTarget",
-        methods: Mapping[str, "MethodConfig"],
-        *,
-        dtype: "torch.dtype",
-        device: "torch.device",
-    ) -> Any:
-        """The model in `where`, for this target and these methods. Raises `UserError` where it is unusable."""
-        ...
+    def load(self, where: str, target: "OpenTarget", methods: Mapping[str, "MethodConfig"], **placed: Any) -> Any:
+        """The model in `where`, for this target and these methods. Raises `UserError` where it is unusable.
+
+        placed: dtype and device, of a kind that runs a model. A kind that sees tokens only asks nothing of `target`
+        but `vocabulary_digest` and `vocabulary_size`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no model to load")
 
     def prepare(self, model: Any, stack: "LayerStack") -> None:
         """Make the model ready to decode beside the target `stack`."""
-        ...
+        return
 
     def context(self, model: Any) -> int | None:
         """The positions that the model can hold, None where it has no limit of its own."""
-        ...
+        return None
 
     def stacks(self, model: Any) -> "list[LayerStack]":
         """The stacks that it runs in sessions of their own."""
-        ...
+        return []
 
+    @abstractmethod
     def make(
         self, model: Any, method: "MethodConfig", streams: "Streams", *, drawn: bool, tuning: "Tuning | None"
     ) -> "tuple[Drafter, Structure]":
         """A drafter and the structure of its drafts, fresh for one generation (see `make_drafting`)."""
-        ...
 
 
 @dataclass(frozen=True)
 class Kind:
     """What settings need to know of a kind of drafter.
 
-    runtime: "module:name" of its `Runtime`. option: the option of evaluate-checkpoint that says where its model lies,
+    maker: "module:name" of its `Maker`. option: the option of evaluate-checkpoint that says where its model lies,
     and needs: what has to lie there; None and "": it has no model. shaped: a structure and a stop rule shape its
     drafts. own: the fields of a method, or of its stop rule as "stop.max_draft", that it reads besides; no kind reads
     another's. hidden: it has hidden states that a calibration head can read. card: its directory has a README.md.
@@ -71,7 +66,7 @@ class Kind:
     """
 
     name: str
-    runtime: str
+    maker: str
     option: str | None = None
     needs: str = ""
     shaped: bool = True
@@ -85,11 +80,11 @@ class Kind:
         """Whether a recording can stand in for the target."""
         return not self.shaped
 
-    def load_runtime(self) -> Runtime:
-        """Its `Runtime`."""
-        module, _, name = self.runtime.partition(":")
-        runtime: Runtime = getattr(import_module(module), name)
-        return runtime
+    def load_maker(self) -> Maker:
+        """Its `Maker`."""
+        module, _, name = self.maker.partition(":")
+        maker: Maker = getattr(import_module(module), name)
+        return maker
 
 
 KINDS: dict[str, Kind] = {}
@@ -106,7 +101,7 @@ def register(kind: Kind) -> Kind:
 register(
     Kind(
         "early_exit",
-        "inference.drafters.early_exit:KIND",
+        "inference.drafters.early_exit:MAKER",
         option="checkpoint",
         needs="an early-exit drafter directory",
         hidden=True,
@@ -117,7 +112,7 @@ register(
 register(
     Kind(
         "small_lm",
-        "inference.drafters.small_lm:KIND",
+        "inference.drafters.small_lm:MAKER",
         option="small_lm",
         needs="a causal LM directory or Hub name",
         card=True,
@@ -127,7 +122,7 @@ register(
 register(
     Kind(
         "prompt_lookup",
-        "inference.drafters.lookup:KIND",
+        "inference.drafters.lookup:MAKER",
         shaped=False,
         own=("max_ngram", "stop.max_draft"),
     )
@@ -135,7 +130,7 @@ register(
 register(
     Kind(
         "ngrams",
-        "inference.drafters.ngrams:KIND",
+        "inference.drafters.ngrams:MAKER",
         option="table",
         needs="an n-gram table directory (data_prep/build_trigrams.py)",
         shaped=False,

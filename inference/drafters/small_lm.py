@@ -17,6 +17,7 @@ from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM, RowCache
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
+from inference.drafters.registry import Maker
 from inference.fused_layers import lay_out
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
@@ -132,22 +133,14 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
 
 
-class SmallLMKind:
-    """See `inference.drafters.registry.Runtime`. The model is a `SmallLM`."""
+class SmallLMMaker(Maker):
+    """The model is a `SmallLM`."""
 
     def identity(self, where: str | None) -> dict[str, Any]:
         return {"small_lm": None if where is None else model_identity(open_tensors(where))}
 
-    def load(
-        self,
-        where: str,
-        target: OpenTarget,
-        methods: Mapping[str, MethodConfig],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> SmallLM:
-        return load_small_lm(where, target.tokenizer, dtype=dtype, device=device)
+    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> SmallLM:
+        return load_small_lm(where, target.tokenizer, **placed)
 
     def prepare(self, model: SmallLM, stack: LayerStack) -> None:
         lay_out(model, stack)
@@ -164,4 +157,4 @@ class SmallLMKind:
         return SmallLMSource(model), make_structure(method, streams, drawn, None, tuning)
 
 
-KIND = SmallLMKind()
+MAKER = SmallLMMaker()

@@ -112,7 +112,7 @@ def make_drafting(
     drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.auto.probe`).
     """
     kind = KINDS[method.source]
-    return kind.load_runtime().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
+    return kind.load_maker().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
 
 
 def make_arms(
@@ -208,7 +208,7 @@ def prepare(stack: LayerStack, drafters: Drafters) -> None:
     """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
     lay_out(stack, stack)
     for name, model in drafters.items():
-        KINDS[name].load_runtime().prepare(model, stack)
+        KINDS[name].load_maker().prepare(model, stack)
 
 
 def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:

@@ -169,7 +169,7 @@ def prepare_methods(
 ) -> Prepared:
     """The methods of `config`, what they leave open measured on `prompt`; texts have up to `positions` tokens."""
     stack = models.stack
-    others = [KINDS[name].load_runtime().stacks(model) for name, model in models.drafters.items()]
+    others = [KINDS[name].load_maker().stacks(model) for name, model in models.drafters.items()]
     stacks = [stack, *itertools.chain.from_iterable(others)]
     kernels = models.runtime.choose_kernels(stacks, positions)
     models.runtime.prepare(positions, kernels)

@@ -126,7 +126,7 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
 
 def context_length(subject: Subject, drafters: Drafters) -> int:
     """Tokens that the target and the models that draft for it can all hold."""
-    limits = [KINDS[name].load_runtime().context(model) for name, model in drafters.items()]
+    limits = [KINDS[name].load_maker().context(model) for name, model in drafters.items()]
     return min([subject.config.max_position_embeddings, *(limit for limit in limits if limit)])
 
 
@@ -139,7 +139,7 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
     }
     drafters: dict[str, Any] = {}
     for kind in KINDS.values():
-        drafters |= kind.load_runtime().identity(config.where(kind))
+        drafters |= kind.load_maker().identity(config.where(kind))
     return {
         **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
         "target": target,
@@ -162,7 +162,7 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafter
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:
-            drafters[kind.name] = kind.load_runtime().load(where, target, config.methods, **placed)
+            drafters[kind.name] = kind.load_maker().load(where, target, config.methods, **placed)
     for shape in (m.structure.shape for m in config.methods.values() if m.structure.kind == "static"):
         if shape not in ("eagle", "binary"):
             read_shape(shape)  # a bad one shows now, not once the target is loaded

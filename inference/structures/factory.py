@@ -40,6 +40,23 @@ class RoundSource(Extends, Protocol):
     def to_probs(self) -> ToProbs | None: ...
 
 
+class WrappedSource:
+    """A source that does what another one does; for those who watch it."""
+
+    to_probs: ToProbs | None
+
+    def __init__(self, source: Extends):
+        self._source = source
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._source.hidden
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self._source.target_hidden
+
+
 class Structure(Protocol):
     """Shapes one round's draft."""
 

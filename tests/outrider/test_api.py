@@ -12,21 +12,37 @@ from tokenizers import decoders
 from transformers import AutoModelForCausalLM
 
 import outrider
+from benchmarks.planted_faults import rope_scaled
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.open_target import open_target
 from draft_models.tiny_models import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from inference.decode import Round
 from inference.settings import MethodConfig, StopConfig
 from outrider.errors import UserError
+from tests.tiny import LAYERS, make_drafter, save_target
 
 ROOT = Path(__file__).parents[2]
-PROMPT = "to be or not to be, that is "
+PROMPT = "def f("  # its greedy text has 15 different tokens
 
 
 @pytest.fixture(scope="module")
-def model(tiny_models: Path) -> Any:
-    """Its tokens are bytes that make no characters, so each is shown as a letter of its own."""
-    loaded = outrider.load(tiny_models / EARLY_EXIT, target=str(tiny_models / TARGET), device="cpu")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose greedy text is no single token over and over, and a drafter for it."""
+    path = save_target(tmp_path_factory.mktemp("models") / TARGET, kv_heads=2, seed=1)
+    fingerprint = open_target(str(path)).fingerprint
+    save_pretrained(path.parent / EARLY_EXIT, make_drafter(path, LAYERS - 1, noise=0.1), fingerprint, {}, torch.float32)
+    return path.parent
+
+
+def shown_by_letters(loaded: Any) -> Any:
+    """Tokens are bytes that make no characters: each is shown as a letter of its own."""
     loaded.tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     return loaded
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return shown_by_letters(outrider.load(folder / EARLY_EXIT, device="cpu"))
 
 
 def by_transformers(model: Any, prompt: str, **options: Any) -> str:
@@ -59,8 +75,26 @@ def test_greedy_text_is_the_targets_own(model: Any, options: dict[str, Any]) -> 
     assert model.last.tokens <= options["max_new_tokens"]
     if options["max_new_tokens"] == 40:
         assert len(pieces) > 3
+        assert len(set(expected)) > 10
         assert model.last.passes == pytest.approx((model.last.tokens - 1) / model.last.tau)
         assert 1 <= model.last.tau < 40
+
+
+def test_a_fault_of_the_runtime_shows(folder: Path, model: Any) -> None:
+    """What the test above compares is not the same thing twice; a report of such text says so, and ends nothing."""
+    expected = by_transformers(model, PROMPT, do_sample=False, max_new_tokens=40)
+    with rope_scaled(1.5):
+        faulty = shown_by_letters(outrider.load(folder / EARLY_EXIT, device="cpu"))
+        assert faulty.generate(PROMPT, max_new_tokens=40) != expected
+        assert faulty.report([PROMPT], max_new_tokens=40)["verdict"] == "not lossless"
+
+
+@pytest.mark.parametrize("method", ["eesd_auto", "eesd_tree"])
+def test_sizes_that_are_measured(folder: Path, model: Any, method: str) -> None:
+    """They are, once, after the first prompt; the text is the same."""
+    loaded = shown_by_letters(outrider.load(folder / EARLY_EXIT, device="cpu", method=method, runtime="graphed"))
+    texts = [loaded.generate(PROMPT, max_new_tokens=20) for _ in range(2)]
+    assert texts == [model.generate(PROMPT, max_new_tokens=20)] * 2
 
 
 def test_a_stop_string_ends_the_text(model: Any) -> None:
@@ -107,9 +141,9 @@ def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:
      ({"method": MethodConfig("prompt_lookup", stop=StopConfig(max_draft=2))}, "method")],
     ids=str,
 )  # fmt: skip
-def test_any_kind_drafts(tiny_models: Path, given: dict[str, Any], method: str) -> None:
+def test_any_kind_drafts(tiny_models: Path, folder: Path, given: dict[str, Any], method: str) -> None:
     given = {key: str(tiny_models / value) if key in ("table", "small_lm") else value for key, value in given.items()}
-    model = outrider.load(str(tiny_models / TARGET), device="cpu", **given)
+    model = shown_by_letters(outrider.load(str(folder / TARGET), device="cpu", **given))
     assert model.name == method
     expected = by_transformers(model, PROMPT, do_sample=False, max_new_tokens=16)
     assert model.generate(PROMPT, max_new_tokens=16) == expected

@@ -1,5 +1,6 @@
 """The lock of an out_dir: who holds it is named, it ends with its process, all processes of a launcher share it."""
 
+import errno
 import json
 import os
 import signal
@@ -71,12 +72,23 @@ def test_a_damaged_note_of_the_holder_is_no_trouble(tmp_path: Path, content: str
         pass
 
 
-def test_what_cannot_be_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOLCK, "No locks available"),
+        OSError(errno.ENOSYS, "Not implemented"),
+        NotImplementedError("none"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_locked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Also where there is no flock at all: a file in its place would outlive a killed run."""
+
     def no_locks(*_: object) -> None:
-        raise OSError(37, "No locks available")
+        raise error
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with pytest.raises(UserError, match=r"cannot be locked against other runs .*No locks available"):  # noqa: SIM117
+    with pytest.raises(UserError, match=rf"cannot be locked against other runs .*{error.args[-1]}"):  # noqa: SIM117
         with only_run(tmp_path, "results"):
             pass
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.target.stack import LayerStack
+import outrider
+from draft_models.tiny_models import TARGET
 from inference.auto.policy import Tuning
-from inference.drafters.registry import KINDS, Kind, register
+from inference.drafters.registry import KINDS, Kind, Maker, register
 from inference.evaluate.arms import Structure
 from inference.session import TargetSession
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig
@@ -44,8 +45,8 @@ class Cycle:
         pass
 
 
-class CycleKind:
-    """See `inference.drafters.registry.Runtime`."""
+class CycleMaker(Maker):
+    """The model is a list of token ids."""
 
     def identity(self, where: str | None) -> dict[str, Any]:
         return {"cycle": None if where is None else Path(where).read_text()}
@@ -54,15 +55,6 @@ class CycleKind:
         tokens: list[int] = json.loads(Path(where).read_text())
         return tokens
 
-    def prepare(self, model: list[int], stack: LayerStack) -> None:
-        pass
-
-    def context(self, model: list[int]) -> int | None:
-        return None
-
-    def stacks(self, model: list[int]) -> list[LayerStack]:
-        return []
-
     def make(
         self, model: list[int], method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> tuple[Any, Structure]:
@@ -70,13 +62,13 @@ class CycleKind:
         return cycle, cycle
 
 
-KIND = CycleKind()
+MAKER = CycleMaker()
 
 
 @pytest.fixture
 def cycle() -> Iterator[Kind]:
     """The kind, known while a test runs."""
-    kind = Kind("cycle", f"{__name__}:KIND", option="cycle", needs="a JSON list of token ids", shaped=False)
+    kind = Kind("cycle", f"{__name__}:MAKER", option="cycle", needs="a JSON list of token ids", shaped=False)
     yield register(kind)
     KINDS.pop("cycle", None)
 
@@ -98,9 +90,20 @@ def test_it_decodes_and_is_reported(
         evaluate(config("out", methods=made.methods, drafters=made.drafters, resume=True))
 
 
+def test_python_knows_it(cycle: Kind, tiny_models: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text("[97, 98]")
+    given = {"method": MethodConfig("cycle"), "drafters": {"cycle": str(tmp_path / "tokens.json")}}
+    model = outrider.load(str(tiny_models / TARGET), device="cpu", **given)
+    alone = outrider.load(str(tiny_models / TARGET), device="cpu")
+    assert model.generate("to be or ", max_new_tokens=12) == alone.generate("to be or ", max_new_tokens=12)
+    assert model.drafters == {"cycle": [97, 98]}
+
+
 def test_settings_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"\+drafters\.cycle=None: expected a JSON list of token ids for m"):
         EvaluateConfig(target="t", methods={"m": MethodConfig(source="cycle")})
+    with pytest.raises(UserError, match=r"drafters.cicle='x': expected one of cycle"):
+        EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, drafters={"cicle": "x"})
     with pytest.raises(UserError, match=r"stop.max_draft=3: expected None, its default: source=cycle does not read it"):
         MethodConfig(source="cycle", stop=StopConfig(max_draft=3))
     with pytest.raises(ValueError, match="registered already"):
