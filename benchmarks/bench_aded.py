@@ -80,7 +80,7 @@ def times(table: TrigramTable, turns: Sequence[Recording], args: argparse.Namesp
         for number, turn in enumerate([turns[0], *turns]):
             drafter = make_ngram_drafter(table, config, seed=0)
             budget = max(MAX_NEW_TOKENS, len(turn.answer))
-            rounds = replay(drafter, drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
+            rounds = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
             next(rounds)  # the prompt, which is learnt once and not by the round
             if number:
                 for part, method in (("search", "_search"), ("adaptation", "_learn")):

@@ -34,7 +34,7 @@ from draft_models.target.open_target import pick_device
 from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive, speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
-from inference.evaluate.arms import make_drafting
+from inference.evaluate.arms import new_drafter
 from inference.evaluate.report import describe_machine
 from inference.runtime import Runtime, make_runtime
 from inference.session import TargetSession
@@ -165,8 +165,8 @@ def time_rounds(target: Target, runtime: Runtime, prompt: Sequence[int], method:
     if method is None:
         rounds = autoregressive(target.stack, prompt, max_new_tokens=ROUND_TOKENS, runtime=watched)
     else:
-        source, structure = make_drafting(method, {"early_exit": Calibrated(target.drafter)}, Streams(0))
-        rounds = speculative(target.stack, source, structure, prompt, max_new_tokens=ROUND_TOKENS, runtime=watched)
+        drafter = new_drafter(method, {"early_exit": Calibrated(target.drafter)}, Streams(0))
+        rounds = speculative(target.stack, drafter, prompt, max_new_tokens=ROUND_TOKENS, runtime=watched)
     found = []
     captures, started = runtime.captures, clock()
     for r in rounds:

@@ -25,6 +25,7 @@ from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.lookup import PromptLookup
+from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import AUTOREGRESSIVE, prepare, transformers_generate
 from inference.evaluate.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
 from inference.evaluate.report import describe_machine
@@ -105,11 +106,9 @@ class Subject:
         if arm == AUTOREGRESSIVE:
             return autoregressive(self.stack, prompt, **options)
         if arm == "prompt_lookup":
-            lookup = PromptLookup()
-            return speculative(self.stack, lookup, lookup, prompt, **options)
-        return speculative(
-            self.stack, EarlyExitSource(self.drafter), make_structure(TREE, Streams(0)), prompt, **options
-        )
+            return speculative(self.stack, PromptLookup(), prompt, **options)
+        drafter = Shaped(EarlyExitSource(self.drafter), make_structure(TREE, Streams(0)))
+        return speculative(self.stack, drafter, prompt, **options)
 
     def judged(self, references: Sequence[Reference], fault: str | None, seed: int) -> dict[str, tuple[Judgement, int]]:
         """By arm: the judgement, and how many texts were identical."""

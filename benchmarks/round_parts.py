@@ -20,18 +20,19 @@ from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
 from inference.acceptance import Chooser
 from inference.cuda_graphs import GraphedSession
-from inference.decode import Clock, Round, autoregressive, speculative
+from inference.decode import Round, autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.interface import Drafter
-from inference.evaluate.arms import make_drafting
+from inference.drafters.shaped import Shaped
+from inference.evaluate.arms import new_drafter
 from inference.runtime import Runtime
 from inference.session import TargetSession
 from inference.settings import MethodConfig
-from inference.structures.factory import Structure
+from inference.stopwatch import Clock
 from outrider.streams import Streams
 
 
-class Stopwatch:
+class PartTimers:
     """Seconds by part since the last `lap`, each part without the parts inside it; "other" is outside of all."""
 
     def __init__(self, clock: Clock):
@@ -48,7 +49,7 @@ class Stopwatch:
         return seconds
 
     def wrap(self, part: str, function: Callable[..., Any], *, drafting: bool = False) -> Callable[..., Any]:
-        """`function`, timed as `part`; "forward" and "rows" are told apart by whether a source is drafting."""
+        """`function`, timed as `part`; "forward" and "rows" are told apart by whether a model is drafting."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._drafting += drafting
@@ -72,7 +73,7 @@ class Stopwatch:
 
 
 @contextmanager
-def timers(watch: Stopwatch, source: Drafter | None, structure: Structure | None) -> Iterator[None]:
+def timers(watch: PartTimers, drafter: Drafter | None) -> Iterator[None]:
     """Timers around the functions a round consists of, for as long as the context lasts."""
     places: list[tuple[Any, str, str]] = [
         (LayerStack, "embed", "forward"),
@@ -84,24 +85,23 @@ def timers(watch: Stopwatch, source: Drafter | None, structure: Structure | None
         (GraphedSession, "_step", "forward"),
         (TargetSession, "feed", "rows"),
         (TargetSession, "extend", "rows"),
-        (TargetSession, "run_exit", "rows"),
+        (TargetSession, "run_beside", "rows"),
         (TargetSession, "finish", "rows"),
         (TargetSession, "commit", "cache"),
         (Chooser, "verify", "verify"),
         (Chooser, "next_token", "verify"),
     ]
-    if isinstance(source, EarlyExitSource):
-        places.append((source.drafter.layer, "forward", "forward"))
-    if source is not None:
-        places.append((type(source), "commit", "cache"))
-    if structure is not None:
-        places += [(type(structure), "draft", "structure"), (type(structure), "observe", "structure")]
+    model = drafter.model if isinstance(drafter, Shaped) else None
+    if isinstance(model, EarlyExitSource):
+        places.append((model.drafter.layer, "forward", "forward"))
+    if drafter is not None:
+        places += [(type(drafter), "draft", "structure"), (type(drafter), "commit", "cache")]
     with ExitStack() as patches:
         for owner, name, part in places:
             patches.enter_context(patch.object(owner, name, watch.wrap(part, getattr(owner, name))))
-        extend: Any = getattr(type(source), "extend", None)
-        if extend is not None:
-            patches.enter_context(patch.object(type(source), "extend", watch.wrap("rows", extend, drafting=True)))
+        if model is not None:
+            extend = watch.wrap("rows", type(model).extend, drafting=True)
+            patches.enter_context(patch.object(type(model), "extend", extend))
         yield
 
 
@@ -124,16 +124,16 @@ def profile(
     profiles = {name: Profile() for name in methods}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "runtime": runtime, "clock": clock}
     for prompt, (name, method), timed in itertools.product(subject.prompts, methods.items(), (False, True)):
-        watch, laps = Stopwatch(clock), []
+        watch, laps = PartTimers(clock), []
         with ExitStack() as context:
             if method is None:
-                source = structure = None
+                drafter = None
                 decoding = autoregressive(subject.stack, prompt, **options)
             else:
-                source, structure = make_drafting(method, subject.drafters, Streams(0))
-                decoding = speculative(subject.stack, source, structure, prompt, **options)
+                drafter = new_drafter(method, subject.drafters, Streams(0))
+                decoding = speculative(subject.stack, drafter, prompt, **options)
             if timed:
-                context.enter_context(timers(watch, source, structure))
+                context.enter_context(timers(watch, drafter))
             for r in decoding:
                 laps.append((r, watch.lap()))
         if timed:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draft_models.early_exit import EarlyExit
 from draft_models.target.attention import use_kernel
 from draft_models.target.stack import LayerStack
 from inference.attention_kernels import KernelChoice, kernel_for, measure_kernels
@@ -86,7 +85,7 @@ class Arena:
         self.capacity = self.limit + WIDTHS[-1]
         self.first = KVCache(range(split), self.capacity, clean=True)
         self.rest = KVCache(range(split, len(stack.layers)), self.capacity, clean=True)
-        self.exits: dict[int, tuple[EarlyExit, KVCache]] = {}
+        self.beside: dict[int, tuple[object, KVCache]] = {}  # caches of layers that are not the stack's, by owner
         self.upload = Upload(self.rows, stack.device)
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.outputs: dict[str, int] = {}  # how many each pass has
@@ -108,7 +107,7 @@ class Arena:
     def enter(self, user: TargetSession) -> None:
         """`user` works in here from now on: its caches are empty."""
         self._user = weakref.ref(user)
-        for cache in (self.first, self.rest, *(cache for _, cache in self.exits.values())):
+        for cache in (self.first, self.rest, *(cache for _, cache in self.beside.values())):
             cache.clear()
 
     def leave(self, user: TargetSession) -> None:
@@ -116,12 +115,11 @@ class Arena:
         if self._user is not None and self._user() is user:
             self._user = None
 
-    def exit_cache(self, drafter: EarlyExit) -> KVCache:
-        """The cache of the exit layer of `drafter`."""
-        if id(drafter) not in self.exits:
-            cache = KVCache(range(self.split, self.split + 1), self.capacity, clean=True)
-            self.exits[id(drafter)] = (drafter, cache)
-        return self.exits[id(drafter)][1]
+    def cache_beside(self, owner: object, layers: range) -> KVCache:
+        """The cache of layers that `owner` has."""
+        if id(owner) not in self.beside:
+            self.beside[id(owner)] = (owner, KVCache(layers, self.capacity, clean=True))
+        return self.beside[id(owner)][1]
 
     def buffer(self, name: str, place: int, like: Tensor, rows: int) -> Tensor:
         """The input (place −1) or output of a pass: as `like` [1, n, …] or [n], but with `rows` rows."""
@@ -190,8 +188,8 @@ class GraphedSession(TargetSession):
         for session in self._beside:
             session.close()
 
-    def exit_cache(self, drafter: EarlyExit) -> KVCache:
-        return self._arena.exit_cache(drafter)
+    def cache_beside(self, owner: object, layers: range) -> KVCache:
+        return self._arena.cache_beside(owner, layers)
 
     @property
     def step(self) -> Callable[[Tensor], Tensor] | None:

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_models.early_exit import EarlyExit, NoLayer
 from draft_models.target.attention import grouped_attention
 from draft_models.target.stack import LayerCache, LayerStack
 
@@ -148,24 +147,19 @@ def lay_out(model: nn.Module, like: LayerStack) -> None:
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Put `FusedLayer`s in the place of the layers that this toolkit calls itself: a stack's, an early exit's.
+    """Fuse the decoder layers and RMSNorms that `model` holds itself, as a stack and an early exit do.
 
     The model that a stack was made from keeps its own layers.
     """
-    if isinstance(model, LayerStack):
-        model.layers = nn.ModuleList(map(_fused, model.layers))
-        model.norm = _fused_norm(model.norm)
-    elif isinstance(model, EarlyExit):
-        model.layer = _fused(model.layer)
-        model.norm = _fused_norm(model.norm)
+    for name, child in model.named_children():
+        fused = nn.ModuleList(map(_fused, child)) if isinstance(child, nn.ModuleList) else _fused(child)
+        setattr(model, name, fused)
 
 
-def _fused(layer: nn.Module) -> nn.Module:
-    return layer if isinstance(layer, FusedLayer | NoLayer) else FusedLayer(layer)
-
-
-def _fused_norm(norm: nn.Module) -> nn.Module:
-    return norm if isinstance(norm, RMSNorm | nn.LayerNorm) else RMSNorm(norm)
+def _fused(module: nn.Module) -> nn.Module:
+    if hasattr(module, "self_attn"):
+        return FusedLayer(module)
+    return RMSNorm(module) if hasattr(module, "variance_epsilon") else module
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

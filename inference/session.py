@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draft_models.early_exit import EarlyExit
 from draft_models.target.stack import LayerStack
 from inference.cache import KVCache
 from inference.rows import Layout, Masks, Rows
+from inference.tree import ROOT, DraftTree, chain_parents
 
 
 class View(Protocol):
@@ -44,10 +44,23 @@ class TargetSession:
     `finish` then runs only the second half over all rows, so no layer ever computes a row twice. Any other
     drafter uses split = 0, where the first half is the embedding.
 
-    A *row* is a token of the current round: row 0 is the last committed token, the others are draft tokens
-    under it. `base` counts the committed positions before row 0; all caches hold exactly those between
-    rounds. `target_hidden` [1, d] is the hidden state after the last layer at the last committed position.
-    `capacity` counts the slots of the caches, `context` (by default as many) the positions the text may reach.
+    A *node* is a proposed token of a `DraftTree`, numbered as the structure lists them. A *row* is a token that ran in
+    this round, numbered in the order of running: row 0 is the root, which is the last committed token. A *slot* is a
+    place in a cache: row r stands in slot base + r, while its *position*, which attention is told, is base + its depth.
+    A drafter that shares the first half runs what it extends, here the root and node 1; `run_tree` runs the rest:
+
+        text … "the"   the draft     node  row  slot      position
+                       (the)          –     0   base      base
+                       ├─ cat         0     2   base + 2  base + 1
+                       └─ dog         1     1   base + 1  base + 1
+                          └─ barks    2     3   base + 3  base + 2
+
+    If the target says "cat sat", nodes [0] are accepted and `path` is rows [0, 2]. `commit` moves row 2 to slot
+    base + 1, drops the other rows, and base grows by 2.
+
+    `base` counts the committed positions before row 0; all caches hold exactly those between rounds. `target_hidden`
+    [1, d] is the hidden state after the last layer at the last committed position. `capacity` counts the slots of the
+    caches, `context` (by default as many) the positions the text may reach.
     """
 
     target_hidden: Tensor
@@ -88,6 +101,11 @@ class TargetSession:
         """The generation is over: what it worked in may serve another one."""
 
     @property
+    def vocabulary(self) -> int:
+        """How many tokens the target knows."""
+        return int(self.stack.config.vocab_size)
+
+    @property
     def rows(self) -> int:
         """Rows of this round that have been through the first half."""
         return len(self.round)
@@ -114,6 +132,12 @@ class TargetSession:
         self._tokens.append(tokens)
         self._remember(hidden, layout.start)
         return hidden
+
+    def prefill(self, prompt: Sequence[int]) -> Tensor:
+        """Run the prompt; returns the logits after it [1, V]. The round is left open, for a drafter to read."""
+        tokens = torch.tensor(prompt, device=self.stack.device)
+        self.feed(tokens, chain_parents(0, len(prompt)))
+        return self.finish(last_only=True)
 
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
         """`feed` where the first half is the whole model: hidden states [n, d] and the last rows' logits [wanted, V].
@@ -150,31 +174,46 @@ class TargetSession:
         self._last_hidden = hidden[0]
         return logits[0, -wanted:]
 
-    def run_exit(
-        self, drafter: EarlyExit, hidden: Tensor, start: int, cache: KVCache, wanted: int
-    ) -> tuple[Tensor, Tensor]:
-        """The exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
+    def run_beside(self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache) -> tuple[Tensor, ...]:
+        """A pass of a drafter's own layers over x [1, n, …], of rows start, start + 1, …, where start may be negative.
 
-        Returns its output [1, n, d] and the logits of the last `wanted` rows [1, wanted, V]; they hold until the
-        next call.
+        name: of this pass, always the same one. Its keys and values go after what `cache` has. Its outputs hold until
+        the next call.
         """
+        return self._run(name, pass_, x, self._layout(start, start + x.shape[1]), cache)
 
-        def exit_pass(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
-            hidden = drafter.layer(
-                hidden,
-                attention_mask=view.masks()[drafter.window],
-                past_key_values=cache,
-                position_embeddings=view.rotary,
-            )
-            return hidden, drafter.logits(view.last(hidden, wanted)) if wanted else hidden[:, :0]
+    def cache_beside(self, owner: object, layers: range) -> KVCache:
+        """An empty cache for layers of a drafter's own, which `owner` has."""
+        return KVCache(layers, self.capacity)
 
-        layout = self._layout(start, start + hidden.shape[1])
-        hidden, logits = self._run(f"exit {id(drafter)}", exit_pass, hidden, layout, cache)
-        return hidden, logits[:, logits.shape[1] - wanted :]
+    def run_tree(self, root: Tensor, tree: DraftTree) -> Tensor:
+        """The target's next-token logits after the root [1] and after each node [n + 1, V]; `path` knows their rows.
 
-    def exit_cache(self, drafter: EarlyExit) -> KVCache:
-        """An empty cache for the exit layer of `drafter`."""
-        return KVCache(range(self.split, self.split + 1), self.capacity)
+        Feeds what this round has not fed yet: all of it, or, where a drafter shares the first half, the leaves.
+        """
+        shared = self.rows > 0
+        rows = list(tree.rows) if shared else [-1] * len(tree)
+        missing = [node for node, row in enumerate(rows) if row < 0]
+        following = max(1, self.rows)
+        for place, node in enumerate(missing):
+            rows[node] = following + place
+        parents = [0 if tree.parents[node] == ROOT else rows[tree.parents[node]] for node in missing]
+        tokens = tree.tokens if len(missing) == len(tree) else tree.tokens[missing]
+        if not shared:
+            self.feed(torch.cat([root, tokens]), (ROOT, *parents))
+        elif missing:
+            self.feed(tokens, parents)
+        self._tree_rows = rows
+        order = sorted([0, *rows])
+        logits = self.finish(None if len(order) == self.rows else order)
+        if order != [0, *rows]:
+            place_of = {row: place for place, row in enumerate(order)}
+            logits = logits[[0, *(place_of[row] for row in rows)]]
+        return logits
+
+    def path(self, nodes: Sequence[int]) -> list[int]:
+        """The rows of the root and of `nodes` of the tree that ran last."""
+        return [0, *(self._tree_rows[node] for node in nodes)]
 
     def commit(self, rows: Sequence[int]) -> None:
         """End the round: the tokens of `rows`, an ascending path from row 0, are part of the text; drop the others."""

@@ -24,7 +24,7 @@ from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.auto.probe import tune
 from inference.decode import Round, speculative, until
-from inference.evaluate.arms import Drafters, make_drafting, prepare, synchronized_clock
+from inference.evaluate.arms import Drafters, new_drafter, prepare, synchronized_clock
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.subject import Subject, find_subject, load_drafters
 from inference.generation_config import Inherited, generate_settings, inherit, make_sampler
@@ -152,9 +152,9 @@ class Model:
             naive=self.method.verify == "naive",
         )
         self._tune(ids, sampling)
-        drafter, structure = make_drafting(self.method, self.drafters, streams, sampled, self._tuning)
+        drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
         rounds = speculative(
-            self.stack, drafter, structure, ids,
+            self.stack, drafter, ids,
             max_new_tokens=max_new_tokens, eos=subject.eos, chooser=chooser, runtime=self.runtime,
         )  # fmt: skip
         return until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import wandb
+
 
 def main() -> None:
     out_dir = Path("runs/sweep") / os.environ.get("WANDB_RUN_ID", f"pid-{os.getpid()}")
@@ -16,8 +18,6 @@ def main() -> None:
     if measured.returncode:
         sys.exit(measured.returncode)  # a drafter that is not lossless has no speed-up to report
     report = json.loads((out_dir / "report.json").read_text())
-    import wandb
-
     with wandb.init(dir=str(out_dir)) as run:
         run.log(numbers(report))
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.session import TargetSession
+
 CPU = torch.device("cpu")
 
 
@@ -21,12 +23,18 @@ class TableModel:
     rows [V][V]: the law of the next token after each one. exit_layer: where it is an exit layer.
     """
 
-    device, dtype, exit_layer = CPU, torch.float32, 1
+    device, dtype, exit_layer, window = CPU, torch.float32, 1, None
 
     def __init__(self, rows: Sequence[Sequence[float]]):
         self.law = torch.tensor(rows, dtype=torch.float64)
-        self.logits = self.law.log().float()
+        self.table = self.law.log().float()
         self.config = SimpleNamespace(vocab_size=len(self.law), max_position_embeddings=10**9)
+
+    def layer(self, hidden: Tensor, **_: Any) -> Tensor:
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[..., 0]]
 
 
 @dataclass
@@ -53,6 +61,10 @@ class TableSession:
     _last: Tensor = field(init=False)  # the last committed token
 
     @property
+    def vocabulary(self) -> int:
+        return len(self.stack.table)
+
+    @property
     def tokens(self) -> Tensor:
         if len(self._fed) > 1:
             self._fed = [torch.cat(self._fed)]
@@ -72,11 +84,11 @@ class TableSession:
         return tokens[None, :, None]
 
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        return self.feed(tokens, parents)[0], self.stack.logits[tokens[-wanted:]]
+        return self.feed(tokens, parents)[0], self.stack.table[tokens[-wanted:]]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         tokens = self.tokens if rows is None else self.tokens[list(rows)]
-        return self.stack.logits[tokens[-1:] if last_only else tokens]
+        return self.stack.table[tokens[-1:] if last_only else tokens]
 
     def commit(self, rows: Sequence[int]) -> None:
         self._last = self.tokens[rows[-1] : rows[-1] + 1]
@@ -86,14 +98,15 @@ class TableSession:
     def beside(self, model: TableModel) -> "TableSession":
         return TableSession(model, 1, self.capacity, self.context)
 
-    def exit_cache(self, drafter: TableModel) -> Length:
+    prefill, run_tree, path = TargetSession.prefill, TargetSession.run_tree, TargetSession.path
+
+    def cache_beside(self, owner: object, layers: range) -> Length:
         return Length()
 
-    def run_exit(
-        self, drafter: TableModel, hidden: Tensor, start: int, cache: Length, wanted: int
-    ) -> tuple[Tensor, Tensor]:
-        cache.length += hidden.shape[1]
-        return hidden, drafter.logits[hidden[:, hidden.shape[1] - wanted :, 0]]
+    def run_beside(self, name: str, pass_: Any, x: Tensor, start: int, cache: Length) -> tuple[Tensor, ...]:
+        view = SimpleNamespace(masks=lambda: {None: None}, rotary=None, last=lambda hidden, count: hidden[:, -count:])
+        cache.length += x.shape[1]
+        return pass_(x, view)
 
     def close(self) -> None:
         pass

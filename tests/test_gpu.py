@@ -21,6 +21,7 @@ from inference import cuda_graphs
 from inference.attention_kernels import KernelChoice, attention_shape
 from inference.decode import autoregressive, speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import (
     AUTOREGRESSIVE,
@@ -67,7 +68,9 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int
     stack, drafter = on_gpu(path, exit_layer, torch.float32)
     prompt = random_prompt(20)
     expected = reference_generate(model, prompt, 48)
-    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=48))
+    rounds = list(
+        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=48)
+    )
     assert [t for r in rounds for t in r.tokens] == expected
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=48) for t in r.tokens] == expected
 
@@ -95,7 +98,7 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
             expected = [t for r in autoregressive(stack, random_prompt(length), max_new_tokens=count) for t in r.tokens]
             before = runtime.captures
             rounds = list(
-                speculative(stack, source, make_structure(method, Streams(0)), random_prompt(length), **options)
+                speculative(stack, Shaped(source, make_structure(method, Streams(0))), random_prompt(length), **options)
             )
             assert [t for r in rounds for t in r.tokens] == expected
             plain = autoregressive(stack, random_prompt(length), **options)
@@ -117,7 +120,7 @@ def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
 
     def draft(length: int, count: int) -> None:
         structure, options = make_structure(method, Streams(0)), {"max_new_tokens": count, "runtime": runtime}
-        list(speculative(stack, EarlyExitSource(drafter), structure, random_prompt(length), **options))
+        list(speculative(stack, Shaped(EarlyExitSource(drafter), structure), random_prompt(length), **options))
 
     draft(20, 8)
     expected = plain()
@@ -192,5 +195,5 @@ def test_eesd_trains_and_its_drafter_is_lossless(tmp_path: Path, objective: str)
     drafter = from_pretrained(tmp_path / "e", target, fingerprint, dtype=torch.float32, device=CUDA)
     prompt = random_prompt(20)
     plain = [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens]
-    rounds = speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=40)
+    rounds = speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40)
     assert [t for r in rounds for t in r.tokens] == plain

@@ -28,6 +28,7 @@ from draft_models.target.stack import LayerStack
 from draft_models.tiny_models import debugged
 from inference.decode import speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
 from inference.stopping import Step
 from inference.structures.factory import Chain
@@ -180,7 +181,9 @@ def capture(
     """
     recorder = Recorder(max_draft)
     for prompt in prompts:
-        for _ in speculative(stack, EarlyExitSource(drafter), Chain(recorder), prompt, max_new_tokens=new_tokens):
+        for _ in speculative(
+            stack, Shaped(EarlyExitSource(drafter), Chain(recorder)), prompt, max_new_tokens=new_tokens
+        ):
             pass
     names = ("target_hidden", "draft_hidden", "position", "confidence", "label")
     return {name: torch.cat([example[name].cpu() for example in recorder.kept]) for name in names}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -184,8 +185,6 @@ def start_lm(
             lm = load_layers(files, shape, range(shape.num_hidden_layers), dtype=torch.float32)
             lm.requires_grad_(True)
         if config.lora_rank:
-            from peft import LoraConfig, get_peft_model
-
             alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
             lora = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules="all-linear")  # type: ignore[arg-type]
             lm = get_peft_model(lm, lora)

@@ -9,7 +9,8 @@ from data_prep.text.rows import Rows
 from draft_models.losses import IGNORE
 from draft_models.target.stack import LayerStack
 from inference.decode import speculative
-from inference.drafters.interface import Drafter
+from inference.drafters.interface import DraftModel
+from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import collect
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics
 from inference.stopping import FixedLength
@@ -20,17 +21,17 @@ WATCHED_DRAFT = 4  # draft length of the τ watched while training: fixed, so th
 
 
 def decode_metrics(
-    stack: LayerStack, source: Drafter, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    stack: LayerStack, model: DraftModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> dict[str, float]:
-    """Greedy continuations of `prompts` by the target `stack`, drafted by `source`, `WATCHED_DRAFT` tokens a round.
+    """Greedy continuations of `prompts` by the target `stack`, drafted by `model`, `WATCHED_DRAFT` tokens a round.
 
     tau: tokens per target pass, the bonus included; accept_<i>: share of the rounds that drafted an i-th token in
     which it was accepted.
     """
-    generations = [
-        collect(speculative(stack, source, Chain(FixedLength(WATCHED_DRAFT)), prompt, max_new_tokens=max_new_tokens))
-        for prompt in prompts
-    ]
+    generations = []
+    for prompt in prompts:
+        drafter = Shaped(model, Chain(FixedLength(WATCHED_DRAFT)))
+        generations.append(collect(speculative(stack, drafter, prompt, max_new_tokens=max_new_tokens)))
     positions = {f"accept_{int(row['position'])}": row["accepted"] for row in acceptance_by_position(generations)}
     return {"tau": decode_statistics(generations)["tau"], **positions}
 

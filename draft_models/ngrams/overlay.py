@@ -5,35 +5,29 @@ weight is a probability that ADED's Algorithm 2 has raised, and stands for the t
 counts what followed a context of 1 to K tokens in the text so far, with older occurrences decayed.
 """
 
-import io
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-from zipfile import BadZipFile
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from draft_models.ngrams.kernels import context_key, find, successors_of
 from draft_models.ngrams.table import Level, TrigramTable
-from outrider.errors import UserError, require
-from outrider.files import write_atomically
+from outrider.errors import UserError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOAD = 2  # slots per context at least
 
 
 _SLOT = np.dtype([("key", np.uint64), ("sum", np.float64), ("head", np.int32), ("seen", np.int32)], align=True)
-_ENTRY = np.dtype(
-    [("weight", np.float64), ("base", np.float64), ("token", np.int32), ("following", np.int32)], align=True
-)
+_ENTRY = np.dtype([("weight", np.float64), ("token", np.int32), ("following", np.int32)], align=True)
 
 
 class ContextMap(NamedTuple):
     """Contexts in an open hash table of 2^b slots. A context's successors are a linked list, the heaviest first.
 
     slots: records [2^b] of a context's key, the sum of its weights, its head (first entry; −1: the slot is free) and
-    how often it was seen. entries: records [E] of a successor's weight, its base (where decay leads back to), its
+    how often it was seen. entries: records [E] of a successor's weight, its
     token, and the following entry (−1: none). used: int64 [2], the numbers of contexts and entries.
     """
 
@@ -82,24 +76,6 @@ def with_room(known: ContextMap, more: int) -> ContextMap:
     larger = new_map(2 * needed)
     _copy(known, larger)
     return larger
-
-
-def _is_sound(known: ContextMap, vocabulary: int) -> bool:
-    """Whether compiled code can walk the map: it checks no index, and would go round in circles for ever."""
-    slots, entries, used = known
-    size = slots.size
-    shapes, types = zip(*((array.shape, array.dtype) for array in known), strict=True)
-    if types != (_SLOT, _ENTRY, np.int64) or shapes != ((size,), (size // _LOAD,), (2,)):
-        return False
-    if size < _LOAD or size & (size - 1):
-        return False
-    heads = slots["head"][slots["head"] >= 0]
-    contexts, count = used.tolist()
-    if contexts != len(heads) or contexts > len(entries) or not 0 <= count <= len(entries):
-        return False
-    following, tokens = entries["following"][:count], entries["token"][:count]
-    linked = np.sort(np.concatenate([heads, following[following >= 0]]))  # every entry once: no circles, none shared
-    return np.array_equal(linked, np.arange(count)) and bool(((tokens >= 0) & (tokens < vocabulary)).all())
 
 
 def _successors(known: ContextMap, key: np.uint64) -> dict[int, float]:
@@ -160,13 +136,13 @@ def _put(known, slot, entry):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _new_entry(known, slot, key, token, base):  # type: ignore[no-untyped-def]
+def _new_entry(known, slot, key, token, weight):  # type: ignore[no-untyped-def]
     if known.slots[slot].head < 0 and known.slots[slot].seen == 0:
         known.slots[slot].key = key
         known.used[0] += 1
     entry = known.used[1]
     known.used[1] += 1
-    known.entries[entry].token, known.entries[entry].weight, known.entries[entry].base = token, base, base
+    known.entries[entry].token, known.entries[entry].weight = token, weight
     return entry
 
 
@@ -208,20 +184,6 @@ def adapt(known, level, ids, start, stop, vocabulary, increment, highest):  # ty
         _put(known, slot, entry)
 
 
-@njit(cache=True, nogil=True)
-def _decay(known, factor):  # type: ignore[no-untyped-def]
-    for slot in range(len(known.slots)):
-        entry, known.slots[slot].head = known.slots[slot].head, -1
-        known.slots[slot].sum = 0.0
-        while entry >= 0:
-            after = known.entries[entry].following
-            base = known.entries[entry].base
-            known.entries[entry].weight = base + (known.entries[entry].weight - base) * factor
-            known.slots[slot].sum += known.entries[entry].weight
-            _put(known, slot, entry)
-            entry = after
-
-
 class Overlay:
     """Probabilities of n-grams of one order, raised above the table's by the text they occurred in (Algorithm 2).
 
@@ -246,43 +208,12 @@ class Overlay:
         self.known = with_room(self.known, stop - start)
         adapt(self.known, self.level, ids, start, stop, self.table.vocabulary, self.increment, self.highest)
 
-    def decay(self, factor: float) -> None:
-        """Move every probability back towards the table's, to `factor` of the distance."""
-        require(0 < factor <= 1, "factor", factor, "a number in (0, 1]; reset() forgets everything")
-        _decay(self.known, factor)
-
     def successors(self, context: Sequence[int]) -> dict[int, float]:
         """What was raised after a context of order − 1 ids: {token: probability}, likeliest first."""
         if not all(0 <= token < self.table.vocabulary for token in context):
             return {}
         key = context_key(np.asarray(context, np.int64), len(context), len(context), self.level.bits)
         return _successors(self.known, np.uint64(key))
-
-    def save(self, path: Path | str) -> None:
-        """Write what was learnt to one file. Raises `UserError`."""
-        content = io.BytesIO()
-        facts = {"order": self.order, "vocabulary": self.table.vocabulary, "tokenizer": self.table.tokenizer}
-        arrays: dict[str, Any] = {**self.known._asdict(), **{name: np.array(value) for name, value in facts.items()}}
-        np.savez(content, **arrays)
-        write_atomically(Path(path), content.getvalue())
-
-    def load(self, path: Path | str) -> None:
-        """Take over what another overlay saved. Raises `UserError` where it is damaged or of another table's ids."""
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                facts = (int(stored["order"]), int(stored["vocabulary"]), str(stored["tokenizer"]))
-                known = ContextMap(*(stored[name] for name in ContextMap._fields))
-        except (OSError, ValueError, TypeError, KeyError, EOFError, BadZipFile) as error:
-            raise UserError(f"{path}: not a saved overlay ({error})") from None
-        expected = (self.order, self.table.vocabulary, self.table.tokenizer)
-        if facts != expected:
-            raise UserError(
-                f"{path}: overlay for n-grams of order {facts[0]} over {facts[1]} ids of tokenizer {facts[2][:12]}, "
-                f"expected order {expected[0]} over {expected[1]} of {expected[2][:12]}"
-            )
-        if not _is_sound(known, self.table.vocabulary):
-            raise UserError(f"{path}: damaged overlay (its arrays do not fit together); save it again")
-        self.known = known
 
 
 # ---------------------------------------------------------------------------------------------------- the text so far

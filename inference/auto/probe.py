@@ -13,12 +13,15 @@ from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.costs import Costs, curve, typical
 from inference.auto.policy import INDICES, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
-from inference.decode import Clock, Round, autoregressive, speculative
+from inference.decode import Round, autoregressive, speculative
+from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import GREEDY, Drafters, make_drafting
+from inference.drafters.shaped import Shaped
+from inference.evaluate.arms import GREEDY, Drafters, new_drafter
 from inference.generation_config import generate_settings, make_sampler
 from inference.runtime import Runtime
 from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig
+from inference.stopwatch import Clock
 from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.tree import DraftTree
 from outrider.streams import Streams
@@ -115,22 +118,27 @@ def measure(
     sampled = sampling.temperature > 0
     generations = itertools.count()
 
-    def decode(arm: Callable[..., Iterator[Round]], *drafting: Any, tokens: int) -> Iterator[Round]:
+    def make_shaped(method: MethodConfig, streams: Streams) -> Shaped:
+        drafter = new_drafter(method, drafters, streams, sampled)
+        assert isinstance(drafter, Shaped)
+        return drafter
+
+    def decode(arm: Callable[..., Iterator[Round]], *drafter: Drafter, tokens: int) -> Iterator[Round]:
         coins = streams.of("verify", next(generations)) if sampled else None
         chooser = Chooser(sampler, coins, naive=method.verify == "naive")
         options = {"max_new_tokens": tokens, "chooser": chooser, "runtime": runtime, "clock": clock}
-        return arm(stack, *drafting, prompt, **options)
+        return arm(stack, *drafter, prompt, **options)
 
     plain = list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]
     explicit = probes(method)
-    drafting = [make_drafting(p, drafters, streams.within("probe", i), sampled) for i, p in enumerate(explicit)]
-    structures = [structure for _, structure in drafting]
+    shaped = [make_shaped(p, streams.within("probe", i)) for i, p in enumerate(explicit)]
+    structures = [drafter.structure for drafter in shaped]
     probe = _Probe(structures, TRIALS[method.structure.kind], clock)
 
     def rounds() -> Iterator[Round]:
         while True:
-            source, _ = make_drafting(explicit[0], drafters, streams, sampled)
-            yield from (r for r in decode(speculative, source, probe, tokens=new_tokens) if r.drafted)
+            drafter = Shaped(make_shaped(explicit[0], streams).model, probe)
+            yield from (r for r in decode(speculative, drafter, tokens=new_tokens) if r.drafted)
 
     verified: list[tuple[int, float]] = []
     rests: list[float] = []

@@ -17,10 +17,11 @@ from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker
+from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
-from inference.session import TargetSession
+from inference.session import TargetSession, View
 from inference.settings import MethodConfig
-from inference.structures.factory import Structure, make_structure
+from inference.structures.factory import make_structure
 from outrider.streams import Streams
 
 
@@ -40,9 +41,9 @@ class EarlyExitSource:
 
     def begin(self, session: TargetSession) -> None:
         self.session = session
-        self.cache = session.exit_cache(self.drafter)
+        self.cache = session.cache_beside(self.drafter, range(self.split, self.split + 1))
         prompt = session.hidden
-        session.run_exit(self.drafter, prompt, 0, self.cache, wanted=0)
+        self._exit(prompt, 0, wanted=0)
         self._pending = prompt[:, :0]
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -52,9 +53,28 @@ class EarlyExitSource:
         if waiting:
             hidden = torch.cat([self._pending, hidden], dim=1)
             self._pending = self._pending[:, :0]
-        hidden, logits = self.session.run_exit(self.drafter, hidden, start - waiting, self.cache, len(parents))
+        hidden, logits = self._exit(hidden, start - waiting, len(parents))
         self.hidden = hidden[0, waiting:]
         return logits[0]
+
+    def _exit(self, hidden: Tensor, start: int, wanted: int) -> tuple[Tensor, Tensor]:
+        """The exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
+
+        Returns its output [1, n, d] and the logits of the last `wanted` rows [1, wanted, V].
+        """
+        drafter = self.drafter
+
+        def exit_pass(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
+            hidden = drafter.layer(
+                hidden,
+                attention_mask=view.masks()[drafter.window],
+                past_key_values=self.cache,
+                position_embeddings=view.rotary,
+            )
+            return hidden, drafter.logits(view.last(hidden, wanted)) if wanted else hidden[:, :0]
+
+        hidden, logits = self.session.run_beside(f"exit {id(drafter)}", exit_pass, hidden, start, self.cache)
+        return hidden, logits[:, logits.shape[1] - wanted :]
 
     @property
     def target_hidden(self) -> Tensor:
@@ -106,8 +126,8 @@ class EarlyExitMaker(Maker):
 
     def make(
         self, model: Calibrated, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> tuple[Drafter, Structure]:
-        return EarlyExitSource(model.exit), make_structure(method, streams, drawn, model.head, tuning)
+    ) -> Drafter:
+        return Shaped(EarlyExitSource(model.exit), make_structure(method, streams, drawn, model.head, tuning))
 
 
 MAKER = EarlyExitMaker()

@@ -1,33 +1,55 @@
 """What the decoding loop asks of a drafter."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from inference.acceptance import Chooser
 from inference.session import TargetSession
+from inference.stopwatch import Stopwatch
+from inference.tree import DraftTree
 
 
-class Drafter(Protocol):
-    """Whatever drafts follow the text with: told the prompt, then every round's outcome."""
+class Drafter(ABC):
+    """Drafts a tree a round and is told what came of it; of one generation.
 
-    split: int  # target layers it shares: the session it works in is split there
+    split: how many of the target's first layers it shares; the session is split there. max_rows: how many rows a round
+    may add to the caches, besides the root. totals: sums over rounds, for the report (see `Structure.totals`).
+    """
 
-    def begin(self, session: TargetSession) -> None:
-        """Called once, with the prompt fed to the session's first half and not yet committed."""
-        ...
+    split: int = 0
+    max_rows: int
+    totals: Mapping[str, float] = {}
 
-    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """The round ends with the path `tokens` committed, root first; called before the session's own commit.
+    @abstractmethod
+    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+        """Called once, with the prompt fed to the session's first half and not yet committed.
 
-        rows: the row of each, in the session where the source shares it, else as the source was fed them, with
-        −1 (or a row it never had) for a token it was not fed.
+        chooser: says how tokens are chosen, for drafts that are drawn likewise; watch: to be told of the drafter's
+        forward passes, as `watch.part("draft")`.
         """
-        ...
+
+    @abstractmethod
+    def draft(self, root: Tensor, limit: int) -> DraftTree:
+        """A draft under `root` [1], the last token of the text: paths have at most `limit` nodes; at 0 it is empty."""
+
+    @abstractmethod
+    def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        """The round ends: of `tree` the path `nodes` was accepted; the root and its tokens are `tokens`.
+
+        Called before the session's own commit.
+        """
 
 
-class DraftModel(Drafter, Protocol):
-    """An autoregressive drafter: gives next-token distributions after any node of the round's tree."""
+class DraftModel(Protocol):
+    """An autoregressive drafter: gives next-token distributions after any node of the round's tree.
+
+    `inference.drafters.shaped.Shaped` makes a `Drafter` of it.
+    """
+
+    split: int  # see `Drafter`
 
     @property
     def hidden(self) -> Tensor:
@@ -39,9 +61,21 @@ class DraftModel(Drafter, Protocol):
         """The target's last hidden state [1, d] at the last verified position."""
         ...
 
+    def begin(self, session: TargetSession) -> None:
+        """As `Drafter.begin`."""
+        ...
+
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, V] after each.
 
         `hidden` and the logits hold until the next call.
+        """
+        ...
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """The round ends with the path `tokens` committed, root first; called before the session's own commit.
+
+        rows: the row of each, in the session where the model shares it, else as the model was fed them, with −1 (or a
+        row it never had) for a token it was not fed.
         """
         ...

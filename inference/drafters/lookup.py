@@ -5,36 +5,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker
 from inference.session import TargetSession
 from inference.settings import CHAIN_TOKENS, MethodConfig
-from inference.structures.factory import RoundSource, Structure
+from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree, chain_parents
 from outrider.streams import Streams
 
 
-class PromptLookup:
-    """Source and structure in one: needs no model, so a round costs one dictionary look-up per n-gram length.
+class PromptLookup(Drafter):
+    """Needs no model, so a round costs one dictionary look-up per n-gram length.
 
     The longest suffix of the text, `max_ngram` tokens down to one, that occurred before gives the draft: the
-    up to `max_draft` tokens behind its latest earlier occurrence.
+    up to `max_draft` tokens after its latest earlier occurrence.
     """
-
-    split = 0
 
     def __init__(self, max_ngram: int = 3, max_draft: int = 10):
         self.max_ngram = max_ngram
         self.max_rows = max_draft
-        self.totals: dict[str, float] = {}
 
-    def begin(self, session: TargetSession) -> None:
+    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
         self._text: list[int] = []
         self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → where its latest continuation begins
         self._append(session.tokens.tolist())
 
-    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+    def draft(self, root: Tensor, limit: int) -> DraftTree:
         last = int(root)
         self._note_end()  # what ends the text is followed by the root
         suffix = [*self._text[-self.max_ngram :], last]
@@ -48,10 +46,7 @@ class PromptLookup:
         tokens = torch.tensor(found, dtype=torch.long, device=root.device)
         return DraftTree(tokens, chain_parents(0, len(found)), (-1,) * len(found))
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        pass
-
-    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+    def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self._append(tokens)
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -71,9 +66,8 @@ class LookupMaker(Maker):
 
     def make(
         self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> tuple[Drafter, Structure]:
-        lookup = PromptLookup(method.max_ngram, method.stop.limit(CHAIN_TOKENS))
-        return lookup, lookup
+    ) -> Drafter:
+        return PromptLookup(method.max_ngram, method.stop.limit(CHAIN_TOKENS))
 
 
 MAKER = LookupMaker()

@@ -1,9 +1,9 @@
 """Drafting from an n-gram table: ADED's tri-gram search with adaptation, and a mixture of longer contexts.
 
-Sources and structures in one, like `inference.drafters.lookup`: neither runs a model, and both see nothing but tokens.
+Neither runs a model, and both see nothing but tokens.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, w
 from draft_models.ngrams.table import TrigramTable, make_level
 from draft_models.ngrams.table_files import table_digest
 from draft_models.target.open_target import OpenTarget
+from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.ngram_mixing import CANDIDATES, CORPUS_ORDERS, learn_text, mixed_best_first, new_weights
@@ -23,24 +24,21 @@ from inference.drafters.ngram_search import best_first, exploration, new_nodes, 
 from inference.drafters.registry import Maker
 from inference.session import TargetSession
 from inference.settings import MethodConfig, NgramConfig
-from inference.structures.factory import RoundSource, Structure
+from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree
-from outrider.errors import UserError, require
+from outrider.errors import require
 from outrider.streams import Streams
 
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
 
 
-class _OverText(ABC):
+class _OverText(Drafter):
     """Keeps the text as an array of ids and has every token of it learnt once, in order."""
-
-    split = 0
 
     def __init__(self, max_rows: int):
         self.max_rows = max_rows
-        self.totals: dict[str, float] = {}
 
-    def begin(self, session: TargetSession) -> None:
+    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
         prompt = session.tokens.tolist()
         self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
         self._length = self._learnt = 0
@@ -49,7 +47,7 @@ class _OverText(ABC):
         self._learn_prompt(self._ids, self._length)
         self._learnt = self._length
 
-    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+    def draft(self, root: Tensor, limit: int) -> DraftTree:
         self._reserve(1)
         self._ids[self._length] = int(root)  # committed, but only with the round it opens
         self._learn(self._ids, self._learnt, self._length + 1)
@@ -64,10 +62,7 @@ class _OverText(ABC):
             None if probs is None else torch.from_numpy(probs),
         )
 
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:  # noqa: B027
-        """A draft teaches nothing but what the text then says."""
-
-    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+    def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self._append(tokens)
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -98,21 +93,13 @@ class _OverText(ABC):
 class TrigramDrafter(_OverText):
     """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
 
-    overlay: adapt this one and keep what it learns from one generation to the next (`adapt` off: it only reads it);
-    by default every prompt begins with an empty one. Raises `UserError` if it is of another table or order.
+    What it learns from a text it forgets with it.
     """
 
-    def __init__(self, table: TrigramTable, config: NgramConfig, seed: int, overlay: Overlay | None = None):
+    def __init__(self, table: TrigramTable, config: NgramConfig, seed: int):
         super().__init__(config.nodes)
-        if overlay is not None and (overlay.table is not table or overlay.order != config.order):
-            whose = "this" if overlay.table is table else "another"
-            raise UserError(
-                f"overlay: of order {overlay.order} over {whose} n-gram table, expected order {config.order} over this "
-                f"one; make it with Overlay(table, {config.order})"
-            )
         self.table, self.config, self.seed = table, config, seed
-        self._keep = overlay is not None
-        self.overlay = overlay or Overlay(table, config.order, config.increment, config.max_probability)
+        self.overlay = Overlay(table, config.order, config.increment, config.max_probability)
         self._nodes = new_nodes(config.nodes)
         if config.search == "puct":
             self._tree = new_search(config.iterations)
@@ -123,8 +110,7 @@ class TrigramDrafter(_OverText):
 
     def _reset(self) -> None:
         self._seed = np.array([self.seed % 2**64], np.uint64)
-        if not self._keep:
-            self.overlay.reset()
+        self.overlay.reset()
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         if self.config.adapt:
@@ -217,9 +203,8 @@ class NgramMaker(Maker):
 
     def make(
         self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> tuple[Drafter, Structure]:
-        ngrams = make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64))
-        return ngrams, ngrams
+    ) -> Drafter:
+        return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64))
 
 
 MAKER = NgramMaker()

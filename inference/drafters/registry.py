@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from inference.auto.policy import Tuning
     from inference.drafters.interface import Drafter
     from inference.settings import MethodConfig
-    from inference.structures.factory import Structure
     from outrider.streams import Streams
 
 
@@ -50,8 +49,8 @@ class Maker(ABC):
     @abstractmethod
     def make(
         self, model: Any, method: "MethodConfig", streams: "Streams", *, drawn: bool, tuning: "Tuning | None"
-    ) -> "tuple[Drafter, Structure]":
-        """A drafter and the structure of its drafts, fresh for one generation (see `make_drafting`)."""
+    ) -> "Drafter":
+        """A drafter, fresh for one generation (see `new_drafter`)."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from draft_models.target.whole_model import PlainLM, RowCache
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker
+from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
 from inference.settings import MethodConfig
-from inference.structures.factory import Structure, make_structure
+from inference.structures.factory import make_structure
 from inference.tree import chain_parents
 from outrider.errors import UserError
 from outrider.streams import Streams
@@ -51,7 +52,7 @@ class SmallLMSource:
                 "shorten one of them, or use a drafter with a longer context"
             )
         self.target = session
-        self.vocabulary = session.stack.config.vocab_size
+        self.vocabulary = session.vocabulary
         prompt = session.tokens.to(self.lm.device)
         self.session: TargetSession | PlainSession
         if isinstance(self.lm, PlainLM):
@@ -153,8 +154,8 @@ class SmallLMMaker(Maker):
 
     def make(
         self, model: SmallLM, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> tuple[Drafter, Structure]:
-        return SmallLMSource(model), make_structure(method, streams, drawn, None, tuning)
+    ) -> Drafter:
+        return Shaped(SmallLMSource(model), make_structure(method, streams, drawn, None, tuning))
 
 
 MAKER = SmallLMMaker()

@@ -13,7 +13,7 @@ from draft_models.target.attention import stock_attention
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
-from inference.decode import Clock, Round, autoregressive, cut, speculative, until
+from inference.decode import Round, autoregressive, cut, speculative, until
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS
 from inference.evaluate.lossless import Deviation, Forced, make_reference
@@ -23,7 +23,7 @@ from inference.runtime import Runtime
 from inference.sampling import Sampler
 from inference.settings import MethodConfig, SamplingConfig
 from inference.stop_strings import StopStrings
-from inference.structures.factory import Structure
+from inference.stopwatch import Clock
 from outrider.streams import Streams
 
 GREEDY = SamplingConfig()
@@ -51,7 +51,7 @@ class Generation:
     prefill_seconds: float
     decode_seconds: float
     rounds: tuple[Round, ...] = ()
-    totals: Mapping[str, float] = field(default_factory=dict)  # of the structure (see `Structure.totals`)
+    totals: Mapping[str, float] = field(default_factory=dict)  # of the drafter (see `Structure.totals`)
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # with other choosers in the
 Drafters = Mapping[str, Any]  # the loaded model of each kind (see `inference.drafters.registry`) that has one
 
 
-def make_drafting(
+def new_drafter(
     method: MethodConfig,
     drafters: Drafters,
     streams: Streams,
     drawn: bool = False,
     tuning: Tuning | None = None,
-) -> tuple[Drafter, Structure]:
-    """The source and structure of `method`, fresh for the one generation that `streams` belong to.
+) -> Drafter:
+    """The drafter of `method`, fresh for the one generation that `streams` belong to.
 
     drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.auto.probe`).
     """
@@ -167,10 +167,10 @@ def make_arms(
 
         def draft(prompt: Sequence[int], streams: Streams) -> Generation:
             own = streams.within(name)
-            source, structure = make_drafting(method, drafters, own, sampled, tuning)
+            drafter = new_drafter(method, drafters, own, sampled, tuning)
             chooser = choose_by(own, prompt, naive=method.verify == "naive")
-            decoded = run(speculative(stack, source, structure, prompt, chooser=chooser, **ours), prompt)
-            return replace(decoded, totals=dict(structure.totals))
+            decoded = run(speculative(stack, drafter, prompt, chooser=chooser, **ours), prompt)
+            return replace(decoded, totals=dict(drafter.totals))
 
         return draft
 

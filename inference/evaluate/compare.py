@@ -22,7 +22,6 @@ from draft_models.card import add_report
 from inference.attention_kernels import KernelChoice
 from inference.auto.policy import Tuning
 from inference.auto.probe import NEW_TOKENS, tune
-from inference.decode import Clock
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import (
     AUTOREGRESSIVE,
@@ -52,6 +51,7 @@ from inference.evaluate.subject import (
 )
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig, MethodConfig
+from inference.stopwatch import Clock
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.processes import from_main, join_processes, only_run_of

@@ -1,8 +1,8 @@
 """Replay: recorded greedy generations stand in for a target.
 
 Under greedy decoding the text does not depend on the drafter, so a recording gives the exact τ of any drafter that
-sees nothing but tokens, without the target's weights. Rounds are made and counted as in
-`inference.decode.speculative`; on the same tokens both yield the same rounds.
+sees nothing but tokens, without the target's weights. The loop is the one that decodes,
+`inference.decode.decode_rounds`: a recording takes the place of the session, and its choices that of logits.
 
 Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
 "choices": [{"turns": [answer, …]}]}. They hold text, so the ids that the target emitted are recovered by tokenising.
@@ -20,35 +20,29 @@ from typing import Any
 
 import torch
 from sentencepiece import SentencePieceProcessor
+from torch import Tensor
 from tqdm import tqdm
 
 from draft_models.checkpoint import provenance
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.vocabulary import vocabulary_digest
-from inference.decode import Clock, Round, cut
+from inference.acceptance import Chooser
+from inference.decode import Round, cut, decode_rounds
 from inference.drafters.interface import Drafter
-from inference.evaluate.arms import Drafters, Generation, PromptLike, collect, make_drafting
+from inference.evaluate.arms import Drafters, Generation, PromptLike, collect, new_drafter
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics, structure_statistics
 from inference.evaluate.subject import load_drafters
+from inference.session import TargetSession
 from inference.settings import EvaluateConfig, MethodConfig
-from inference.structures.factory import Structure
-from inference.tree import depths
+from inference.stopwatch import Clock
+from inference.tree import DraftTree, depths
 from inference.verify import verify_greedy
 from outrider.errors import UserError, require
 from outrider.files import is_text, parse_json, require_writable, write_atomically, write_json
 from outrider.processes import join_processes
 from outrider.run_dirs import only_run
 from outrider.streams import Streams
-
-_BEYOND = -1  # the "choice" of a recording behind its end
-
-
-@dataclass(frozen=True)
-class RecordedSession:
-    """As much of a `TargetSession` as drafters see that share nothing with the target: the prompt's ids [n]."""
-
-    tokens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -72,9 +66,56 @@ class Recording:
     answer: tuple[int, ...]
 
 
+class RecordedSession:
+    """As much of a `TargetSession` as the loop, and drafters that share nothing with the target, see of it.
+
+    What it gives in the place of logits are the recorded choices themselves: the token [n + 1] that the target says
+    after the root and after each node, right for the nodes that the recording goes through. After its end the recording
+    says its last token again.
+    """
+
+    def __init__(self, prompt: Sequence[int], recorded: Sequence[int]):
+        self.tokens = torch.tensor(prompt)
+        self.base = 0
+        self.vocabulary = 1 + max(recorded)
+        self._start, self._recorded = len(prompt), recorded
+
+    def prefill(self, prompt: Sequence[int]) -> Tensor:
+        """The first recorded token [1]."""
+        return torch.tensor(self._recorded[:1])
+
+    def run_tree(self, root: Tensor, tree: DraftTree) -> Tensor:
+        """The recorded choices after the root and after each node."""
+        done = self.base + 1 - self._start  # of the recording, the root included
+        last = len(self._recorded) - 1
+        return torch.tensor([self._recorded[min(done + depth, last)] for depth in depths(tree.parents)])
+
+    def path(self, nodes: Sequence[int]) -> list[int]:
+        """See `TargetSession.path`."""
+        return [0, *nodes]
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """See `TargetSession.commit`."""
+        self.base += len(rows)
+
+
+class RecordedChooser(Chooser):
+    """Chooses what was recorded: of a `RecordedSession`, what stands for logits is the choice."""
+
+    def begin(self, session: TargetSession, prompt: Sequence[int]) -> None:
+        """There is no device."""
+
+    def next_token(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
+        proposed = tree.tokens.tolist()
+        nodes, bonus = verify_greedy(proposed, tree.parents, logits.tolist())
+        return proposed, nodes, torch.tensor([bonus]), bonus
+
+
 def replay(
-    source: Drafter,
-    structure: Structure,
+    drafter: Drafter,
     prompt: Sequence[int],
     answer: Sequence[int],
     *,
@@ -88,38 +129,8 @@ def replay(
     """
     if not answer:
         raise UserError("empty recorded answer: expected the target's tokens, the end token included")
-    recorded = cut(answer, eos, max_new_tokens)
-    source.begin(RecordedSession(torch.tensor(prompt)))  # type: ignore[arg-type]
-    yield Round(recorded[:1], 0, 0, 0, 0.0)
-    place, budget = 1, max_new_tokens - 1
-    while place < len(recorded):
-        started = clock()
-        root = torch.tensor([recorded[place - 1]])
-        tree = structure.draft(None, root, budget - 1)  # type: ignore[arg-type]
-        drafted = clock()
-        proposed = tree.tokens.tolist()
-        nodes, bonus = verify_greedy(proposed, tree.parents, _choices(recorded, place, tree.parents))
-        committed = [recorded[place - 1], *(proposed[node] for node in nodes)]
-        verified = clock()
-        source.commit([0, *(tree.rows[node] for node in nodes)], committed)
-        structure.observe(tree, nodes)
-        tokens = cut([*committed[1:], bonus], eos, min(budget, len(recorded) - place))
-        place, budget = place + len(tokens), budget - len(tokens)
-        ended = clock()
-        yield Round(
-            tokens,
-            len(tree),
-            min(len(nodes), len(tokens)),
-            tree.depth,
-            seconds=ended - started,
-            structure_seconds=drafted - started + ended - verified,
-        )
-
-
-def _choices(recorded: Sequence[int], place: int, parents: Sequence[int]) -> list[int]:
-    """What the target chooses after the root and after each node, right for those that the recording goes through."""
-    places = (place + depth for depth in depths(parents))
-    return [recorded[at] if at < len(recorded) else _BEYOND for at in places]
+    session: Any = RecordedSession(prompt, cut(answer, eos, max_new_tokens))
+    return decode_rounds(session, drafter, RecordedChooser(), prompt, max_new_tokens, eos, clock)
 
 
 # ------------------------------------------------------------------------------------------------------- recordings
@@ -260,10 +271,10 @@ def replay_turns(
     """
     generations = []
     for turn in tqdm(turns, desc=name, unit="turn", disable=None):
-        source, structure = make_drafting(method, drafters, Streams(seed, turn.id).within(name))
+        drafter = new_drafter(method, drafters, Streams(seed, turn.id).within(name))
         budget = max(max_new_tokens, len(turn.answer))
-        rounds = replay(source, structure, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
-        generations.append(collect(rounds))
+        replayed = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
+        generations.append(collect(replayed))
     return generations
 
 

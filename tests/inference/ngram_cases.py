@@ -49,5 +49,5 @@ def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
 
 def draft(drafter: TrigramDrafter | MixedDrafter, text: list[int], limit: int = 100) -> DraftTree:
     """A draft after `text`, whose last id is the root."""
-    drafter.begin(FakeSession(text[:-1]))  # type: ignore[arg-type]
-    return drafter.draft(None, torch.tensor(text[-1:]), limit)  # type: ignore[arg-type]
+    drafter.begin(FakeSession(text[:-1]), None, None)
+    return drafter.draft(torch.tensor(text[-1:]), limit)

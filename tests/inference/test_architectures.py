@@ -25,6 +25,7 @@ from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM, RowCache, require_rows
 from inference.decode import speculative
+from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import PlainSession, SmallLMSource
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.fused_layers import PackedLinear, can_pack, pack_linears
@@ -84,7 +85,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> PlainLM:
 def decode(stack: LayerStack, source: SmallLMSource, structure: str, prompt: list[int], count: int) -> tuple:
     """The new tokens, and how many were drafted and accepted."""
     drafting = make_structure(method_of(STRUCTURES[structure]), Streams(0))
-    rounds = list(speculative(stack, source, drafting, prompt, max_new_tokens=count))
+    rounds = list(speculative(stack, Shaped(source, drafting), prompt, max_new_tokens=count))
     return [t for r in rounds for t in r.tokens], sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
 
 

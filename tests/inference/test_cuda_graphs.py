@@ -19,6 +19,7 @@ from inference.capture import GraphPool
 from inference.cuda_graphs import Graphed
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.fixed_shapes import WIDTHS, FixedView, Upload
 from inference.fused_layers import fuse_layers
@@ -46,7 +47,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decode(stack: LayerStack, source: Any, method: MethodConfig, runtime: Any, prompt: list[int], count: int) -> list:
     rounds: list[Round] = list(
-        speculative(stack, source, make_structure(method, Streams(0)), prompt, max_new_tokens=count, runtime=runtime)
+        speculative(
+            stack, Shaped(source, make_structure(method, Streams(0))), prompt, max_new_tokens=count, runtime=runtime
+        )
     )
     assert any(r.drafted for r in rounds)
     return tokens_of(rounds)

@@ -14,6 +14,7 @@ from inference.decode import Round, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.ngrams import make_ngram_drafter
+from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import Generation, collect
 from inference.evaluate.replay import replay
 from inference.evaluate.report import plot_acceptance
@@ -61,6 +62,18 @@ def watched(drafting: Structure, seen: Seen) -> Structure:
 
     drafting.observe = noted  # type: ignore[method-assign]
     return drafting
+
+
+def noting(drafter: Any, seen: Seen) -> Any:
+    """`drafter`, whose drafts and what was accepted of them are kept on the side."""
+    commit = drafter.commit
+
+    def noted(tree: DraftTree, nodes: Any, tokens: Any) -> None:
+        seen.append((tree, list(nodes)))
+        commit(tree, nodes, tokens)
+
+    drafter.commit = noted
+    return drafter
 
 
 @given(st.lists(st.integers(0, 40), max_size=40))
@@ -113,7 +126,7 @@ def test_acceptance_by_depth_of_what_was_decoded(models: tuple[LayerStack, Any],
     seen: Seen = []
     drafting = watched(make_structure(method_of(DEEP[structure]), Streams(0)), seen)
     source = EarlyExitSource(drafter)
-    generation = collect(speculative(stack, source, drafting, random_prompt(20), max_new_tokens=40))
+    generation = collect(speculative(stack, Shaped(source, drafting), random_prompt(20), max_new_tokens=40))
     found = acceptance_by_position([generation])
     assert found == table_by_definition(seen)
     assert any(0 < row["accepted"] < 1 for row in found)
@@ -129,12 +142,12 @@ def test_acceptance_by_depth_of_drafters_that_see_tokens_decoded_and_replayed(
     prompt = random_prompt(12) * 3
     drafted = [of_tokens()[name]() for _ in range(2)]
     live: Seen = []
-    source = watched(drafted[0], live)
-    generation = collect(speculative(stack, source, source, prompt, max_new_tokens=40))  # type: ignore[arg-type]
+    drafter = noting(drafted[0], live)
+    generation = collect(speculative(stack, drafter, prompt, max_new_tokens=40))
     recorded: Seen = []
-    again = watched(drafted[1], recorded)
+    again = noting(drafted[1], recorded)
     options: Any = {"max_new_tokens": 40}
-    replayed = collect(replay(again, again, prompt, generation.tokens, **options))  # type: ignore[arg-type]
+    replayed = collect(replay(again, prompt, generation.tokens, **options))
     found = acceptance_by_position([generation])
     assert found == table_by_definition(live) == acceptance_by_position([replayed]) == table_by_definition(recorded)
     assert any(len(tree) for tree, _ in live)

@@ -14,6 +14,7 @@ from draft_models.target.tensor_files import open_tensors
 from inference import fused_layers
 from inference.decode import autoregressive, speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations, prepare
 from inference.evaluate.lossless import judge
 from inference.fused_layers import FusedLayer, PackedLinear, RMSNorm, can_pack, fuse_layers, join, pack_linears
@@ -121,7 +122,9 @@ def check_decoding(stack: LayerStack, path: Path, prompt: list[int], expected: l
     drafter = make_drafter(path, LAYERS - 1, noise=0.1, **how)
     prepare(stack, {"early_exit": Calibrated(drafter)})
     assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
-    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=40))
+    rounds = list(
+        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40)
+    )
     assert [t for r in rounds for t in r.tokens] == expected
     assert sum(r.accepted for r in rounds) > 10
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens] == expected

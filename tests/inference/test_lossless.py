@@ -17,6 +17,7 @@ from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.interface import DraftModel
+from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import make_arms
 from inference.sampling import Sampler
@@ -86,7 +87,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_greedy_equals_generate(target: tuple, source: str, structure: str) -> None:
     path, small, stack, prompt, expected = target
     drafting = structure_of(structure)
-    rounds = list(speculative(stack, make_source(source, path, small), drafting, prompt, max_new_tokens=40))
+    rounds = list(speculative(stack, Shaped(make_source(source, path, small), drafting), prompt, max_new_tokens=40))
     assert tokens_of(rounds) == expected
     assert sum(r.drafted for r in rounds) > 20
     if source != "early_exit, first layer":  # that one guesses next to nothing
@@ -106,7 +107,7 @@ def test_what_the_papers_report_of_their_structures(target: tuple) -> None:
             observe(tree, accepted)
 
         drafting.observe = record  # type: ignore[method-assign]
-        list(speculative(stack, make_source("small_lm", path, small), drafting, prompt, max_new_tokens=40))
+        list(speculative(stack, Shaped(make_source("small_lm", path, small), drafting), prompt, max_new_tokens=40))
         if name == "opt_tree":
             expected = sum(1 + float(tree.path_probs.sum()) for tree, _ in seen)
             assert drafting.totals == pytest.approx({"expected_tau": expected}, rel=1e-5)
@@ -131,7 +132,7 @@ def test_a_sharper_q_drafts_deeper(target: tuple) -> None:
             observe(tree, accepted)
 
         drafting.observe = record  # type: ignore[method-assign]
-        list(speculative(stack, make_source("small_lm", path, small), drafting, prompt, max_new_tokens=40))
+        list(speculative(stack, Shaped(make_source("small_lm", path, small), drafting), prompt, max_new_tokens=40))
         return sum(depths) / len(depths)
 
     assert mean_depth(0.3) > mean_depth(1.0) > mean_depth(4.0)
@@ -145,14 +146,16 @@ def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: st
     _, stack = open_stack(path, torch.float64)
     drafter = make_source(source, path, path, torch.float64)
     prompt = random_prompt(9)
-    text = prompt + tokens_of(list(speculative(stack, drafter, structure_of(structure), prompt, max_new_tokens=30)))
+    text = prompt + tokens_of(
+        list(speculative(stack, Shaped(drafter, structure_of(structure)), prompt, max_new_tokens=30))
+    )
     fresh = make_source(source, path, path, torch.float64)
 
     def caches(of: DraftModel) -> list:
         return [of.cache, of.session.first, of.session.rest] if source == "early_exit" else [of.session.first]
 
     known = caches(drafter)[0].length
-    next(speculative(stack, fresh, structure_of(structure), text[:known], max_new_tokens=2))
+    next(speculative(stack, Shaped(fresh, structure_of(structure)), text[:known], max_new_tokens=2))
     for ours, expected in zip(caches(drafter), caches(fresh), strict=True):
         for pair, fresh_pair in zip(ours.content(), expected.content(), strict=True):
             for tensor, fresh_tensor in zip(pair, fresh_pair, strict=True):
@@ -165,7 +168,9 @@ def test_trees_up_to_the_last_position_of_the_context(tmp_path: Path, source: st
     path = save_target(tmp_path, "llama", kv_heads=2)
     model, stack = open_stack(path)
     prompt = random_prompt(236)
-    rounds = speculative(stack, make_source(source, path, path), structure_of(structure), prompt, max_new_tokens=20)
+    rounds = speculative(
+        stack, Shaped(make_source(source, path, path), structure_of(structure)), prompt, max_new_tokens=20
+    )
     assert tokens_of(list(rounds)) == reference_generate(model, prompt, 20)
 
 
@@ -183,7 +188,9 @@ def test_greedy_with_a_repetition_penalty_equals_generate(tmp_path: Path, struct
     assert expected != reference_generate(model, prompt, 40)
     sampler = Sampler(SamplingConfig(repetition_penalty=1.3))
     source = make_source("early_exit", path, path)
-    rounds = speculative(stack, source, structure_of(structure), prompt, max_new_tokens=40, chooser=Chooser(sampler))
+    rounds = speculative(
+        stack, Shaped(source, structure_of(structure)), prompt, max_new_tokens=40, chooser=Chooser(sampler)
+    )
     assert tokens_of(list(rounds)) == expected
     assert tokens_of(list(autoregressive(stack, prompt, max_new_tokens=40, chooser=Chooser(sampler)))) == expected
 
@@ -224,7 +231,9 @@ def test_draft_and_target_distributions_are_processed_alike(tiny_vocabulary: tup
     chooser = Chooser(Sampler(SamplingConfig(temperature=0.9, repetition_penalty=1.8), [ByLength()]), generator)
     drafting = make_tree(StructureConfig(kind="k_config", widths=widths), random.Random(1))
     count = 1 + 6 * (len(widths) + 1)
-    rounds = list(speculative(stack, SmallLMSource(stack), drafting, prompt, max_new_tokens=count, chooser=chooser))
+    rounds = list(
+        speculative(stack, Shaped(SmallLMSource(stack), drafting), prompt, max_new_tokens=count, chooser=chooser)
+    )
     assert [r.accepted for r in rounds[1:]] == [len(widths)] * 6
     assert drafting.totals == {"nodes_tried": 6 * len(widths), "accepted_candidate_1": 6 * len(widths)}
 

@@ -22,6 +22,7 @@ from inference.acceptance import Chooser
 from inference.cuda_graphs import Graphed
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler, likeliest
@@ -95,7 +96,7 @@ def draft(
     shape = make_structure(replace(METHOD, structure=STRUCTURES[structure]), Streams(4), drawn)
     generator = random.Random(4) if drawn else None
     options: dict[str, Any] = {"max_new_tokens": count, "runtime": runtime, "chooser": Chooser(sampler, generator)}
-    return speculative(models.stack, source, shape, PROMPT, **options)
+    return speculative(models.stack, Shaped(source, shape), PROMPT, **options)
 
 
 # --- what is left behind, and what is drafted ------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from inference.decode import Round, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.interface import Drafter
 from inference.drafters.lookup import PromptLookup
+from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler
@@ -155,8 +156,7 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
 def checked(
     target: Target,
     runtime: Runtime,
-    source: Any,
-    structure: Structure,
+    drafter: Any,
     prompt: list[int],
     count: int,
     chooser: Chooser | None = None,
@@ -165,12 +165,12 @@ def checked(
     sessions: list[TargetSession] = []
     text = list(prompt)
     with pytest.MonkeyPatch.context() as patch:
-        begin = source.begin
-        patch.setattr(source, "begin", lambda session: (sessions.append(session), begin(session)))
+        begin = drafter.begin
+        patch.setattr(drafter, "begin", lambda session, *rest: (sessions.append(session), begin(session, *rest)))
         options: Any = {"max_new_tokens": count, "chooser": chooser, "runtime": runtime}
-        for r in speculative(target.stack, source, structure, prompt, **options):
+        for r in speculative(target.stack, drafter, prompt, **options):
             text += r.tokens
-            assert_as_after_prefill(target, source, sessions[0], text[:-1])
+            assert_as_after_prefill(target, getattr(drafter, "model", drafter), sessions[0], text[:-1])
             yield r
 
 
@@ -198,7 +198,7 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
     monkeypatch.setattr(shape, "draft", lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3))))
     guesses = source != "early_exit, first layer"  # that one is right next to never
     count = 28 if guesses else 9
-    rounds = list(checked(target, runtime, target.source(source), shape, random_prompt(9), count, chooser))
+    rounds = list(checked(target, runtime, Shaped(target.source(source), shape), random_prompt(9), count, chooser))
     assert len(rounds) > 5
     if guesses:
         assert len({r.accepted for r in rounds[1:] if r.drafted}) >= 2
@@ -207,7 +207,7 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
 
 def test_after_every_round_of_prompt_lookup(target: Target, runtime: Runtime) -> None:
     lookup = PromptLookup(3, 6)
-    rounds = list(checked(target, runtime, lookup, lookup, random_prompt(8) * 2, 24))
+    rounds = list(checked(target, runtime, lookup, random_prompt(8) * 2, 24))
     assert sum(r.drafted for r in rounds) > 6
 
 
@@ -248,7 +248,7 @@ def test_float64_greedy_equals_generate(
         eos = expected[11:12] if ends else []
         shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES[rule]), Streams(0))
         options: Any = {"max_new_tokens": 24, "eos": eos, "runtime": runtime}
-        rounds = list(speculative(target.stack, drafter, shape, random_prompt(length), **options))
+        rounds = list(speculative(target.stack, Shaped(drafter, shape), random_prompt(length), **options))
         assert tokens_of(rounds) == (expected[: expected.index(eos[0]) + 1] if ends else expected)
         assert any(r.drafted for r in rounds)
 
@@ -315,14 +315,14 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, breaks(getattr(owner, name), at))
         options: Any = {"max_new_tokens": 20, "chooser": chooser, "runtime": runtime}
-        rounds = speculative(target.stack, drafter, shape, random_prompt(30), **options)
+        rounds = speculative(target.stack, Shaped(drafter, shape), random_prompt(30), **options)
         with pytest.raises(BrokenError):
             read_into(emitted, rounds)
     assert bool(emitted) == (fault != "the prefill")
     assert emitted == expected_of(target, 30, 20)[: len(emitted)]
     assert not torch.is_inference_mode_enabled()
     for length, count in ((4, 12), (50, 12)):
-        rounds = list(checked(target, runtime, drafter, shape, random_prompt(length), count))
+        rounds = list(checked(target, runtime, Shaped(drafter, shape), random_prompt(length), count))
         assert tokens_of(rounds) == expected_of(target, length, count)
 
 
@@ -335,13 +335,12 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
 ) -> None:
     """The abandoned generation is collected, gets an exception, or still stands while the next one runs."""
     if source == "prompt_lookup":
-        drafter = shape = PromptLookup(3, 4)
+        drafter: Any = PromptLookup(3, 4)
     else:
-        drafter = target.source(source)
-        shape = make_structure(method_of(STRUCTURES[structure]), Streams(0))
+        drafter = Shaped(target.source(source), make_structure(method_of(STRUCTURES[structure]), Streams(0)))
     for taken in (1, 3):
         options: Any = {"max_new_tokens": 20, "runtime": runtime}
-        abandoned = speculative(target.stack, drafter, shape, random_prompt(30), **options)
+        abandoned = speculative(target.stack, drafter, random_prompt(30), **options)
         for _ in zip(range(taken), abandoned, strict=False):
             pass
         assert not torch.is_inference_mode_enabled()
@@ -350,7 +349,7 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
                 abandoned.throw(BrokenError)  # type: ignore[attr-defined]
         elif end == "break":
             del abandoned
-        rounds = list(checked(target, runtime, drafter, shape, random_prompt(11), 12))
+        rounds = list(checked(target, runtime, drafter, random_prompt(11), 12))
         assert tokens_of(rounds) == expected_of(target, 11, 12)
 
 
@@ -362,7 +361,7 @@ def test_two_generations_at_once_on_one_target_and_drafter(target: Target, runti
     options: Any = {"max_new_tokens": 24, "runtime": runtime}
     running = [
         speculative(
-            target.stack, target.source(source), make_structure(method, Streams(0)), random_prompt(n), **options
+            target.stack, Shaped(target.source(source), make_structure(method, Streams(0))), random_prompt(n), **options
         )
         for n in lengths
     ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from inference.cache import KVCache
 from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
 from inference.stopping import FixedLength
@@ -155,6 +156,6 @@ def test_first_half_is_not_run_again(tmp_path: Path) -> None:
             lambda _m, _i, out, index=index: calls.__setitem__(index, calls.get(index, 0) + out.shape[1])
         )
     source = EarlyExitSource(make_drafter(path, 2))
-    rounds = list(speculative(stack, source, Chain(FixedLength(4)), random_prompt(10), max_new_tokens=20))
+    rounds = list(speculative(stack, Shaped(source, Chain(FixedLength(4))), random_prompt(10), max_new_tokens=20))
     rows = 10 + sum(r.drafted + 1 for r in rounds[1:])
     assert calls == dict.fromkeys(range(LAYERS), rows)

@@ -17,6 +17,7 @@ from draft_models.target.stack import LayerStack
 from inference import cuda_graphs
 from inference.decode import speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
 from inference.runtime import Eager
@@ -299,7 +300,7 @@ def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack
 
     drafting.observe = noted  # type: ignore[method-assign]
     source = EarlyExitSource(drafters["early_exit"].exit)
-    rounds = list(speculative(stack, source, drafting, random_prompt(20), max_new_tokens=30))
+    rounds = list(speculative(stack, Shaped(source, drafting), random_prompt(20), max_new_tokens=30))
     assert rule.told == expected == [(r.depth, r.accepted) for r in rounds[1:]]
     assert {depth for depth, _ in expected} >= {3}
 
@@ -329,6 +330,6 @@ def test_real_hidden_states_are_those_behind_the_logits(
     flat = {"temperature": 5.0} if structure in RANKED else {}  # the likeliest node is not always the first one's child
     drafting: Any = make_structure(MethodConfig(structure=replace(TREES[structure], **flat)), Streams(0))
     drafting.rule.stop = compare
-    list(speculative(stack, source, drafting, random_prompt(9), max_new_tokens=16, runtime=runtime))
+    list(speculative(stack, Shaped(source, drafting), random_prompt(9), max_new_tokens=16, runtime=runtime))
     assert len(rows) > 4
     assert any(rows) == (structure in RANKED)

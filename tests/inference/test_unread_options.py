@@ -12,7 +12,7 @@ from torch import Tensor
 from draft_models.calibration import CalibrationHead
 from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
-from inference.evaluate.arms import make_drafting
+from inference.evaluate.arms import new_drafter
 from inference.settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.structures.factory import make_structure
 from inference.structures.shapes import plain_probs
@@ -83,9 +83,9 @@ def options_read(method: MethodConfig) -> set[str]:
     with noting() as read:
         for drawn in (False, True):
             if method.source in ("prompt_lookup", "ngrams"):
-                drafter: Any = make_drafting(method, drafters, Streams(0), drawn)[0]
-                drafter.begin(FakeSession([1, 2, 1, 2, 1]))
-                drafter.draft(None, torch.tensor([2]), 9)
+                drafter: Any = new_drafter(method, drafters, Streams(0), drawn)
+                drafter.begin(FakeSession([1, 2, 1, 2, 1]), None, None)
+                drafter.draft(torch.tensor([2]), 9)
             else:
                 source: Any = _Source(random_q(0), plain_probs if drawn else None)
                 make_structure(method, Streams(0), drawn, head, TUNING).draft(source, root(), 9)
@@ -167,7 +167,7 @@ def test_max_draft_of_null() -> None:
     lengths = {}
     for given in (None, 3, 12):
         stop = StopConfig(max_draft=given)
-        lookup: Any = make_drafting(MethodConfig("prompt_lookup", stop=stop), {}, Streams(0))[1]
+        lookup: Any = new_drafter(MethodConfig("prompt_lookup", stop=stop), {}, Streams(0))
         rules = [
             make_structure(MethodConfig(structure=StructureConfig(**shape), stop=stop), Streams(0)).rule  # type: ignore[attr-defined]
             for shape in ({}, {"kind": "opt_tree", "delta": 0.0}, {"kind": "static"}, {"kind": "k_config"})

@@ -21,6 +21,7 @@ from draft_models.target.open_target import load_tokenizer
 from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
@@ -83,7 +84,9 @@ def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
 
     labels: list[float] = []
     positions: list[int] = []
-    for r in list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=30))[1:]:
+    for r in list(
+        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=30)
+    )[1:]:
         tested = min(r.accepted + 1, r.drafted)
         labels += [1.0] * r.accepted + [0.0] * (tested - r.accepted)
         positions += range(1, tested + 1)
@@ -94,7 +97,9 @@ def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
     logits = drafter.logits(got["draft_hidden"])
     torch.testing.assert_close(logits.softmax(-1).max(-1).values, got["confidence"])
     # The target's head on the state of each round's first token gives the token under which the round drafted.
-    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=30))
+    rounds = list(
+        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=30)
+    )
     first = got["target_hidden"][got["position"] == 1]
     assert stack.logits(first[None])[0].argmax(-1).tolist() == [r.tokens[-1] for r in rounds[:-1]][: len(first)]
 

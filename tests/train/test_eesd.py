@@ -22,6 +22,7 @@ from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
@@ -67,7 +68,9 @@ def test_a_trained_drafter_is_lossless_and_better(
     if not train_head:
         drafter.use_head(stack.head)
     prompt = random_prompt(20)
-    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(4)), prompt, max_new_tokens=20))
+    rounds = list(
+        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=20)
+    )
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
 
 
@@ -223,8 +226,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
         for r in list(
             speculative(
                 stack,
-                EarlyExitSource(student.drafter.requires_grad_(False)),
-                Chain(FixedLength(4)),
+                Shaped(EarlyExitSource(student.drafter.requires_grad_(False)), Chain(FixedLength(4))),
                 heldout_prompt(heldout[i]),
                 max_new_tokens=12,
             )
@@ -309,7 +311,9 @@ def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
     drafter = from_pretrained(tmp_path / "eesd", target, fingerprint, dtype=torch.float32)
     model, stack = open_stack(path)
     prompt = random_prompt(20)
-    rounds = list(speculative(stack, EarlyExitSource(drafter), Chain(FixedLength(3)), prompt, max_new_tokens=20))
+    rounds = list(
+        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(3))), prompt, max_new_tokens=20)
+    )
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
     with pytest.raises(UserError, match=r"fit\.optimizer='muon': expected adamw"):
         replace(run, fit=replace(FIT, optimizer="muon"))

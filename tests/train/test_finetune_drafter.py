@@ -20,6 +20,7 @@ from draft_models.small_lm import load_small_lm
 from draft_models.target.architectures import load_config
 from draft_models.target.open_target import load_tokenizer
 from inference.decode import speculative
+from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
@@ -71,7 +72,7 @@ def test_the_drafter_is_an_ordinary_directory_that_helps(
     )
     assert out[0, 20:].tolist() == expected
     source = SmallLMSource(load_small_lm(str(tmp_path / "out"), load_tokenizer(str(target)), dtype=torch.float32))
-    rounds = list(speculative(stack, source, Chain(FixedLength(3)), prompt, max_new_tokens=16))
+    rounds = list(speculative(stack, Shaped(source, Chain(FixedLength(3))), prompt, max_new_tokens=16))
     assert [token for r in rounds for token in r.tokens] == expected
 
 
@@ -188,7 +189,7 @@ def test_what_is_watched_is_what_real_decoding_comes_to(tmp_path: Path, target: 
     source = SmallLMSource(load_small_lm(str(tmp_path), byte_tokenizer(), dtype=torch.float32))
     prompts = [random_prompt(12, seed) for seed in range(3)]
     metrics = decode_metrics(stack, source, prompts, 20)
-    drafting = [speculative(stack, source, Chain(FixedLength(4)), p, max_new_tokens=20) for p in prompts]
+    drafting = [speculative(stack, Shaped(source, Chain(FixedLength(4))), p, max_new_tokens=20) for p in prompts]
     rounds = [r for one in drafting for r in list(one)[1:]]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
     for position in range(1, 5):

@@ -1,7 +1,6 @@
-"""Overlay and text index against dictionaries, and what is saved of an overlay."""
+"""Overlay and text index against dictionaries."""
 
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,25 +53,6 @@ def test_overlay_equals_the_algorithm(text: list[int], order: int, cut: int) -> 
     assert overlay.successors(text[: order - 1]) == {}
 
 
-def test_decay_leads_back_to_the_table() -> None:
-    table = make_table()
-    overlay = Overlay(table, 3, increment=0.2, highest=0.9)
-    text = np.array([1, 2, 3, 1, 2, 3, 1, 2, 4])
-    overlay.learn(text, 0, len(text))
-    before = overlay.successors([1, 2])
-    tokens, probabilities = table.successors([1, 2])
-    base = dict(zip(tokens.tolist(), probabilities.tolist(), strict=True))
-    overlay.decay(0.5)
-    after = overlay.successors([1, 2])
-    assert after == pytest.approx({t: (p + base.get(t, 0.0)) / 2 for t, p in before.items()})
-    assert list(after.values()) == sorted(after.values(), reverse=True)
-    overlay.decay(1e-300)
-    assert overlay.successors([1, 2]) == pytest.approx({token: base.get(token, 0.0) for token in before})
-    for factor in (0.0, 1.1):
-        with pytest.raises(UserError, match="factor="):
-            overlay.decay(factor)
-
-
 def test_what_the_table_lacks() -> None:
     table = TrigramTable.from_documents([[1, 2, 3]], [3], 12, "t")
     with pytest.raises(UserError, match=r"order=2: the n-gram table has orders \[3\]"):
@@ -91,80 +71,6 @@ def test_grows_without_losing_anything() -> None:
     assert len(overlay.known.slots) > 2048
     for context, expected in slow_overlay(overlay.table, 3, text.tolist(), 0.5, 0.9).items():
         assert overlay.successors(context) == pytest.approx(expected)
-
-
-def test_a_saved_overlay_is_the_same_and_belongs_to_its_table(tmp_path: Path) -> None:
-    table = make_table()
-    overlay = Overlay(table, 3)
-    text = np.random.default_rng(1).integers(0, VOCABULARY, 200)
-    overlay.learn(text, 0, 150)
-    overlay.save(tmp_path / "overlay.npz")
-    other = Overlay(table, 3)
-    other.load(tmp_path / "overlay.npz")
-    for one in (overlay, other):
-        one.learn(text, 150, 200)
-    for end in range(2, 200):
-        context = text[end - 2 : end].tolist()
-        assert other.successors(context) == overlay.successors(context) != {}
-    with pytest.raises(UserError, match="expected order 2"):
-        Overlay(table, 2).load(tmp_path / "overlay.npz")
-    with pytest.raises(UserError, match="of tokenizer t, expected"):
-        Overlay(make_table(tokenizer="u"), 3).load(tmp_path / "overlay.npz")
-    content = (tmp_path / "overlay.npz").read_bytes()
-    (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
-    for name in ("cut.npz", "missing.npz"):
-        with pytest.raises(UserError, match="not a saved overlay"):
-            other.load(tmp_path / name)
-
-
-def damage(name: str) -> dict[str, np.ndarray]:
-    """Arrays of a saved overlay, one of them not as it was."""
-    overlay = Overlay(make_table(), 3)
-    overlay.learn(np.random.default_rng(1).integers(0, VOCABULARY, 50), 0, 50)
-    slots, entries, used = overlay.known
-    taken = np.flatnonzero(slots["head"] >= 0)
-    if name == "slots cut":
-        slots = slots[:100]
-    elif name == "entries cut":
-        entries = entries[:100]
-    elif name == "not a power of two":
-        slots, entries, used = slots[slots["head"] < 0][:48], entries[:24], np.zeros(2, np.int64)
-    elif name == "types":
-        used = used.astype(np.int32)
-    elif name == "contexts":
-        used[0] += 1
-    elif name == "entries used":
-        slots["head"], entries["following"], used[:] = -1, -1, (0, -1)
-    elif name == "head beyond":
-        slots["head"][taken[0]] = used[1]
-    elif name == "circle":
-        entries["following"][slots["head"][taken[0]]] = slots["head"][taken[0]]
-    elif name == "token":
-        entries["token"][0] = VOCABULARY
-    return {"slots": slots, "entries": entries, "used": used}
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["nothing", "slots cut", "entries cut", "not a power of two", "types", "contexts", "entries used", "head beyond",
-     "circle", "token"],
-)  # fmt: skip
-def test_a_damaged_overlay_is_refused(tmp_path: Path, name: str) -> None:
-    facts = {"order": np.array(3), "vocabulary": np.array(VOCABULARY), "tokenizer": np.array("t")}
-    np.savez(tmp_path / "overlay.npz", **damage(name), **facts)
-    overlay = Overlay(make_table(), 3)
-    if name == "nothing":
-        overlay.load(tmp_path / "overlay.npz")
-        return
-    with pytest.raises(UserError, match="damaged overlay"):
-        overlay.load(tmp_path / "overlay.npz")
-    assert overlay.known.used.tolist() == [0, 0]
-
-
-def test_an_array_is_no_overlay(tmp_path: Path) -> None:
-    np.save(tmp_path / "array.npy", np.zeros(3))
-    with pytest.raises(UserError, match="not a saved overlay"):
-        Overlay(make_table(), 3).load(tmp_path / "array.npy")
 
 
 @settings(deadline=None)

@@ -20,7 +20,7 @@ from inference.cuda_graphs import Graphed, GraphedSession
 from inference.decode import Round, autoregressive
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, PromptResult, make_arms, make_drafting
+from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, PromptResult, make_arms, new_drafter
 from inference.evaluate.report import build_report, markdown
 from inference.evaluate.statistics import chosen_sizes
 from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig, StructureConfig
@@ -249,7 +249,7 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
 def test_a_structure_that_needs_costs_asks_for_them(models: tuple) -> None:
     for method in METHODS.values():
         with pytest.raises(ValueError, match=r"measured costs|delta"):
-            make_drafting(method, models[1], Streams(0))
+            new_drafter(method, models[1], Streams(0))
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,12 @@ def slow_lookup(text: list[int], max_ngram: int, count: int) -> list[int]:
 )
 def test_equals_a_search_of_the_text(prompt: list[int], rounds: list[list[int]], max_ngram: int, limit: int) -> None:
     lookup = PromptLookup(max_ngram, max_draft=5)
-    lookup.begin(FakeSession(prompt))  # type: ignore[arg-type]
+    lookup.begin(FakeSession(prompt), None, None)
     text = list(prompt)
     for root, *rest in rounds:
-        tree = lookup.draft(lookup, torch.tensor([root]), limit)
+        tree = lookup.draft(torch.tensor([root]), limit)
         assert tree.tokens.tolist() == slow_lookup([*text, root], max_ngram, min(limit, 5))
-        lookup.commit((), [root, *rest])
+        lookup.commit(None, (), [root, *rest])
         text += [root, *rest]
 
 
@@ -49,6 +49,6 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str) -> None:
     prompt = random_prompt(10) * 3
     for max_ngram in (1, 3):
         lookup = PromptLookup(max_ngram)
-        rounds = list(speculative(stack, lookup, lookup, prompt, max_new_tokens=60))
+        rounds = list(speculative(stack, lookup, prompt, max_new_tokens=60))
         assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 60)
         assert sum(r.drafted for r in rounds) > 0

@@ -101,14 +101,14 @@ def test_weights_follow_what_came_true() -> None:
     config = NgramConfig(evidence="mixed", longest=3, strength=5.0)
     drafter = MixedDrafter(TABLE, config)
     text = np.random.default_rng(2).integers(0, 4, 80).tolist()
-    drafter.begin(FakeSession(text[:30]))  # type: ignore[arg-type]
+    drafter.begin(FakeSession(text[:30]), None, None)
     assert np.array_equal(drafter.weights.now, new_weights(3).prior)
     hits, trials = np.zeros_like(drafter.weights.hits), np.zeros_like(drafter.weights.hits)
     for end in range(30, 80):
         sources = slow_sources(drafter, text[:end])
         shares = [drafter.weights.now[source, kind] for source, kind, _ in sources]
-        drafter.draft(None, torch.tensor([text[end]]), 1)  # type: ignore[arg-type]
-        drafter.commit((), [text[end]])
+        drafter.draft(torch.tensor([text[end]]), 1)
+        drafter.commit(None, (), [text[end]])
         left = 1.0
         for i, (source, kind, probabilities) in enumerate(sources):
             rest = 1e-5

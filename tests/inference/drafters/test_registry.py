@@ -11,9 +11,8 @@ import torch
 import outrider
 from draft_models.tiny_models import TARGET
 from inference.auto.policy import Tuning
+from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS, Kind, Maker, register
-from inference.evaluate.arms import Structure
-from inference.session import TargetSession
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig
 from inference.tree import DraftTree, chain_parents
 from outrider.errors import UserError
@@ -21,27 +20,22 @@ from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate
 
 
-class Cycle:
-    """Drafts the tokens of a file, over and over: a source and structure in one."""
+class Cycle(Drafter):
+    """Drafts the tokens of a file, over and over."""
 
-    split = 0
     max_rows = 3
 
     def __init__(self, tokens: list[int]):
         self.tokens = tokens
-        self.totals: dict[str, float] = {}
 
-    def begin(self, session: TargetSession) -> None:
+    def begin(self, session: Any, chooser: Any, watch: Any) -> None:
         pass
 
-    def draft(self, source: Any, root: torch.Tensor, limit: int) -> DraftTree:
+    def draft(self, root: torch.Tensor, limit: int) -> DraftTree:
         tokens = (self.tokens * 3)[: min(limit, self.max_rows)]
         return DraftTree(torch.tensor(tokens, dtype=torch.long), chain_parents(0, len(tokens)), (-1,) * len(tokens))
 
-    def observe(self, tree: DraftTree, accepted: Any) -> None:
-        pass
-
-    def commit(self, rows: Any, tokens: Any) -> None:
+    def commit(self, tree: DraftTree, nodes: Any, tokens: Any) -> None:
         pass
 
 
@@ -57,9 +51,8 @@ class CycleMaker(Maker):
 
     def make(
         self, model: list[int], method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> tuple[Any, Structure]:
-        cycle = Cycle(model)
-        return cycle, cycle
+    ) -> Drafter:
+        return Cycle(model)
 
 
 MAKER = CycleMaker()

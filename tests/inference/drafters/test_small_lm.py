@@ -11,6 +11,7 @@ from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from inference.decode import speculative
+from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
 from inference.stopping import BetaThompson, FixedLength
 from inference.structures.factory import Chain
@@ -51,7 +52,7 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, drafter: str)
         FixedLength(4),
         BetaThompson(8, 2.0, 1.0, "natural", random.Random(0)),
     ):
-        rounds = list(speculative(stack, source, Chain(rule), prompt, max_new_tokens=40))
+        rounds = list(speculative(stack, Shaped(source, Chain(rule)), prompt, max_new_tokens=40))
         assert [t for r in rounds for t in r.tokens] == expected
         if drafter == "itself":
             assert sum(r.accepted for r in rounds) == sum(r.drafted for r in rounds) > 0
@@ -64,10 +65,10 @@ def test_its_cache_equals_a_fresh_prefill(tmp_path: Path) -> None:
     small = load(save_target(tmp_path / "small", num_hidden_layers=2, seed=0), path, torch.float64)
     source, fresh, prompt = SmallLMSource(small), SmallLMSource(small), random_prompt(12)
     text = list(prompt)
-    for r in speculative(stack, source, Chain(FixedLength(3)), prompt, max_new_tokens=30):
+    for r in speculative(stack, Shaped(source, Chain(FixedLength(3))), prompt, max_new_tokens=30):
         text += r.tokens
     known = text[: source.session.base]
-    next(speculative(stack, fresh, Chain(FixedLength(3)), known, max_new_tokens=2))
+    next(speculative(stack, Shaped(fresh, Chain(FixedLength(3))), known, max_new_tokens=2))
     for (key, value), (fresh_key, fresh_value) in zip(
         source.session.first.content(), fresh.session.first.content(), strict=True
     ):

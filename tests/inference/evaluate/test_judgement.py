@@ -17,6 +17,7 @@ from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.lookup import PromptLookup
+from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare, transformers_generate
 from inference.evaluate.lossless import GAP, Forced, Judgement, Reference, judge, make_reference, precise
 from inference.runtime import make_runtime
@@ -51,9 +52,9 @@ class Subject:
             return autoregressive(self.stack, prompt, **options)
         if arm == "prompt_lookup":
             lookup = PromptLookup()
-            return speculative(self.stack, lookup, lookup, prompt, **options)
+            return speculative(self.stack, lookup, prompt, **options)
         structure = make_structure(MethodConfig(structure=STRUCTURES["k_config"]), Streams(0), not chooser.greedy)
-        return speculative(self.stack, EarlyExitSource(self.drafter), structure, prompt, **options)
+        return speculative(self.stack, Shaped(EarlyExitSource(self.drafter), structure), prompt, **options)
 
     def judgement(self, arm: str, fault: str | None = None, seed: int = 0, sampled: bool = False) -> Judgement:
         def choose() -> Chooser:

@@ -14,7 +14,7 @@ from draft_models.ngrams.table import TrigramTable
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.vocabulary import vocabulary_digest
 from inference.decode import speculative
-from inference.evaluate.arms import make_drafting
+from inference.evaluate.arms import new_drafter
 from inference.evaluate.replay import (
     Recording,
     Vocabulary,
@@ -53,12 +53,10 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
         text = reference_generate(model, prompt, length)
         eos = {text[length // 2]} if ends else set()
         live = list(
-            speculative(stack, *make_drafting(METHODS[method], drafters, own), prompt, max_new_tokens=length, eos=eos)
+            speculative(stack, new_drafter(METHODS[method], drafters, own), prompt, max_new_tokens=length, eos=eos)
         )
         answer = [token for r in live for token in r.tokens]
-        recorded = replay(
-            *make_drafting(METHODS[method], drafters, own), prompt, answer, max_new_tokens=length, eos=eos
-        )
+        recorded = replay(new_drafter(METHODS[method], drafters, own), prompt, answer, max_new_tokens=length, eos=eos)
         assert outcome(list(recorded)) == outcome(live)
         assert len(answer) < length if ends else answer == text
         if ends:  # the command: a draft does not see that the recording ends before the budget does
@@ -69,11 +67,11 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
 
 
 def test_a_recording_longer_than_the_budget_is_cut() -> None:
-    source, structure = make_drafting(METHODS["prompt_lookup"], {}, Streams(0))
-    rounds = list(replay(source, structure, [1, 2], [3, 4, 5, 6, 7], max_new_tokens=3))
+    drafter = new_drafter(METHODS["prompt_lookup"], {}, Streams(0))
+    rounds = list(replay(drafter, [1, 2], [3, 4, 5, 6, 7], max_new_tokens=3))
     assert [t for r in rounds for t in r.tokens] == [3, 4, 5]
     with pytest.raises(UserError, match="empty recorded answer"):
-        next(replay(source, structure, [1], [], max_new_tokens=3))
+        next(replay(drafter, [1], [], max_new_tokens=3))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""A model drafts, a structure shapes what it drafts."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from inference.acceptance import Chooser
+from inference.drafters.interface import Drafter, DraftModel
+from inference.session import TargetSession
+from inference.stopwatch import Stopwatch
+from inference.structures.factory import Structure, WrappedSource
+from inference.tree import DraftTree
+
+
+class Shaped(Drafter):
+    """A drafter made of a model and the structure of its drafts."""
+
+    def __init__(self, model: DraftModel, structure: Structure):
+        self.model, self.structure = model, structure
+        self.split, self.max_rows = model.split, structure.max_rows
+
+    @property
+    def totals(self) -> Mapping[str, float]:  # type: ignore[override]
+        return self.structure.totals
+
+    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+        self._session = session
+        self._source = _RoundSource(self.model, chooser, watch)
+        self.model.begin(session)
+
+    def draft(self, root: Tensor, limit: int) -> DraftTree:
+        self._source.begin_round()
+        return self.structure.draft(self._source, root, limit)
+
+    def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        rows = self._session.path(nodes) if self.split else [0, *(tree.rows[node] for node in nodes)]
+        self.model.commit(rows, tokens)
+        self.structure.observe(tree, nodes)
+
+
+class _RoundSource(WrappedSource):
+    """A model during a round: has its passes timed, and knows the text before each row it was fed."""
+
+    def __init__(self, model: DraftModel, chooser: Chooser, watch: Stopwatch):
+        super().__init__(model)
+        self._chooser, self._watch = chooser, watch
+        self.to_probs = None if chooser.greedy else self._probabilities
+
+    def begin_round(self) -> None:
+        self._contexts: list[Tensor] = []
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        if self._chooser.reads_context:
+            for place, parent in enumerate(parents):  # the root, without a parent, ends the text already
+                before = self._contexts[parent] if parent >= 0 else self._chooser.text[:-1]
+                self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
+        with self._watch.part("draft"):
+            return self._source.extend(tokens, parents)
+
+    def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        contexts = [self._contexts[row] for row in rows] if self._chooser.reads_context else None
+        return self._chooser.draft_probabilities(logits, contexts)
