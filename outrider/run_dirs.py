@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from outrider.errors import UserError, warn
 from outrider.files import write_json
-from outrider.settings import ABSENT, differences, listed
+from outrider.settings import ABSENT, Settings, default_at, differences, listed
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
 _SHOWN, _NAMED = 200, 12  # characters of another run's command, and differences, that an error shows
@@ -109,14 +109,19 @@ def _held_by(holder: Path) -> str:
         return f"a process that {holder.name} does not name"
 
 
-def check_identity(before: Any, now: Mapping[str, Any], where: Path) -> None:
+def check_identity(before: Any, now: Mapping[str, Any], where: Path, config: Settings | None = None) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
-    Entries of `_RECORDED_LATER` that `before` lacks are no reason to refuse, but a warning says so.
+    An option of `config`, the settings of now, that `before` lacks is new: it had its default then. Entries of
+    `_RECORDED_LATER` that `before` lacks are no reason to refuse, but a warning says so.
     """
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
-    found = differences(before, json.loads(json.dumps(now)))
+    found = [
+        (key, old, new)
+        for key, old, new in differences(before, json.loads(json.dumps(now)))
+        if old is not ABSENT or differences(default_at(config, key), new)
+    ]
     unknown = [key for key, old, _ in found if old is ABSENT and key in _RECORDED_LATER]
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in found if key not in unknown]
     if wrong:

@@ -268,7 +268,7 @@ def test_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
 
     monkeypatch.setattr(pipeline_run, "_run_step", again)
     out_dir = require_writable(tmp_path / "run")
-    config = PipelineConfig({"target": StepConfig(), "report": StepConfig()}, out_dir=str(out_dir), resume=True)
+    config = PipelineConfig(steps={"target": StepConfig(), "report": StepConfig()}, out_dir=str(out_dir), resume=True)
     figures = {"tau": 2.0, "lossless": {"checked": 1}, "speedup": {"median": 1.0}, "tokens_per_second": {"a": 1.0}}
     figures |= dict.fromkeys(pipeline_run.FIGURES, 0) | figures
     products = {"target": {"parameters": 1, "steps": 2, "bits_per_byte": 3.0},

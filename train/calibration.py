@@ -76,12 +76,11 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         return whole
 
     target_model = {"config": fingerprint.config, "tensors": fingerprint.tensors}
-    settings = {
+    capturing = {key: value for key, value in config.deciding().items() if key not in ("fit", "l2")}
+    settings = capturing | {
         "drafter": meta.weights_sha256,
         "target": _digest(target_model),
         "dtype": str(dtype),
-        "new_tokens": config.new_tokens,
-        "max_draft": config.max_draft,
         "shard_prompts": SHARD_PROMPTS,
     }
     room = min(config.seq_len, target.config.max_position_embeddings - config.new_tokens)
@@ -116,7 +115,7 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     identity = {**recipe, "labels": _digest(captured["train"]["label"].tolist())}
     result = fit(
         model, Examples(captured["train"]), config.fit, out_dir, resume=config.resume, identity=identity,
-        evaluate=evaluate,
+        settings=config, evaluate=evaluate,
     )  # fmt: skip
     if state.is_main_process:
         head = model.cpu().folded()

@@ -85,21 +85,11 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     )
     if state.is_main_process:
         print(describe(student, files, exit_layer), flush=True)
-    recipe = {
-        "exit_layer": exit_layer,
-        "train_head": config.train_head,
-        "train_layer": config.train_layer,
-        "objective": config.objective,
-        "frozen_dtype": config.frozen_dtype,
-        "seq_len": config.seq_len,
-        "data": config.data.deciding(),
-        "data_key": rows.key,
-        **config.choosing(),
-    }
+    recipe = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
     identity = {**recipe, "target": asdict(fingerprint), "trained_on": trained_on}
     if not reads_all:  # of a target on the Hub there may be more tomorrow than today
         identity["target"].pop("tensors")
-    run = recorded_at_first({**identity, "fit": config.fit.deciding()})
+    run = recorded_at_first(identity)
     best = Best(out_dir / BEST_FOLDER, run) if config.decode_prompts else None
     result = fit(
         student,
@@ -108,6 +98,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
         out_dir,
         resume=config.resume,
         identity=identity,
+        settings=config,
         evaluate=Watch(config, target, heldout, student, best, state.is_main_process),
     )
     if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it

@@ -94,8 +94,8 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     if state.is_main_process:
         assert stack is not None
         prompts = heldout_prompts(heldout, config.decode_prompts, target.max_position_embeddings - config.decode_tokens)
-        run = recorded_at_first({**identity, "fit": config.fit.deciding()})
-        watch = Watch(stack, prompts, config.decode_tokens, student, served, Best(out_dir / BEST_FOLDER, run))
+        best = Best(out_dir / BEST_FOLDER, recorded_at_first(identity))
+        watch = Watch(stack, prompts, config.decode_tokens, student, served, best)
     result = fit(
         student,
         rows,
@@ -103,6 +103,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         out_dir,
         resume=config.resume,
         identity=identity,
+        settings=config,
         evaluate=watch or (lambda *_: {}),
         on_step=student.begin_step,
     )

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,6 @@ from outrider.processes import from_main, join_processes, only_run_of
 
 _CHARS_A_TOKEN = 32  # at most: no more of a long text is tokenised to find its first tokens
 _WEIGHTS_HASHED = 16  # tensors, evenly spread, by which earlier versions told one target from another
-_NOT_DECIDING = {
-    "data", "revision", "target", "batch_size", "shard_size", "device_map", "out_dir", "resume",
-    "debug", "debug_architecture",
-}  # fmt: skip
 
 
 def generate_responses(config: GenerateConfig) -> None:
@@ -71,7 +67,7 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
     identity = from_main(state, lambda: run_identity(config, target, dtype))
-    identity["code"] = check_run(folder, identity, config.resume)
+    identity["code"] = check_run(folder, identity, config.resume, config)
     done, first = answered(folder), next_number(folder) + state.process_index
     state.wait_for_everyone()  # every process has seen which shards there are before there is one more
     if state.is_main_process:
@@ -340,7 +336,7 @@ def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype)
     names = sorted(files.file_of)
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
-        **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
+        **config.deciding(),
         "dtype": str(dtype).removeprefix("torch."),
         "weights": files.digest(names[:: max(1, len(names) // _WEIGHTS_HASHED)]),
         "model": model_identity(files),

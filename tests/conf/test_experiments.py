@@ -3,7 +3,7 @@
 import importlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from conf import CONF_DIR
 from data_prep.debug import small_data
 from data_prep.settings import DataConfig, MixPart
+from draft_models.settings import Architecture
 from draft_models.tiny_models import CONFIGS, MODELS, TARGET
-from inference.settings import ARCHITECTURES
 from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from train.debug import small_fit
@@ -104,9 +104,9 @@ def test_the_corpora_of_aded() -> None:
         assert (config.orders, config.min_count, config.data.heldout_fraction) == ((3,), 1, 0)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", CONFIGS)
 def test_every_architecture_can_be_rehearsed(architecture: str, tmp_path: Path) -> None:
-    assert set(ARCHITECTURES) == set(CONFIGS)
+    assert set(get_args(Architecture)) == set(CONFIGS)
     overrides = ["debug=true", f"debug_architecture={architecture}", f"out_dir={tmp_path / 'run'}"]
     run("eesd", composed("eesd/llama2_13b", *overrides, "fit.micro_batch_rows=64", "decode_prompts=16"))
     fingerprint = json.loads((tmp_path / "run-debug/run/drafter.json").read_text())["fingerprint"]
