@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from draft_models.settings import Dtype, Model, RehearsedConfig, TargetConfig
+from draft_models.settings import TARGET, Dtype, Model, RehearsedConfig, TargetConfig
 from inference.settings import SamplingConfig
 from outrider.errors import UserError, require
 from outrider.settings import Count, Named, Seed, Settings, at_least, at_most, below, free
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca"]
+REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
 Order = Annotated[int, at_least(2), at_most(4)]  # n of an n-gram
 NotNegative = Annotated[int, at_least(0)]
 
@@ -101,6 +102,13 @@ class DataConfig(SourceConfig):
         """The directory of the tokenised rows."""
         return Path(self.cache_dir).expanduser() if self.cache_dir else default_cache_dir()
 
+    def small(self, models: Path) -> "DataConfig":
+        """A few files of the standard library in the place of this, or of each of its sources (see `rehearsable`)."""
+        library: dict[str, Any] = {"source": "python_stdlib", "layout": "code", "max_records": REHEARSED_RECORDS}
+        mix = {name: MixPart(**library, weight=part.weight) for name, part in self.mix.items()}
+        source: dict[str, Any] = {"source": "mix", "mix": mix} if mix else library
+        return DataConfig(**source, heldout_fraction=0.5, cache_dir=str(models.parent / "cache"))
+
     def parts(self) -> Iterator[tuple[str, float, "DataConfig"]]:
         """(name, weight, data set) of each source of a mix that is not left out."""
         for name, part in self.mix.items():
@@ -147,6 +155,12 @@ class GenerateConfig(TargetConfig):
         )
         _ = self.sampling  # has checks of its own
 
+    def small(self, models: Path) -> Self:
+        """A few short answers of a tiny target."""
+        limits = self.cut(prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8)
+        given: dict[str, Any] = {**limits, "data": self.data.small(models)}
+        return replace(self, target=str(models / TARGET), revision=None, **given)
+
     @property
     def sampling(self) -> SamplingConfig:
         """How tokens after the greedy ones are drawn."""
@@ -180,6 +194,12 @@ class TrigramConfig(RehearsedConfig):
         require(self.data.source != "mix", "data.source", "mix", "one source (build the others first, add with merge)")
         each_once = bool(self.orders) and len(set(self.orders)) == len(self.orders)
         require(each_once, "orders", self.orders, "some of 2, 3, 4, each once")
+
+    def small(self, models: Path) -> Self:
+        """A few files, counted in little memory."""
+        given: dict[str, Any] = {"merge": (), "workers": 1, "memory_gb": 0.1}
+        tokenizer = str(models / TARGET)
+        return replace(self, tokenizer=tokenizer, revision=None, data=self.data.small(models), **given)
 
     @property
     def processes(self) -> int:

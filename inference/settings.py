@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Final, Literal, get_args
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from draft_models.settings import Dtype, RehearsedConfig
+from draft_models.settings import TARGET, Dtype, RehearsedConfig
 from inference.drafters.registry import KINDS, Kind
 from outrider.errors import require, require_choice
 from outrider.settings import (
@@ -299,6 +300,14 @@ class EvaluateConfig(RehearsedConfig):
         ):
             require(not replayed or not setting, key, setting, expected)
         require(self.target is not None or self.checkpoint is not None, "target", None, "the model that is to decode")
+
+    def small(self, models: Path) -> Self:
+        """The same methods on tiny random models, with few tokens."""
+        used = [kind for kind in KINDS.values() if kind.option and kind.tiny and self.where(kind)]
+        given: dict[str, Any] = {str(kind.option): str(models / str(kind.tiny)) for kind in used}
+        given |= self.cut(prompt_chars=120, max_new_tokens=16)
+        given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
+        return replace(self, target=str(models / TARGET), revision=None, **given)
 
     def where(self, kind: Kind) -> str | None:
         """Where the model of `kind` lies, None where that is not said or it has none."""

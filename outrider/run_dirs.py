@@ -81,6 +81,11 @@ def clear(folder: Path) -> None:
             path.unlink()
 
 
+def rehearsal_folder(out_dir: str) -> Path:
+    """Where debug=true runs instead of in `out_dir`."""
+    return Path(f"{Path(out_dir)}-debug")
+
+
 def require_rehearsal(folder: Path, mark: str) -> None:
     """Raise `UserError` if `folder`, about to be cleared, holds something else than a rehearsal, which has a `mark`."""
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()

@@ -26,8 +26,8 @@ from data_prep.text.sources import read_records
 from draft_models.calibration import load_calibration
 from draft_models.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
+from draft_models.settings import EARLY_EXIT, TABLE, TARGET
 from draft_models.target.open_target import load_tokenizer, open_target
-from draft_models.tiny_models import EARLY_EXIT, TABLE, TARGET
 from inference.evaluate import compare
 from inference.evaluate.prompt_results import append_result, begin_run, open_run, read_results
 from inference.evaluate.replay import read_transcripts

@@ -23,9 +23,9 @@ from draft_models.calibration import CalibrationHead, save_calibration
 from draft_models.checkpoint import from_pretrained, open_target_of, read_meta
 from draft_models.early_exit import EarlyExit
 from draft_models.losses import IGNORE
+from draft_models.rehearsal import rehearsable
 from draft_models.target.open_target import pick_dtype
 from draft_models.target.stack import LayerStack
-from draft_models.tiny_models import debugged
 from inference.decode import speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.evaluate.arms import prepare
@@ -35,7 +35,6 @@ from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from train import run_dir
-from train.debug import small_calibrate
 from train.fit import fit
 from train.settings import CalibrateConfig
 from train.watch import heldout_prompt
@@ -46,12 +45,13 @@ BINS = 10
 Batch = dict[str, Tensor]
 
 
+@rehearsable
 def calibrate(config: CalibrateConfig) -> None:
     """Capture, fit, report, and store the head in `config.checkpoint`.
 
     Raises `UserError` before a target is loaded when checkpoint, target or directory are unusable.
     """
-    with debugged(config, small_calibrate) as config, ExitStack() as held:
+    with ExitStack() as held:
         state = join_processes()
         read_meta(config.checkpoint)  # before anything is made there
         for folder in {Path(path).resolve(): path for path in (config.out_dir, config.checkpoint)}.values():

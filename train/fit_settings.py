@@ -3,15 +3,16 @@
 import math
 import netrc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from outrider.errors import UserError, require
 from outrider.settings import Count, Named, Positive, Seed, Settings, at_least, below, free
 
 WandbMode = Literal["auto", "online", "offline", "disabled"]
+REHEARSED_STEPS = 2
 Beta = Annotated[float, at_least(0), below(1)]
 NotNegative = Annotated[float, at_least(0)]
 
@@ -70,6 +71,12 @@ class FitConfig(Settings):
         require(micro is None or micro <= rows, "micro_batch_rows", micro, f"1 to batch_rows ({rows}), or null")
         short = self.steps is None or self.warmup <= self.steps
         require(short, "warmup", self.warmup, f"at most steps ({self.steps})")
+
+    def small(self) -> "FitConfig":
+        """Two steps, evaluated and saved each; the rows of a step stay, as the processes are to share them evenly."""
+        every: dict[str, Any] = {"log_every": 1, "eval_every": 1, "save_every": 1}
+        few: dict[str, Any] = {"steps": REHEARSED_STEPS, "epochs": None, "warmup": min(self.warmup, REHEARSED_STEPS)}
+        return replace(self, **few, **every, wandb=WandbConfig(mode="disabled"))
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps of the whole run over `rows` rows."""

@@ -1,16 +1,18 @@
 """Configs of the training commands. Light on purpose: a mistake shows before torch is imported."""
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
 
 from data_prep.settings import DataConfig
-from draft_models.settings import Dtype, Model, RehearsedConfig, TargetConfig
+from draft_models.settings import EARLY_EXIT, SMALL_LM, TARGET, Dtype, Model, RehearsedConfig, TargetConfig
 from outrider.errors import require
 from outrider.settings import Count, Named, Positive, RunConfig, Settings, Share, at_least, free
 from train.fit_settings import FitConfig
 
 NotNegative = Annotated[int, at_least(0)]
 Width = Annotated[int, at_least(2)]  # of a row in tokens
+REHEARSED_WIDTH = 64
 TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
 
 
@@ -96,6 +98,12 @@ class EesdConfig(TargetConfig):
             return decided | {"eval_every": self.fit.eval_every}
         return {key: value for key, value in decided.items() if key not in ("decode_prompts", "decode_tokens")}
 
+    def small(self, models: Path) -> Self:
+        """Two steps on the first layer of a tiny target."""
+        limits = self.cut(seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8)
+        given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
+        return replace(self, target=str(models / TARGET), revision=None, exit_layer=1, **given)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(RehearsedConfig):
@@ -123,6 +131,12 @@ class CalibrateConfig(RehearsedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_heldout(self.data, "the head is judged on held-out text")
+
+    def small(self, models: Path) -> Self:
+        """Two steps for a tiny drafter."""
+        limits = self.cut(prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4)
+        given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
+        return replace(self, checkpoint=str(models / EARLY_EXIT), target=None, revision=None, **given)
 
 
 Objective = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
@@ -168,6 +182,11 @@ class DrafterConfig(Settings):
             self.kv_heads,
             f"a divisor of heads ({self.heads})",
         )
+
+    def small(self, models: Path) -> "DrafterConfig":
+        """A tiny one; one from random weights keeps what else it has (see `rehearsable`)."""
+        shape = DrafterConfig(layers=1, hidden=64, heads=4, intermediate=96, tied=self.tied)
+        return DrafterConfig(path=str(models / SMALL_LM)) if self.path else shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +249,13 @@ class FinetuneConfig(TargetConfig):
             "data_prep/generate_responses.py (top_k_logits=K)",
         )
         _require_heldout(self.data, "the drafter is chosen on held-out text")
+
+    def small(self, models: Path) -> Self:
+        """Two steps of a tiny drafter: a finished one where one was given, else a new one."""
+        limits = self.cut(seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8)
+        given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
+        given |= {"drafter": self.drafter.small(models), "target": str(models / TARGET)}
+        return replace(self, revision=None, **given)
 
     @property
     def distils(self) -> bool:

@@ -12,7 +12,6 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.debug import small_responses
 from data_prep.responses.batch_decoder import Answer, Generator, TopK, uniforms
 from data_prep.responses.directory import (
     SUMMARY_FILE,
@@ -29,11 +28,11 @@ from data_prep.settings import DataConfig, GenerateConfig
 from data_prep.text.chat import adds_bos, render_prompt
 from data_prep.text.records import Message, Record
 from data_prep.text.sources import read_records
+from draft_models.rehearsal import rehearsable
 from draft_models.target.fingerprint import tokenizer_digest
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
-from draft_models.tiny_models import debugged
 from inference.evaluate.subject import end_tokens
 from inference.sampling import Sampler
 from outrider.errors import UserError
@@ -44,6 +43,7 @@ _CHARS_A_TOKEN = 32  # at most: no more of a long text is tokenised to find its 
 _WEIGHTS_HASHED = 16  # tensors, evenly spread, by which earlier versions told one target from another
 
 
+@rehearsable
 def generate_responses(config: GenerateConfig) -> None:
     """Answer the prompts of `config.data` and leave them in `config.out_dir` (see `data_prep.responses.directory`).
 
@@ -54,10 +54,9 @@ def generate_responses(config: GenerateConfig) -> None:
 
     Raises `UserError` for an unusable target, data set or directory, and where another run is writing there.
     """
-    with debugged(config, small_responses) as config:
-        state, folder = join_processes(), require_writable(config.out_dir)
-        with only_run_of(state, folder, "responses"):
-            _generate(config, folder, state)
+    state, folder = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, folder, "responses"):
+        _generate(config, folder, state)
 
 
 def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None:
