@@ -24,6 +24,7 @@ from outrider.settings import (
     require_default,
 )
 
+PromptTemplate = Literal["auto", "tokenizer", "vicuna", "none"]
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)
 # A size that is chosen from costs measured at start and from acceptance (see inference/auto/). Greedy tokens never
@@ -244,7 +245,7 @@ class EvaluateConfig(RehearsedConfig):
     prompt_chars: Count = free(1000)  # python_stdlib: characters of a file to continue from
     num_prompts: Count | None = free(24)  # evenly spread; null: all
     # how a prompt becomes a conversation; auto: by the tokenizer's chat template where it has one
-    template: Literal["auto", "tokenizer", "vicuna", "none"] = "auto"
+    template: PromptTemplate = "auto"
     # the first is the prefill's; target=replay: the length of the recorded answer where that is longer
     max_new_tokens: Annotated[int, at_least(2)] = 128
     ignore_eos: bool = False  # go on to max_new_tokens

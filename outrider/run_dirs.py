@@ -114,6 +114,17 @@ def _held_by(holder: Path) -> str:
         return f"a process that {holder.name} does not name"
 
 
+def changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], config: Settings | None = None
+) -> list[tuple[str, Any, Any]]:
+    """The `differences` of two identities, without options of `config` newer than `before` that have their default."""
+
+    def is_new(key: str, old: Any, new: Any) -> bool:
+        return old is ABSENT and not differences(default_at(config, key), new)
+
+    return [found for found in differences(before, json.loads(json.dumps(now))) if not is_new(*found)]
+
+
 def check_identity(before: Any, now: Mapping[str, Any], where: Path, config: Settings | None = None) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
@@ -122,11 +133,7 @@ def check_identity(before: Any, now: Mapping[str, Any], where: Path, config: Set
     """
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
-    found = [
-        (key, old, new)
-        for key, old, new in differences(before, json.loads(json.dumps(now)))
-        if old is not ABSENT or differences(default_at(config, key), new)
-    ]
+    found = changes(before, now, config)
     unknown = [key for key, old, _ in found if old is ABSENT and key in _RECORDED_LATER]
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in found if key not in unknown]
     if wrong:

@@ -89,7 +89,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     if not reads_all:  # of a target on the Hub there may be more tomorrow than today
         identity["target"].pop("tensors")
     run = recorded_at_first(identity)
-    best = Best(out_dir / BEST_FOLDER, run) if config.decode_prompts else None
+    best = Best(out_dir / BEST_FOLDER, run, config) if config.decode_prompts else None
     result = fit(
         student,
         rows,

@@ -93,7 +93,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     if state.is_main_process:
         assert stack is not None
         prompts = heldout_prompts(heldout, config.decode_prompts, target.max_position_embeddings - config.decode_tokens)
-        best = Best(out_dir / BEST_FOLDER, recorded_at_first(identity))
+        best = Best(out_dir / BEST_FOLDER, recorded_at_first(identity), config)
         watch = Watch(stack, prompts, config.decode_tokens, student, served, best)
     result = fit(
         student,
