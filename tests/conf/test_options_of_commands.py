@@ -1,4 +1,4 @@
-"""What decides a command's result is every option that is not marked otherwise, so that none can be forgotten."""
+"""Every option of every command is checked, and decides the result unless it is marked otherwise."""
 
 import copy
 import dataclasses
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from outrider.errors import UserError
 from outrider.settings import RunConfig, Settings, decides
 from tests.conf.test_configs import COMMANDS, compose_and_build
 
@@ -66,3 +67,24 @@ def test_where_and_how_often_a_command_runs_decides_nothing(command: str) -> Non
     free = {key for key, decided in leaves(config) if not decided}
     assert {"out_dir", "resume"} <= free
     assert not any(key.split(".")[-1] in ("seed", "lr", "objective", "temperature") for key in free)
+
+
+def settings_in(value: Any) -> Iterator[Settings]:
+    """All settings in `value`, itself too."""
+    if isinstance(value, Settings):
+        yield value
+        for own in dataclasses.fields(value):  # type: ignore[arg-type]
+            yield from settings_in(getattr(value, own.name))
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from settings_in(inner)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_a_command_is_checked_however_it_is_made(command: str) -> None:
+    found = {type(config): config for config in settings_in(made(command))}
+    assert len(found) > 1
+    for config in found.values():
+        for own in dataclasses.fields(config):  # type: ignore[arg-type]
+            with pytest.raises(UserError, match=f"^{own.name}="):
+                dataclasses.replace(config, **{own.name: object()})  # type: ignore[type-var]
