@@ -13,7 +13,7 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,6 +159,16 @@ def default_at(config: Any, key: str) -> Any:
                 return _decided(field.default_factory())
             return ABSENT if field.default is dataclasses.MISSING else _decided(field.default)
     return ABSENT
+
+
+def keyed(config: Settings, first: Collection[str]) -> dict[str, Any]:
+    """The deciding fields that make a key by which something is found again, plain.
+
+    first: those that the key has had from the beginning. A newer one counts unless it is at its default, so that what
+    was made before it is still found.
+    """
+    decided = config.deciding().items()
+    return {name: value for name, value in decided if name in first or value != default_at(config, name)}
 
 
 def construct(kind: Any, value: Any, path: str = "") -> Any:

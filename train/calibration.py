@@ -34,6 +34,7 @@ from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.settings import keyed
 from train import run_dir
 from train.fit import fit
 from train.settings import CalibrateConfig
@@ -76,8 +77,8 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         return whole
 
     target_model = {"config": fingerprint.config, "tensors": fingerprint.tensors}
-    capturing = {key: value for key, value in config.deciding().items() if key not in ("fit", "l2")}
-    settings = capturing | {
+    decided = keyed(config, ("dtype", "new_tokens", "max_draft"))
+    settings = {key: value for key, value in decided.items() if key not in ("fit", "l2")} | {
         "drafter": meta.weights_sha256,
         "target": _digest(target_model),
         "dtype": str(dtype),

@@ -39,8 +39,10 @@ from data_prep.text.sources import Split, content_digest, read_records
 from draft_models.losses import IGNORE
 from draft_models.target.fingerprint import tokenizer_digest
 from outrider.errors import UserError, require
+from outrider.settings import keyed
 
 FORMAT = 2  # part of every cache key: raise it when the same input would give other rows
+_KEYED_AT_FIRST = ("source", "layout", "column", "template", "max_records", "heldout_fraction")
 # Options that say which content is read; its digest decides.
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix"}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
@@ -324,7 +326,7 @@ def _require_content(config: DataConfig, split: Split, counts: Counter[str]) -> 
 
 
 def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> str:
-    parts = {key: value for key, value in config.deciding().items() if key not in _IN_THE_CONTENT}
+    parts = {key: value for key, value in keyed(config, _KEYED_AT_FIRST).items() if key not in _IN_THE_CONTENT}
     parts |= {
         "format": FORMAT,
         "content": content_digest(config),

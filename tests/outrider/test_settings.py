@@ -23,6 +23,7 @@ from outrider.settings import (
     construct,
     decides,
     free,
+    keyed,
     only,
 )
 
@@ -91,6 +92,13 @@ def test_what_is_not_marked_decides() -> None:
         "exact": True, "inner": {"size": 1}, "by_name": {"a": {"size": 1}},
     }  # fmt: skip
     assert [own.name for own in dataclasses.fields(Outer) if not decides(own)] == ["log"]
+
+
+def test_a_key_is_the_same_where_an_option_newer_than_it_has_its_default() -> None:
+    first = ("kind", "rate", "inner")
+    assert keyed(Outer(), first) == {"kind": "plain", "rate": 1.0, "inner": {"size": 1}}
+    assert keyed(Outer(exact=False, log=True), first) == keyed(Outer(), first) | {"exact": False}
+    assert keyed(Outer(inner=Inner(2)), ()) == {"inner": {"size": 2}}
 
 
 def test_an_option_newer_than_a_run_had_its_default_then(tmp_path: Path) -> None:
