@@ -95,7 +95,7 @@ class StructureConfig(Settings):
     max_depth: Annotated[Size, only(kind=_GROWN)] = 10  # drafting steps at most; auto with opt_tree
     nodes: Annotated[Size, only(kind=(*_GROWN, "static"))] = 25  # budget; the size of shape=binary; auto with opt_tree
     # children per node, level by level, e.g. [4,2,2]; or auto
-    widths: Annotated[tuple[Count, ...] | Literal["auto"], only(kind="k_config")] = (4, 2, 2)
+    widths: Annotated[Literal["auto"] | tuple[Count, ...], only(kind="k_config")] = (4, 2, 2)
     draw: Annotated[Draw, only(kind="k_config")] = "without_replacement"  # how children come about when sampling
     # stop when E(A) gains no more than this; null: μ, as measured here
     delta: Annotated[Share | None, only(kind="opt_tree")] = None

@@ -295,7 +295,12 @@ def _is_fixed(kind: Any) -> bool:
 
 def _refuse(kinds: tuple[Any, ...], value: Any, path: str) -> typing.NoReturn:
     found = f"{path}={reprlib.repr(value)}" if path else f"found {reprlib.repr(value)}"
-    raise UserError(f"{found}: expected {' or '.join(dict.fromkeys(map(_name, kinds)))}")
+    raise UserError(f"{found}: expected {_either(kinds)}")
+
+
+def _either(kinds: Sequence[Any]) -> str:
+    *others, last = dict.fromkeys(map(_name, kinds))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _name(kind: Any) -> str:
@@ -307,7 +312,7 @@ def _name(kind: Any) -> str:
         number = "a number" if bounded else _name(arguments[0])
         return named[0] if named else " ".join([number, " and ".join(map(str, limits))]).rstrip()
     if origin in _UNIONS:
-        return " or ".join(map(_name, arguments))
+        return _either(arguments)
     if origin is typing.Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(map(_shown, arguments))
     if _is_fixed(kind):
