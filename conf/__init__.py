@@ -172,8 +172,10 @@ def _thaw(kind: Any) -> Any:
     arguments = typing.get_args(kind)
     if not arguments:
         return kind
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.Union[tuple(map(type, arguments))]  # noqa: UP007 (built at run time)
     arguments = tuple(_thaw(a) for a in arguments)
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
         given = [a for a in arguments if a is not type(None)]
         if len(given) > 1 and any(map(typing.get_args, given)):
             return typing.Any  # OmegaConf has no unions with containers; the dataclass checks such values itself

@@ -12,7 +12,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
+
+from outrider.settings import Limit, conditions
 
 CONF_DIR = Path(__file__).resolve().parent
 _WORDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any"}
@@ -92,7 +94,7 @@ def groups_of(name: str) -> dict[str, list[str]]:
 
 def options_of(schema: type, composed: Any, prefix: str = "") -> Iterator[Option]:
     """Every option of `schema`, the nested ones by their dotted keys; composed: where their defaults are."""
-    meanings, hints = meanings_of(schema), typing.get_type_hints(schema)
+    meanings, hints = meanings_of(schema), typing.get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):
         key, kind = prefix + field.name, hints[field.name]
         value = None if composed is None else OmegaConf.select(composed, field.name, throw_on_missing=False)
@@ -107,11 +109,19 @@ def options_of(schema: type, composed: Any, prefix: str = "") -> Iterator[Option
         missing = composed is not None and OmegaConf.is_missing(composed, field.name)
         if composed is None:
             value = field.default if field.default is not dataclasses.MISSING else None
-        yield Option(key, words(kind), "" if missing else shown(value), meanings.get(field.name, ""))
+        meaning = meanings.get(field.name, "")
+        if read := conditions(kind):
+            meaning = f"with {' and '.join(f'{option}={_either(values)}' for option, values in read)}: {meaning}"
+        yield Option(key, words(kind), "" if missing else shown(value), meaning)
 
 
 def words(kind: Any) -> str:
-    """A type in words."""
+    """A type in words, with its choices or its range."""
+    if typing.get_origin(kind) is typing.Annotated:
+        limits = " and ".join(str(one) for one in kind.__metadata__ if isinstance(one, Limit))
+        return f"{words(kind.__origin__)} {limits}".rstrip()
+    if typing.get_origin(kind) is typing.Literal:
+        return _either(typing.get_args(kind))
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         parts = [part for part in typing.get_args(kind) if part is not type(None)]
         optional = len(parts) < len(typing.get_args(kind))
@@ -121,6 +131,11 @@ def words(kind: Any) -> str:
     if typing.get_origin(kind) is dict:
         return f"{words(typing.get_args(kind)[1])} by name"
     return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _either(values: Sequence[Any]) -> str:
+    *others, last = map(shown, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def shown(value: Any) -> str:

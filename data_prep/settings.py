@@ -1,22 +1,24 @@
 """Where training text comes from and how it is read; light, so that a config error shows at once."""
 
-import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from inference.settings import ARCHITECTURES, DTYPES, SamplingConfig
-from outrider.errors import UserError, require, require_choice
+from draft_models.settings import TARGET, Dtype, Model, RehearsedConfig, TargetConfig
+from inference.settings import SamplingConfig
+from outrider.errors import UserError, require
+from outrider.settings import Count, Named, Seed, Settings, at_least, at_most, below, free
 
-SOURCES = ("python_stdlib", "hub", "local", "mix")
-LAYOUTS = ("auto", "text", "code", "sharegpt", "messages", "turns", "alpaca")
-TEMPLATES = ("tokenizer", "vicuna")
+Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca"]
+REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
+Order = Annotated[int, at_least(2), at_most(4)]  # n of an n-gram
+NotNegative = Annotated[int, at_least(0)]
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class SourceConfig(Settings):
     """Where records come from and how they are read.
 
     source: python_stdlib (the interpreter's own library), hub (a Hugging Face dataset) or local (files).
@@ -29,23 +31,21 @@ class SourceConfig:
     max_records: read only this many records, counted before the train / held-out split.
     """
 
-    source: str = "python_stdlib"
+    source: Literal["python_stdlib", "hub", "local", "mix"] = "python_stdlib"
     packages: bool = False
     path: Any = None
     subset: str | None = None  # of a dataset on the Hub
     data_dir: str | None = None  # of a dataset on the Hub: read this folder only
     revision: str | None = None  # of a dataset on the Hub
-    split: str = "train"  # of a dataset on the Hub
+    split: Annotated[str, Named("the name of a split of the hub dataset")] = "train"  # of a dataset on the Hub
     streaming: bool = True
-    layout: str = "auto"
+    layout: Layout = "auto"
     column: str | None = None
-    template: str = "tokenizer"
-    max_records: int | None = None
+    template: Literal["tokenizer", "vicuna"] = "tokenizer"
+    max_records: Count | None = None
 
     def __post_init__(self) -> None:
-        require_choice("source", self.source, SOURCES)
-        require_choice("layout", self.layout, LAYOUTS)
-        require_choice("template", self.template, TEMPLATES)
+        super().__post_init__()
         object.__setattr__(self, "path", _as_tuple(self.path))
         if self.source in ("python_stdlib", "mix"):
             require(not self.path, "path", self.path, f"nothing with source={self.source}")
@@ -59,25 +59,17 @@ class SourceConfig:
             for key in ("subset", "data_dir", "revision", "split", "streaming"):
                 unset = getattr(SourceConfig, key)
                 require(getattr(self, key) == unset, key, getattr(self, key), f"{unset}: it is for source=hub alone")
-        require(bool(self.split), "split", self.split, "the name of a split of the hub dataset")
-        require(
-            self.max_records is None or self.max_records > 0,
-            "max_records",
-            self.max_records,
-            "at least 1, or null",
-        )
 
 
 @dataclass(frozen=True)
 class MixPart(SourceConfig):
     """One source of a mix. weight: its share of the supervised tokens, relative to the others'; 0 leaves it out."""
 
-    weight: float = 1.0
+    weight: Annotated[float, at_least(0)] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.source != "mix", "source", self.source, "a source that is not a mix itself")
-        require(0 <= self.weight < math.inf, "weight", self.weight, "a number ≥ 0")
 
 
 @dataclass(frozen=True)
@@ -90,8 +82,8 @@ class DataConfig(SourceConfig):
     """
 
     mix: dict[str, MixPart] = field(default_factory=dict)
-    heldout_fraction: float = 0.05
-    cache_dir: str | None = None
+    heldout_fraction: Annotated[float, at_least(0), below(1)] = 0.05
+    cache_dir: str | None = free(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,21 +96,18 @@ class DataConfig(SourceConfig):
                 raise UserError(f"{changed}={own[changed]!r}: says nothing with source=mix; set mix.NAME.{changed}")
         else:
             require(not self.mix, "mix", sorted(self.mix), "nothing unless source=mix")
-        require(
-            0 <= self.heldout_fraction < 1,
-            "heldout_fraction",
-            self.heldout_fraction,
-            "at least 0 and less than 1",
-        )
 
     @property
     def cache(self) -> Path:
         """The directory of the tokenised rows."""
         return Path(self.cache_dir).expanduser() if self.cache_dir else default_cache_dir()
 
-    def deciding(self) -> dict[str, Any]:
-        """The options that decide the rows; where they are cached does not."""
-        return {key: value for key, value in asdict(self).items() if key != "cache_dir"}
+    def small(self, models: Path) -> "DataConfig":
+        """A few files of the standard library in the place of this, or of each of its sources (see `rehearsable`)."""
+        library: dict[str, Any] = {"source": "python_stdlib", "layout": "code", "max_records": REHEARSED_RECORDS}
+        mix = {name: MixPart(**library, weight=part.weight) for name, part in self.mix.items()}
+        source: dict[str, Any] = {"source": "mix", "mix": mix} if mix else library
+        return DataConfig(**source, heldout_fraction=0.5, cache_dir=str(models.parent / "cache"))
 
     def parts(self) -> Iterator[tuple[str, float, "DataConfig"]]:
         """(name, weight, data set) of each source of a mix that is not left out."""
@@ -129,34 +118,34 @@ class DataConfig(SourceConfig):
                 yield name, part.weight, DataConfig(**own)
 
 
-@dataclass(frozen=True)
-class GenerateConfig:
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(TargetConfig):
     """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
 
-    target: str  # model directory or Hub name: a causal LM of transformers whose forward takes past_key_values
-    data: DataConfig  # whose user turns, or beginnings of plain texts, are the prompts; held-out records are left out
-    revision: str | None = None  # of the target on the Hub: branch, tag or commit
-    turns: str = "all"  # conversations: answer all user turns, each after the target's own answers, or the first
-    prefix_tokens: int = 64  # plain text: tokens of a text to continue; of a text shorter than twice that, half
-    max_new_tokens: int = 512  # per answer
-    greedy_tokens: int = 4  # the first of every answer are the likeliest tokens, the rest are sampled
+    # model directory or Hub name: a causal LM of transformers whose forward takes past_key_values
+    target: Model = free()
+    # whose user turns, or beginnings of plain texts, are the prompts; held-out records are left out; it may grow
+    data: DataConfig = free()
+    # conversations: answer all user turns, each after the target's own answers, or the first
+    turns: Literal["all", "first"] = "all"
+    prefix_tokens: Count = 64  # plain text: tokens of a text to continue; of a text shorter than twice that, half
+    max_new_tokens: Count = 512  # per answer
+    greedy_tokens: NotNegative = 4  # the first of every answer are the likeliest tokens, the rest are sampled
     temperature: float = 1.0  # of the sampled tokens
     top_k: int = 0  # sample among the k likeliest tokens; 0: all
     top_p: float = 1.0  # sample among the likeliest tokens that together have this probability; 1: all
     keep_truncated: bool = True  # false: drop answers that reached max_new_tokens without an end
-    top_k_logits: int = 0  # also keep the target's k largest log-probabilities at every token, for distillation
-    batch_size: int = 32  # prompts decoded together by one process
-    shard_size: int = 512  # prompts in one file; a killed process repeats at most shard_size + batch_size - 1
-    dtype: str = "auto"  # auto: float32 on CPU, else the target's own
-    device_map: str | None = None  # auto spreads a large target over all GPUs of one process
-    seed: int = 0  # with a prompt's id it decides the answer
-    out_dir: str = "runs/generate_responses"  # where everything goes
-    resume: bool = False  # go on with what an earlier run left in out_dir
-    debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
-    debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
+    top_k_logits: NotNegative = 0  # also keep the target's k largest log-probabilities at every token, for distillation
+    batch_size: Count = free(32)  # prompts decoded together by one process
+    # prompts in one file; a killed process repeats at most shard_size + batch_size - 1
+    shard_size: Count = free(512)
+    dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
+    device_map: str | None = free(None)  # auto spreads a large target over all GPUs of one process
+    seed: Seed = 0  # with a prompt's id it decides the answer
+    out_dir: str = free("runs/generate_responses")  # where everything goes
 
     def __post_init__(self) -> None:
-        require(bool(self.target), "target", self.target, "a model directory or Hub name")
+        super().__post_init__()
         weights = {name: weight for name, weight, _ in self.data.parts()}
         require(
             len(set(weights.values())) <= 1,
@@ -164,15 +153,13 @@ class GenerateConfig:
             weights,
             "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
         )
-        require_choice("turns", self.turns, ("all", "first"))
-        require_choice("dtype", self.dtype, DTYPES)
-        require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
-        for key in ("prefix_tokens", "max_new_tokens", "batch_size", "shard_size"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "an integer ≥ 1")
-        for key in ("greedy_tokens", "top_k_logits"):
-            require(getattr(self, key) >= 0, key, getattr(self, key), "an integer ≥ 0")
-        require(0 <= self.seed < 2**31, "seed", self.seed, "0 to 2^31 - 1")
         _ = self.sampling  # has checks of its own
+
+    def small(self, models: Path) -> Self:
+        """A few short answers of a tiny target."""
+        limits = self.cut(prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8)
+        given: dict[str, Any] = {**limits, "data": self.data.small(models)}
+        return replace(self, target=str(models / TARGET), revision=None, **given)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -180,45 +167,39 @@ class GenerateConfig:
         return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
-@dataclass(frozen=True)
-class TrigramConfig:
+@dataclass(frozen=True, kw_only=True)
+class TrigramConfig(RehearsedConfig):
     """build-trigrams: a corpus and a tokenizer in, an n-gram table out.
 
     Of the corpus, `data.template` and `data.cache_dir` say nothing here: turns of a conversation are tokenised as
     plain texts of their own, and no n-gram reaches over two of them.
     """
 
-    tokenizer: str  # SentencePiece model file, or the directory or Hub name of a Hugging Face tokenizer
+    # SentencePiece model file, or the directory or Hub name of a Hugging Face tokenizer
+    tokenizer: Annotated[str, Named("a SentencePiece model file, directory or Hub name")] = free()
     data: DataConfig  # its held-out records are left out
-    revision: str | None = None  # of a tokenizer on the Hub
-    text: str = "assistant"  # of a conversation: assistant (what a target generates) or all turns
-    orders: tuple[int, ...] = (3,)  # n of the n-grams to count: some of 2, 3, 4
-    min_count: int = 2  # n-grams of fewer occurrences are left out
-    max_successors: int | None = None  # only this many successors of a context, the most frequent; null: all
+    revision: str | None = free(None)  # of a tokenizer on the Hub
+    text: Literal["assistant", "all"] = "assistant"  # of a conversation: what a target generates, or all turns
+    orders: tuple[Order, ...] = (3,)  # n of the n-grams to count, each once
+    min_count: Count = 2  # n-grams of fewer occurrences are left out
+    max_successors: Count | None = None  # only this many successors of a context, the most frequent; null: all
     merge: tuple[str, ...] = ()  # finished tables whose counts are added to the corpus's own, in memory
-    workers: int | None = None  # tokenising processes; null: one for each CPU core
-    memory_gb: float = 1.0  # what counting may take, beside the program and the text of the largest record
-    out_dir: str = "runs/trigrams"  # where everything goes
-    resume: bool = False  # go on with what an earlier run left in out_dir
-    debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
-    debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
+    workers: Count | None = free(None)  # tokenising processes; null: one for each CPU core
+    # what counting may take, beside the program and the text of the largest record
+    memory_gb: Annotated[float, at_least(0.1)] = free(1.0)
+    out_dir: str = free("runs/trigrams")  # where everything goes
 
     def __post_init__(self) -> None:
-        require(bool(self.tokenizer), "tokenizer", self.tokenizer, "a SentencePiece model file, directory or Hub name")
+        super().__post_init__()
         require(self.data.source != "mix", "data.source", "mix", "one source (build the others first, add with merge)")
-        require_choice("text", self.text, ("assistant", "all"))
-        require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
-        valid = bool(self.orders) and set(self.orders) <= {2, 3, 4} and len(set(self.orders)) == len(self.orders)
-        require(valid, "orders", self.orders, "some of 2, 3, 4, each once")
-        require(self.min_count >= 1, "min_count", self.min_count, "an integer ≥ 1")
-        require(
-            self.max_successors is None or self.max_successors >= 1,
-            "max_successors",
-            self.max_successors,
-            "null or an integer ≥ 1",
-        )
-        require(self.workers is None or self.workers >= 1, "workers", self.workers, "null or an integer ≥ 1")
-        require(0.1 <= self.memory_gb < math.inf, "memory_gb", self.memory_gb, "a number ≥ 0.1")
+        each_once = bool(self.orders) and len(set(self.orders)) == len(self.orders)
+        require(each_once, "orders", self.orders, "some of 2, 3, 4, each once")
+
+    def small(self, models: Path) -> Self:
+        """A few files, counted in little memory."""
+        given: dict[str, Any] = {"merge": (), "workers": 1, "memory_gb": 0.1}
+        tokenizer = str(models / TARGET)
+        return replace(self, tokenizer=tokenizer, revision=None, data=self.data.small(models), **given)
 
     @property
     def processes(self) -> int:
@@ -227,8 +208,8 @@ class TrigramConfig:
 
     def corpus(self) -> dict[str, Any]:
         """What decides which text is counted, JSON-able."""
-        names = ("source", "packages", "subset", "data_dir", "revision", "split", "layout", "column", "max_records")
-        own = {name: getattr(self.data, name) for name in (*names, "heldout_fraction")}
+        silent = ("template", "mix", "streaming")
+        own = {key: value for key, value in self.data.deciding().items() if key not in silent}
         return {**own, "path": list(self.data.path), "text": self.text}
 
 

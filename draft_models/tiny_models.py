@@ -1,11 +1,8 @@
-"""debug=true: a command's own code on tiny random models, beside the real run and without a network."""
+"""Random models so small that a command can be rehearsed with them, made without a network."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,12 +22,10 @@ from draft_models.calibration import CalibrationHead, save_calibration
 from draft_models.checkpoint import read_meta, save_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.ngrams.table import TrigramTable
+from draft_models.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import open_target
 from draft_models.target.vocabulary import vocabulary_digest
-from outrider.files import require_writable
-from outrider.processes import from_main, join_processes, only_run_of
-from outrider.run_dirs import clear, require_rehearsal
 
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
@@ -40,42 +35,6 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "opt": (OPTConfig, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
 }
 VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
-TARGET, SMALL_LM, EARLY_EXIT, TABLE = "target", "small_lm", "early_exit", "table"  # see `save_tiny_models`
-MODELS = "tiny_models"
-
-Config = TypeVar("Config")
-
-
-@contextmanager
-def debugged(config: Config, small: Callable[[Any, Path], Any]) -> Iterator[Config]:
-    """The `config` of a command as it is to be run: with debug=true a small one, once the models for it are there.
-
-    `small(config, models)` says what is small. It is a pure function of the config and the folder of
-    `save_tiny_models`. Everything lies in `<out_dir>-debug`, which is kept from other runs meanwhile. It is emptied
-    first, unless resume=true. The run's own out_dir in it is `run`. All processes of a launcher call this.
-
-    Raises `UserError` where that place holds something else, or is another run's.
-    """
-    given: Any = config
-    if not given.debug:
-        yield config
-        return
-    folder = Path(f"{Path(given.out_dir)}-debug")
-    keep, state = getattr(given, "resume", False), join_processes()
-    from_main(state, lambda: None if keep else require_rehearsal(folder, MODELS))
-
-    def prepare() -> None:
-        if not keep:
-            clear(folder)
-        save_tiny_models(folder / MODELS, given.debug_architecture)
-        print(
-            f"debug target={folder / MODELS / TARGET} architecture={given.debug_architecture} out_dir={folder / 'run'}",
-            flush=True,
-        )
-
-    with only_run_of(state, require_writable(folder), "a debug run"):
-        from_main(state, prepare)
-        yield small(replace(given, debug=False, out_dir=str(folder / "run")), folder / MODELS)
 
 
 def save_tiny_models(folder: Path, architecture: str) -> None:

@@ -13,10 +13,12 @@ def main(config: EvaluateConfig) -> None:
     from data_prep.settings import DataConfig
     from data_prep.text.chat import VICUNA_SYSTEM, render_prompt
     from data_prep.text.prompts import read_prompts
+    from draft_models.rehearsal import rehearsable
     from inference.evaluate.compare import evaluate_checkpoint
     from inference.evaluate.replay import evaluate_replay
     from inference.evaluate.subject import heldout_fraction
 
+    @rehearsable
     def evaluate(run: EvaluateConfig) -> None:
         prompts = read_prompts(
             run.prompt_text or run.prompts,
@@ -33,13 +35,7 @@ def main(config: EvaluateConfig) -> None:
             lambda tokenizer, messages, chat: render_prompt(messages, tokenizer, run.template if chat else "none"),
         )
 
-    if config.debug:
-        from draft_models.tiny_models import debugged
-        from inference.debug import small_evaluation
-
-        with debugged(config, small_evaluation) as small:
-            return evaluate(small)
-    return evaluate(config)
+    evaluate(config)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from conf.options import CONF_DIR
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from draft_models.checkpoint import META_FILE
+from draft_models.settings import Dtype
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
@@ -29,7 +30,7 @@ from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.subject import Subject, find_subject, load_drafters
 from inference.generation_config import Inherited, generate_settings, inherit, make_sampler
 from inference.runtime import make_runtime
-from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig
+from inference.settings import EvaluateConfig, MethodConfig, Runtime, SamplingConfig
 from inference.stop_strings import StopStrings
 from outrider.errors import UserError, require
 from outrider.settings import construct
@@ -195,9 +196,9 @@ def load(
     small_lm: str | None = None,
     table: str | None = None,
     drafters: Mapping[str, str] | None = None,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     device: str = "auto",
-    runtime: str = "auto",
+    runtime: Runtime = "auto",
 ) -> Model:
     """A target with a drafter, ready to decode.
 

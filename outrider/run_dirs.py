@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from outrider.errors import UserError, warn
 from outrider.files import write_json
-from outrider.settings import ABSENT, differences, listed
+from outrider.settings import ABSENT, Settings, default_at, differences, listed
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
 _SHOWN, _NAMED = 200, 12  # characters of another run's command, and differences, that an error shows
@@ -81,6 +81,11 @@ def clear(folder: Path) -> None:
             path.unlink()
 
 
+def rehearsal_folder(out_dir: str) -> Path:
+    """Where debug=true runs instead of in `out_dir`."""
+    return Path(f"{Path(out_dir)}-debug")
+
+
 def require_rehearsal(folder: Path, mark: str) -> None:
     """Raise `UserError` if `folder`, about to be cleared, holds something else than a rehearsal, which has a `mark`."""
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -109,14 +114,26 @@ def _held_by(holder: Path) -> str:
         return f"a process that {holder.name} does not name"
 
 
-def check_identity(before: Any, now: Mapping[str, Any], where: Path) -> None:
+def changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], config: Settings | None = None
+) -> list[tuple[str, Any, Any]]:
+    """The `differences` of two identities, without options of `config` newer than `before` that have their default."""
+
+    def is_new(key: str, old: Any, new: Any) -> bool:
+        return old is ABSENT and not differences(default_at(config, key), new)
+
+    return [found for found in differences(before, json.loads(json.dumps(now))) if not is_new(*found)]
+
+
+def check_identity(before: Any, now: Mapping[str, Any], where: Path, config: Settings | None = None) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
-    Entries of `_RECORDED_LATER` that `before` lacks are no reason to refuse, but a warning says so.
+    An option of `config`, the settings of now, that `before` lacks is new: it had its default then. Entries of
+    `_RECORDED_LATER` that `before` lacks are no reason to refuse, but a warning says so.
     """
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
-    found = differences(before, json.loads(json.dumps(now)))
+    found = changes(before, now, config)
     unknown = [key for key, old, _ in found if old is ABSENT and key in _RECORDED_LATER]
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in found if key not in unknown]
     if wrong:

@@ -1,20 +1,26 @@
-"""Plain containers, as YAML and JSON hold them, made into frozen dataclasses again."""
+"""Settings: what a field may be is said in its type, and checked whoever makes them.
+
+A field's type gives its choices (`Literal`), its range (`Annotated[int, at_least(1)]`) and the options that it has a
+meaning with (`only`). `free` says that it decides no result. Plain containers, as YAML and JSON hold them, become
+settings by `construct`.
+"""
 
 import dataclasses
 import functools
 import json
+import operator
 import reprlib
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from outrider.errors import UserError
+from outrider.errors import UserError, require
 from outrider.files import read_json
 
-_hints = functools.cache(typing.get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 _SCALARS = {
     bool: "true or false",
     int: "an integer",
@@ -23,6 +29,146 @@ _SCALARS = {
     types.NoneType: "null",
     Path: "a path",
 }
+_UNIONS = (types.UnionType, typing.Union)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """One end of the range of a number."""
+
+    sign: str  # ≥, >, ≤ or <
+    bound: float
+
+    def holds(self, value: Any) -> bool:
+        compare = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": operator.lt}[self.sign]
+        return bool(compare(value, self.bound))
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.bound}"
+
+
+def at_least(bound: float) -> Limit:
+    """Numbers from `bound` on."""
+    return Limit("≥", bound)
+
+
+def above(bound: float) -> Limit:
+    """Numbers greater than `bound`."""
+    return Limit(">", bound)
+
+
+def at_most(bound: float) -> Limit:
+    """Numbers up to `bound`."""
+    return Limit("≤", bound)
+
+
+def below(bound: float) -> Limit:
+    """Numbers less than `bound`."""
+    return Limit("<", bound)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A text that must not be empty. what: the thing that it names, for the error."""
+
+    what: str
+
+    def holds(self, value: Any) -> bool:
+        return bool(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """The values of other options with which a field is read; with others it must stay at its default."""
+
+    options: tuple[tuple[str, tuple[Any, ...]], ...]
+
+
+def only(**options: Any) -> Only:
+    """`only(rule="beta")`: read with rule=beta. Several values stand in a tuple; of several options all must hold."""
+    return Only(tuple((key, value if isinstance(value, tuple) else (value,)) for key, value in options.items()))
+
+
+Count = Annotated[int, at_least(1)]
+Share = Annotated[float, at_least(0), at_most(1)]
+Positive = Annotated[float, above(0)]
+Seed = Annotated[int, at_least(0), below(2**31)]
+
+
+def free(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
+    """A field that decides no result, so that a resumed run may have another value of it; all other fields decide."""
+    return dataclasses.field(default=default, default_factory=factory, metadata={"decides": False})
+
+
+class Settings:
+    """The base of all settings, which are frozen dataclasses: their fields are checked against their types.
+
+    A `__post_init__` of a subclass, for what concerns several fields, begins with `super().__post_init__()`.
+    """
+
+    def __post_init__(self) -> None:
+        """Raises `UserError` naming the first field that is not of its type, out of its range, or not read."""
+        for field in _fields(self):
+            kind, value = _hints(type(self))[field.name], getattr(self, field.name)
+            if not _allows(kind, value):
+                _refuse(_kinds(kind), value, field.name)
+        for field in _fields(self):
+            for option, values in conditions(_hints(type(self))[field.name]):
+                if getattr(self, option) not in values:
+                    require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
+
+    def deciding(self) -> dict[str, Any]:
+        """The fields that decide the result, as plain containers; a resumed run must agree on these."""
+        return {field.name: _decided(getattr(self, field.name)) for field in _fields(self) if decides(field)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(Settings):
+    """What every command is told of where it runs."""
+
+    out_dir: str = free("runs")  # where everything goes
+    resume: bool = free(False)  # go on with what an earlier run left in out_dir
+
+
+def decides(field: "dataclasses.Field[Any]") -> bool:
+    """Whether a field decides the result (see `free`)."""
+    return bool(field.metadata.get("decides", True))
+
+
+def conditions(kind: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """The options, with their values, that a field of the type `kind` has a meaning with (see `only`)."""
+    found = kind.__metadata__ if typing.get_origin(kind) is Annotated else ()
+    return tuple(pair for one in found if isinstance(one, Only) for pair in one.options)
+
+
+def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
+    """Raise `UserError` unless a field is at its default: nothing would come of another value."""
+    default = next(field.default for field in _fields(config) if field.name == name)
+    given = getattr(config, name)
+    require(given == default, prefix + name, given, f"{default!r}, its default: {why}")
+
+
+def default_at(config: Any, key: str) -> Any:
+    """The default of the deciding field at the dotted `key` below `config`, plain; `ABSENT` where there is none."""
+    *outer, last = key.split(".")
+    for part in outer:
+        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
+    for field in _fields(config) if isinstance(config, Settings) else ():
+        if field.name == last and decides(field):
+            if field.default_factory is not dataclasses.MISSING:
+                return _decided(field.default_factory())
+            return ABSENT if field.default is dataclasses.MISSING else _decided(field.default)
+    return ABSENT
+
+
+def keyed(config: Settings, first: Collection[str]) -> dict[str, Any]:
+    """The deciding fields that make a key by which something is found again, plain.
+
+    first: those that the key has had from the beginning. A newer one counts unless it is at its default, so that what
+    was made before it is still found.
+    """
+    decided = config.deciding().items()
+    return {name: value for name, value in decided if name in first or value != default_at(config, name)}
 
 
 def construct(kind: Any, value: Any, path: str = "") -> Any:
@@ -34,11 +180,13 @@ def construct(kind: Any, value: Any, path: str = "") -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in (Any, object):
         return value
-    if origin in (types.UnionType, typing.Union):
+    if origin in _UNIONS:
         kind = next((one for one in arguments if _holds(one, value)), None)
         return _refuse(arguments, value, path) if kind is None else construct(kind, value, path)
     if not _holds(kind, value):
-        return _refuse((kind,), value, path)
+        return _refuse(_kinds(kind), value, path)
+    if origin is Annotated:
+        return construct(arguments[0], value, path)
     if _is_dataclass(kind):
         return _construct_dataclass(kind, value, path)
     if origin in (dict, Mapping):
@@ -81,6 +229,10 @@ def _holds(kind: Any, value: Any) -> bool:
     origin = typing.get_origin(kind)
     if kind in (Any, object):
         return True
+    if origin is Annotated:
+        return _holds(kind.__origin__, value) and all(limit.holds(value) for limit in _limits(kind))
+    if origin in _UNIONS:
+        return any(_holds(one, value) for one in typing.get_args(kind))
     if origin is typing.Literal:
         return value in typing.get_args(kind)
     if _is_dataclass(kind) or origin in (dict, Mapping):
@@ -90,6 +242,46 @@ def _holds(kind: Any, value: Any) -> bool:
     if kind is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
     return type(value) is (str if kind is Path else kind)
+
+
+def _allows(kind: Any, value: Any) -> bool:
+    """Whether a field of the type `kind` may have `value`, which is finished: dataclasses are made already."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _allows(kind.__origin__, value) and all(limit.holds(value) for limit in _limits(kind))
+    if origin in _UNIONS:
+        return any(_allows(one, value) for one in arguments)
+    if _is_dataclass(kind):
+        return isinstance(value, kind)
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping) and all(_allows(arguments[1], item) for item in value.values())
+    if origin in (list, tuple, frozenset) and not _is_fixed(kind):
+        return isinstance(value, list | tuple | frozenset) and all(_allows(arguments[0], item) for item in value)
+    if origin is tuple:
+        return _holds(kind, value) and all(map(_allows, arguments, value))
+    return _holds(kind, value)
+
+
+def _decided(value: Any) -> Any:
+    if isinstance(value, Settings):
+        return value.deciding()
+    if isinstance(value, Mapping):
+        return {key: _decided(item) for key, item in value.items()}
+    return type(value)(map(_decided, value)) if isinstance(value, list | tuple) else value
+
+
+def _fields(config: Any) -> "tuple[dataclasses.Field[Any], ...]":
+    return dataclasses.fields(config)
+
+
+def _limits(kind: Any) -> list[Limit | Named]:
+    return [one for one in kind.__metadata__ if isinstance(one, Limit | Named)]
+
+
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, also of one within `Annotated`; a tuple of any other."""
+    inner = kind.__origin__ if typing.get_origin(kind) is Annotated and not _limits(kind) else kind
+    return typing.get_args(inner) if typing.get_origin(inner) in _UNIONS else (inner,)
 
 
 def _is_dataclass(kind: Any) -> bool:
@@ -103,17 +295,35 @@ def _is_fixed(kind: Any) -> bool:
 
 def _refuse(kinds: tuple[Any, ...], value: Any, path: str) -> typing.NoReturn:
     found = f"{path}={reprlib.repr(value)}" if path else f"found {reprlib.repr(value)}"
-    raise UserError(f"{found}: expected {' or '.join(dict.fromkeys(map(_name, kinds)))}")
+    raise UserError(f"{found}: expected {_either(kinds)}")
+
+
+def _either(kinds: Sequence[Any]) -> str:
+    *others, last = dict.fromkeys(map(_name, kinds))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _name(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(kind)))
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        limits = _limits(kind)
+        named = [limit.what for limit in limits if isinstance(limit, Named)]
+        bounded = arguments[0] is float and any(str(limit)[0] in "≤<" for limit in limits)
+        number = "a number" if bounded else _name(arguments[0])
+        return named[0] if named else " ".join([number, " and ".join(map(str, limits))]).rstrip()
+    if origin in _UNIONS:
+        return _either(arguments)
+    if origin is typing.Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(_shown, arguments))
     if _is_fixed(kind):
-        return f"a list of {len(typing.get_args(kind))}"
-    if typing.get_origin(kind) in (list, tuple, frozenset):
-        return f"a list, each {_name(typing.get_args(kind)[0])}"
+        return f"a list of {len(arguments)}, each {_name(arguments[0])}"
+    if origin in (list, tuple, frozenset):
+        return f"a list, each {_name(arguments[0])}"
     return _SCALARS.get(kind, "a mapping")
+
+
+def _shown(choice: Any) -> str:
+    return str(choice).lower() if isinstance(choice, bool) else str(choice)
 
 
 def _at(path: str, key: str) -> str:

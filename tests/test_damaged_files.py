@@ -26,8 +26,8 @@ from data_prep.text.sources import read_records
 from draft_models.calibration import load_calibration
 from draft_models.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
+from draft_models.settings import EARLY_EXIT, TABLE, TARGET
 from draft_models.target.open_target import load_tokenizer, open_target
-from draft_models.tiny_models import EARLY_EXIT, TABLE, TARGET
 from inference.evaluate import compare
 from inference.evaluate.prompt_results import append_result, begin_run, open_run, read_results
 from inference.evaluate.replay import read_transcripts
@@ -268,7 +268,7 @@ def test_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
 
     monkeypatch.setattr(pipeline_run, "_run_step", again)
     out_dir = require_writable(tmp_path / "run")
-    config = PipelineConfig({"target": StepConfig(), "report": StepConfig()}, out_dir=str(out_dir), resume=True)
+    config = PipelineConfig(steps={"target": StepConfig(), "report": StepConfig()}, out_dir=str(out_dir), resume=True)
     figures = {"tau": 2.0, "lossless": {"checked": 1}, "speedup": {"median": 1.0}, "tokens_per_second": {"a": 1.0}}
     figures |= dict.fromkeys(pipeline_run.FIGURES, 0) | figures
     products = {"target": {"parameters": 1, "steps": 2, "bits_per_byte": 3.0},

@@ -187,7 +187,9 @@ def test_eesd_trains_and_its_drafter_is_lossless(tmp_path: Path, objective: str)
     text.write_text("\n".join(lines))
     data = DataConfig(source="local", path=str(text), layout="text", heldout_fraction=0.2, cache_dir=str(tmp_path))
     fit = FitConfig(steps=20, batch_rows=8, lr=3e-3, eval_every=10, wandb=WandbConfig(mode="disabled"))
-    config = EesdConfig(str(path), data, fit, exit_layer=2, seq_len=64, objective=objective, eval_rows=4)
+    config = EesdConfig(
+        target=str(path), data=data, fit=fit, exit_layer=2, seq_len=64, objective=objective, eval_rows=4
+    )
     train_early_exit(replace(config, decode_prompts=2, decode_tokens=16, out_dir=str(tmp_path / "e")))
     target = load_config(str(path))
     fingerprint = fingerprint_target(open_tensors(str(path)), target, load_tokenizer(str(path)))

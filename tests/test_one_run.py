@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.tiny_models import EARLY_EXIT, TABLE, TARGET
+from draft_models.settings import EARLY_EXIT, TABLE, TARGET
 from outrider.errors import UserError
 from outrider.run_dirs import only_run
 

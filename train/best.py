@@ -13,7 +13,8 @@ from torch import nn
 
 from outrider.errors import UserError, reason
 from outrider.files import parse_json, require_writable, write_atomically
-from outrider.settings import construct
+from outrider.run_dirs import changes
+from outrider.settings import Settings, construct
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
 
 BEST_FOLDER = "best"
@@ -26,8 +27,9 @@ class Best:
     those a resumed run repeats change nothing.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, Any]):
-        self.file = folder / WEIGHTS_FILE
+    def __init__(self, folder: Path, run: Mapping[str, Any], config: Settings | None = None):
+        """config: the settings that `run` is made of, for options newer than the weights (see `changes`)."""
+        self.file, self.identity, self.config = folder / WEIGHTS_FILE, run, config
         self.run = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
     def offer(self, student: nn.Module, step: int, metrics: Mapping[str, float]) -> None:
@@ -36,7 +38,8 @@ class Best:
         if before is not None and before[1]["tau"] >= metrics["tau"]:
             return
         weights = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(student).items()}
-        described = {"run": self.run, "step": str(step), "metrics": json.dumps(dict(metrics))}
+        described = {"run": self.run, "identity": json.dumps(self.identity)}
+        described |= {"step": str(step), "metrics": json.dumps(dict(metrics))}
         require_writable(self.file.parent)
         write_atomically(self.file, save(weights, metadata=described))
 
@@ -56,10 +59,16 @@ class Best:
                 described = stored.metadata() or {}
         except (OSError, SafetensorError):
             return None
-        if described.get("run") != self.run:
-            return None
         try:
+            if not self._is_of_this_run(described):
+                return None
             step, metrics = int(described["step"]), construct(dict[str, float], parse_json(described["metrics"]))
             return step, {**metrics, "tau": metrics["tau"]}
         except (KeyError, ValueError, UserError) as error:
             raise UserError(f"{self.file}: damaged ({reason(error)}); remove it and train again") from None
+
+    def _is_of_this_run(self, described: Mapping[str, str]) -> bool:
+        if described.get("run") == self.run:
+            return True
+        before = parse_json(described.get("identity", "null"))
+        return isinstance(before, dict) and not changes(before, self.identity, self.config)

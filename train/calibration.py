@@ -23,9 +23,9 @@ from draft_models.calibration import CalibrationHead, save_calibration
 from draft_models.checkpoint import from_pretrained, open_target_of, read_meta
 from draft_models.early_exit import EarlyExit
 from draft_models.losses import IGNORE
+from draft_models.rehearsal import rehearsable
 from draft_models.target.open_target import pick_dtype
 from draft_models.target.stack import LayerStack
-from draft_models.tiny_models import debugged
 from inference.decode import speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.shaped import Shaped
@@ -35,8 +35,8 @@ from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.settings import keyed
 from train import run_dir
-from train.debug import small_calibrate
 from train.fit import fit
 from train.settings import CalibrateConfig
 from train.watch import heldout_prompt
@@ -47,12 +47,13 @@ BINS = 10
 Batch = dict[str, Tensor]
 
 
+@rehearsable
 def calibrate(config: CalibrateConfig) -> None:
     """Capture, fit, report, and store the head in `config.checkpoint`.
 
     Raises `UserError` before a target is loaded when checkpoint, target or directory are unusable.
     """
-    with debugged(config, small_calibrate) as config, ExitStack() as held:
+    with ExitStack() as held:
         state = join_processes()
         read_meta(config.checkpoint)  # before anything is made there
         for folder in {Path(path).resolve(): path for path in (config.out_dir, config.checkpoint)}.values():
@@ -77,12 +78,11 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         return whole
 
     target_model = {"config": fingerprint.config, "tensors": fingerprint.tensors}
-    settings = {
+    decided = keyed(config, ("dtype", "new_tokens", "max_draft"))
+    settings = {key: value for key, value in decided.items() if key not in ("fit", "l2")} | {
         "drafter": meta.weights_sha256,
         "target": _digest(target_model),
         "dtype": str(dtype),
-        "new_tokens": config.new_tokens,
-        "max_draft": config.max_draft,
         "shard_prompts": SHARD_PROMPTS,
     }
     room = min(config.seq_len, target.config.max_position_embeddings - config.new_tokens)
@@ -117,7 +117,7 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     identity = {**recipe, "labels": _digest(captured["train"]["label"].tolist())}
     result = fit(
         model, Examples(captured["train"]), config.fit, out_dir, resume=config.resume, identity=identity,
-        evaluate=evaluate,
+        settings=config, evaluate=evaluate,
     )  # fmt: skip
     if state.is_main_process:
         head = model.cpu().folded()

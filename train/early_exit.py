@@ -17,11 +17,11 @@ from draft_models.card import CARD_FILE, write_card
 from draft_models.checkpoint import parts_below, save_pretrained
 from draft_models.early_exit import USE, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
+from draft_models.rehearsal import rehearsable
 from draft_models.target.fingerprint import Fingerprint
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles
-from draft_models.tiny_models import debugged
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.evaluate.arms import prepare
 from outrider.errors import UserError
@@ -30,7 +30,6 @@ from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import recorded_at_first
 from train import run_dir
 from train.best import BEST_FOLDER, Best
-from train.debug import small_eesd
 from train.export import served_dtype
 from train.fit import fit
 from train.plan import describe_plan, make_plan
@@ -38,22 +37,22 @@ from train.settings import EesdConfig
 from train.watch import MovedNorms, decode_metrics, heldout_prompts, target_choices
 
 
+@rehearsable
 def train_early_exit(config: EesdConfig) -> None:
     """Train an exit layer as `config` says; the drafter is `config.out_dir` itself (see `draft_models.checkpoint`).
 
     With `decode_prompts` it holds the weights with the highest τ of all evaluations, else the last ones. Raises
     `UserError` for an unusable target, data set or directory, before any weight is read.
     """
-    with debugged(config, small_eesd) as config:
-        target = open_target(config.target, config.revision)
-        exit_layer = config.exit_layer or default_exit_layer(target.config)
-        if config.plan:
-            plan = make_plan(config, target.config, exit_layer)
-            print(describe_plan(plan, exit_layer, target.config.num_hidden_layers), flush=True)
-            return
-        state, out_dir = join_processes(), require_writable(config.out_dir)
-        with only_run_of(state, out_dir, "a training"):
-            _train(config, target, exit_layer, out_dir, state)
+    target = open_target(config.target, config.revision)
+    exit_layer = config.exit_layer or default_exit_layer(target.config)
+    if config.plan:
+        plan = make_plan(config, target.config, exit_layer)
+        print(describe_plan(plan, exit_layer, target.config.num_hidden_layers), flush=True)
+        return
+    state, out_dir = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, out_dir, "a training"):
+        _train(config, target, exit_layer, out_dir, state)
 
 
 def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Path, state: PartialState) -> None:
@@ -85,22 +84,12 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     )
     if state.is_main_process:
         print(describe(student, files, exit_layer), flush=True)
-    recipe = {
-        "exit_layer": exit_layer,
-        "train_head": config.train_head,
-        "train_layer": config.train_layer,
-        "objective": config.objective,
-        "frozen_dtype": config.frozen_dtype,
-        "seq_len": config.seq_len,
-        "data": config.data.deciding(),
-        "data_key": rows.key,
-        **config.choosing(),
-    }
+    recipe = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
     identity = {**recipe, "target": asdict(fingerprint), "trained_on": trained_on}
     if not reads_all:  # of a target on the Hub there may be more tomorrow than today
         identity["target"].pop("tensors")
-    run = recorded_at_first({**identity, "fit": config.fit.deciding()})
-    best = Best(out_dir / BEST_FOLDER, run) if config.decode_prompts else None
+    run = recorded_at_first(identity)
+    best = Best(out_dir / BEST_FOLDER, run, config) if config.decode_prompts else None
     result = fit(
         student,
         rows,
@@ -108,6 +97,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
         out_dir,
         resume=config.resume,
         identity=identity,
+        settings=config,
         evaluate=Watch(config, target, heldout, student, best, state.is_main_process),
     )
     if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it

@@ -19,6 +19,7 @@ from torch import nn
 from outrider.errors import UserError
 from outrider.files import write_json
 from outrider.processes import from_main, join_processes
+from outrider.settings import Settings
 from train import run_dir, sharding
 from train.engine import Engine
 from train.fit_settings import FitConfig
@@ -52,6 +53,7 @@ def fit(
     *,
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
     evaluate: Evaluate | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> FitResult:
@@ -62,6 +64,7 @@ def fit(
     require a gradient are trained, saved and restored.
     identity: JSON-able, what besides `config` decides the result (data, model, their seeds); a resumed run
     must agree on it. That the code is another version's is warned about, and recorded in every checkpoint.
+    settings: what `identity` is made of (see `run_dir.open_run`).
     evaluate: called with the model in eval mode, without gradients, and the steps it has been trained for, on every
     process, every `eval_every` steps and at the end; its numbers are logged as eval_<name>.
     on_step: told, on every process, the number (from 0) of each optimizer step before it begins.
@@ -77,7 +80,7 @@ def fit(
     total = config.total_steps(len(rows))
     config.micro_rows(state.num_processes)  # raises before anything is written
     run = {"steps": total, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
-    start = run_dir.open_run(out_dir, run, resume)
+    start = run_dir.open_run(out_dir, run, resume, settings)
     run["code"] = run_dir.code_of(start)
     staging = from_main(state, lambda: run_dir.own_staging(out_dir))  # the main process's, for all
     state.wait_for_everyone()  # nobody writes before everybody has looked

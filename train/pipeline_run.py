@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.errors import UserError, reason
 from outrider.files import read_json, require_writable, write_atomically, write_json
-from outrider.run_dirs import check_identity, clear, only_run, require_rehearsal
+from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
 from train.pipeline_settings import HERE, STEPS, PipelineConfig
 
@@ -45,7 +45,7 @@ def run_pipeline(config: PipelineConfig) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("pipeline: started as several processes; start one, its steps are processes of their own")
     if config.debug:
-        config = replace(config, out_dir=f"{Path(config.out_dir)}-debug")
+        config = replace(config, out_dir=str(rehearsal_folder(config.out_dir)))
     starts_over = config.debug and not config.resume
     if starts_over:
         require_rehearsal(Path(config.out_dir), LOGS)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from outrider.errors import require, require_choice
+from outrider.settings import RunConfig, Settings, free
 
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
 
@@ -47,7 +48,7 @@ OWN = ("out_dir", "resume")  # options of every step that the pipeline gives
 
 
 @dataclass(frozen=True)
-class StepConfig:
+class StepConfig(Settings):
     """The options of one step, as on its command line. A later one replaces an earlier one of the same key."""
 
     overrides: list[str] = field(default_factory=list)  # what an experiment says
@@ -55,6 +56,7 @@ class StepConfig:
     more: list[str] = field(default_factory=list)  # what you say: 'steps.eesd.more=["fit.steps=900","exit_layer=3"]'
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("overrides", "debug", "more"):
             for option in getattr(self, name):
                 given = "=" in option or option.startswith("~")
@@ -62,20 +64,21 @@ class StepConfig:
                 require(key_of(option) not in OWN, name, option, f"none of {', '.join(OWN)}: the pipeline gives them")
 
 
-@dataclass(frozen=True)
-class PipelineConfig:
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(RunConfig):
     """The whole mission: a target trained from scratch, drafters for it, and one comparison of all of them.
 
     Each step is a command of this project, run by itself with out_dir=<out_dir>/<step>; see `STEPS`.
     """
 
     steps: dict[str, StepConfig] = field(default_factory=dict)  # a missing one is left out (~steps.NAME)
-    own_report: str | None = None  # the method whose report the early-exit drafter's directory gets as well
-    out_dir: str = "runs/pipeline"  # where everything goes
-    resume: bool = False  # go on with what an earlier run left in out_dir
-    debug: bool = False  # a rehearsal in <out_dir>-debug: the same commands, everything small
+    # the method whose report the early-exit drafter's directory gets as well
+    own_report: str | None = free(None)
+    out_dir: str = free("runs/pipeline")  # where everything goes
+    debug: bool = free(False)  # a rehearsal in <out_dir>-debug: the same commands, everything small
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
         for name in self.steps:
             require_choice("steps", name, tuple(STEPS))

@@ -18,6 +18,7 @@ from typing import Any
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable
 from outrider.run_dirs import check_identity
+from outrider.settings import Settings
 from outrider.versions import code_history, code_version
 
 RUN_FILE = "run.json"  # in every checkpoint: what the run was started with
@@ -55,10 +56,11 @@ def require_free(out_dir: Path, resume: bool) -> None:
         )
 
 
-def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool) -> Path | None:
+def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool, settings: Settings | None = None) -> Path | None:
     """Make `out_dir` ready and say where the run starts: its newest checkpoint, or None for the beginning.
 
-    `identity`: JSON-able, everything that decides the result (configs, data, seeds). Raises `UserError` when
+    `identity`: JSON-able, everything that decides the result (configs, data, seeds); `settings`: the config that it
+    is made of, for options newer than the run (see `check_identity`). Raises `UserError` when
     the directory cannot be written, when it holds another run's checkpoints and `resume` is off, or when the
     run to resume was started with something else, naming each difference.
     """
@@ -68,7 +70,7 @@ def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool) -> Path |
         return None
     before = read_json(found[-1] / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
     made = {key: value for key, value in before.items() if key != "code"} if isinstance(before, dict) else before
-    check_identity(made, identity, found[-1])
+    check_identity(made, identity, found[-1], settings)
     return found[-1]
 
 
@@ -80,11 +82,13 @@ def code_of(start: Path | None) -> list[str]:
     return code_history(record.get("code", []), start)
 
 
-def finished(out_dir: Path, report: str, identity: Mapping[str, Any], resume: bool) -> bool:
+def finished(
+    out_dir: Path, report: str, identity: Mapping[str, Any], resume: bool, settings: Settings | None = None
+) -> bool:
     """Whether a run of the same `identity` has already left its report in `out_dir`: nothing is to be done then.
 
-    `report`: name of a JSON file, written last, whose "settings" are the identity. Raises `UserError` for an
-    `out_dir` that cannot be written or holds a finished run that is not to be resumed.
+    `report`: name of a JSON file, written last, whose "settings" are the identity; `settings`: as for `open_run`.
+    Raises `UserError` for an `out_dir` that cannot be written or holds a finished run that is not to be resumed.
     """
     require_writable(out_dir)
     path = out_dir / report
@@ -95,7 +99,7 @@ def finished(out_dir: Path, report: str, identity: Mapping[str, Any], resume: bo
             f"out_dir={out_dir}: holds a finished run ({report}); resume=true keeps it, another out_dir makes a new one"
         )
     made = read_json(path, "report of a run", "remove it, or give another out_dir")
-    check_identity(made.get("settings") if isinstance(made, dict) else None, identity, path)
+    check_identity(made.get("settings") if isinstance(made, dict) else None, identity, path, settings)
     return True
 
 

@@ -1,19 +1,23 @@
 """Configs of the training commands. Light on purpose: a mistake shows before torch is imported."""
 
-import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
 
 from data_prep.settings import DataConfig
-from inference.settings import ARCHITECTURES
-from outrider.errors import require, require_choice
+from draft_models.settings import EARLY_EXIT, SMALL_LM, TARGET, Dtype, Model, RehearsedConfig, TargetConfig
+from outrider.errors import require
+from outrider.settings import Count, Named, Positive, RunConfig, Settings, Share, at_least, free
 from train.fit_settings import FitConfig
 
+NotNegative = Annotated[int, at_least(0)]
+Width = Annotated[int, at_least(2)]  # of a row in tokens
+REHEARSED_WIDTH = 64
 TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
 
 
-@dataclass(frozen=True)
-class ToyTargetConfig:
+@dataclass(frozen=True, kw_only=True)
+class ToyTargetConfig(RunConfig):
     """A small Llama trained from scratch, to learn and to test on.
 
     Out comes an ordinary Hugging Face directory: weights, config and a byte-level BPE tokenizer.
@@ -21,26 +25,24 @@ class ToyTargetConfig:
 
     data: DataConfig
     fit: FitConfig
-    out_dir: str = "runs/toy_target"  # where everything goes
-    resume: bool = False  # go on with what an earlier run left in out_dir
-    vocabulary: int = 2048  # tokens, of a byte-level BPE made from the data
-    layers: int = 12  # of the Llama to train
-    hidden: int = 256  # width
-    intermediate: int = 704  # width inside the MLPs
-    heads: int = 4  # of attention
-    kv_heads: int = 4  # heads of keys and values
+    out_dir: str = free("runs/toy_target")  # where everything goes
+    # tokens, of a byte-level BPE made from the data: bytes, special tokens, merges
+    vocabulary: Annotated[int, at_least(300)] = 2048
+    layers: Count = 12  # of the Llama to train
+    hidden: Count = 256  # width
+    intermediate: Count = 704  # width inside the MLPs
+    heads: Count = 4  # of attention
+    kv_heads: Count = 4  # heads of keys and values
     tied: bool = False  # one matrix for embedding and head
-    seq_len: int = 256  # tokens of a row
-    max_positions: int = 2048  # the context that the model says it has
-    minutes: float | None = None  # as many steps as take about this long here, but at most those of `fit`
-    compile: bool | None = None  # the layers, by torch.compile; null: on a GPU, where a C compiler is at hand
-    eval_rows: int = 200  # held-out rows of seq_len tokens behind the final bits per byte; 0: all
-    sample_tokens: int = 160  # greedy text printed at the end; 0: none
+    seq_len: Width = 256  # tokens of a row
+    max_positions: Count = 2048  # the context that the model says it has
+    minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
+    compile: bool | None = free(None)  # the layers, by torch.compile; null: on a GPU, where a C compiler is at hand
+    eval_rows: NotNegative = free(200)  # held-out rows of seq_len tokens behind the final bits per byte; 0: all
+    sample_tokens: NotNegative = free(160)  # greedy text printed at the end; 0: none
 
     def __post_init__(self) -> None:
-        require(self.vocabulary >= 300, "vocabulary", self.vocabulary, "at least 300: bytes, special tokens, merges")
-        for key in ("layers", "hidden", "intermediate", "heads", "kv_heads"):
-            require(getattr(self, key) > 0, key, getattr(self, key), "a positive number")
+        super().__post_init__()
         require(
             self.hidden % (2 * self.heads) == 0,
             "hidden",
@@ -48,146 +50,124 @@ class ToyTargetConfig:
             f"an even multiple of heads ({self.heads})",
         )
         require(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads ({self.heads})")
-        require(self.seq_len > 1, "seq_len", self.seq_len, "at least 2 tokens")
         require(
             self.max_positions >= self.seq_len,
             "max_positions",
             self.max_positions,
             f"at least seq_len ({self.seq_len})",
         )
-        positive = self.minutes is None or 0 < self.minutes < math.inf
-        require(positive, "minutes", self.minutes, "a positive number of minutes, or null")
-        require(self.eval_rows >= 0, "eval_rows", self.eval_rows, "zero (all) or more")
-        require(self.sample_tokens >= 0, "sample_tokens", self.sample_tokens, "zero or more")
-
-    def deciding(self) -> dict[str, Any]:
-        """The options that decide the resulting weights; a resumed run must agree on these."""
-        free = {"out_dir", "resume", "compile", "eval_rows", "sample_tokens"}
-        values = {key: value for key, value in asdict(self).items() if key not in free}
-        return values | {"data": self.data.deciding(), "fit": self.fit.deciding()}
 
 
-@dataclass(frozen=True)
-class EesdConfig:
+@dataclass(frozen=True, kw_only=True)
+class EesdConfig(TargetConfig):
     """EESD: train an early-exit drafter on the first layers of `target`."""
 
-    target: str  # model directory or Hub name; only the layers needed are read
+    target: Model = free()  # model directory or Hub name; only the layers needed are read
     data: DataConfig
     fit: FitConfig
-    revision: str | None = None  # of the target on the Hub: branch, tag or commit
-    exit_layer: int | None = None  # N, the target layers under the exit layer; null: 8 % of them
+    exit_layer: Count | None = None  # N, the target layers under the exit layer; null: 8 % of them
     train_head: bool = True  # false: share the target's head, the thing to do with a large vocabulary
     train_layer: bool = True  # false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
-    objective: str = "cross_entropy"  # the paper's, on the text's tokens; kl: from the whole target, run as well
-    frozen_dtype: str = "bfloat16"  # float32 | bfloat16 | float16: of the target's layers, which are not trained
-    seq_len: int = 2048  # tokens of a row
-    eval_rows: int = 64  # held-out rows behind eval_top1
-    eval_batch_rows: int = 4  # held-out rows run together
-    decode_prompts: int = 0  # held-out prompts behind eval_tau, which chooses the drafter; 0 never loads the target
-    decode_tokens: int = 64  # new ones of each of those prompts
-    plan: bool = False  # only say what it would read, hold and compute; needs no weights
-    out_dir: str = "runs/eesd"  # where everything goes
-    resume: bool = False  # go on with what an earlier run left in out_dir
-    debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
-    debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
+    # the paper's, on the text's tokens; kl: from the whole target, run as well
+    objective: Literal["cross_entropy", "kl"] = "cross_entropy"
+    # of the target's layers, which are not trained
+    frozen_dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    seq_len: Width = 2048  # tokens of a row
+    eval_rows: Count = free(64)  # held-out rows behind eval_top1
+    eval_batch_rows: Count = free(4)  # held-out rows run together
+    # held-out prompts behind eval_tau, which chooses the drafter; 0 never loads the target
+    decode_prompts: NotNegative = 0
+    decode_tokens: Count = 64  # new ones of each of those prompts
+    plan: bool = free(False)  # only say what it would read, hold and compute; needs no weights
+    out_dir: str = free("runs/eesd")  # where everything goes
 
     def __post_init__(self) -> None:
-        require(bool(self.target), "target", self.target, "a model directory or Hub name")
-        require(
-            self.exit_layer is None or self.exit_layer >= 1,
-            "exit_layer",
-            self.exit_layer,
-            "null or at least 1",
-        )
+        super().__post_init__()
         require(
             self.train_layer or self.fit.optimizer == "adamw",
             "fit.optimizer",
             self.fit.optimizer,
             "adamw for train_layer=false: muon is for a layer's matrices",
         )
-        require_choice("objective", self.objective, ("cross_entropy", "kl"))
-        require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
-        require_choice("frozen_dtype", self.frozen_dtype, ("bfloat16", "float16", "float32", "float64"))
-        require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 tokens")
-        for key in ("eval_rows", "eval_batch_rows", "decode_tokens"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         _require_heldout(self.data, "training is watched on held-out text")
-        require(self.decode_prompts >= 0, "decode_prompts", self.decode_prompts, "0 or more")
 
-    def choosing(self) -> dict[str, Any]:
-        """The options that decide which of the weights on the way are kept; none where it is the last ones."""
-        if not self.decode_prompts:
-            return {}
-        keys = ("decode_prompts", "decode_tokens")
-        return {key: getattr(self, key) for key in keys} | {"eval_every": self.fit.eval_every}
+    def deciding(self) -> dict[str, Any]:
+        """As of all settings; what chooses among the weights on the way decides only where they are chosen from."""
+        decided = super().deciding()
+        if self.decode_prompts:
+            return decided | {"eval_every": self.fit.eval_every}
+        return {key: value for key, value in decided.items() if key not in ("decode_prompts", "decode_tokens")}
+
+    def small(self, models: Path) -> Self:
+        """Two steps on the first layer of a tiny target."""
+        limits = self.cut(seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8)
+        given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
+        return replace(self, target=str(models / TARGET), revision=None, exit_layer=1, **given)
 
 
-@dataclass(frozen=True)
-class CalibrateConfig:
-    """Train the calibration head of an early-exit drafter on what became of the tokens it drafted."""
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(RehearsedConfig):
+    """Train the calibration head of an early-exit drafter on what became of the tokens it drafted.
 
-    checkpoint: str  # early-exit drafter directory; the head is stored there
-    data: DataConfig
+    The texts that are continued are known by what is captured of them, drafter and target by their digests.
+    """
+
+    # early-exit drafter directory; the head is stored there
+    checkpoint: Annotated[str, Named("a drafter directory (train/eesd.py)")] = free()
+    data: DataConfig = free()
     fit: FitConfig  # a row is `EXAMPLES` drafted tokens
-    target: str | None = None  # null: the one `checkpoint` was trained for
-    revision: str | None = None  # of the target on the Hub: branch, tag or commit
-    prompts: int = 400  # texts continued to learn from; a row's start each
-    heldout_prompts: int = 64  # texts continued to report on
-    seq_len: int = 512  # tokens of a text at most that are continued
-    new_tokens: int = 128  # per prompt, greedy
-    max_draft: int = 10  # tokens drafted every round: the paper's positions
-    l2: float = 0.01  # penalty on the head's weights, per token
-    dtype: str = "auto"  # auto: float32 on CPU, else the target's own
-    out_dir: str = "runs/calibrate"  # where everything goes
-    resume: bool = False  # go on with what an earlier run left in out_dir
-    debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
-    debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
+    target: str | None = free(None)  # null: the one `checkpoint` was trained for
+    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
+    prompts: Count = free(400)  # texts continued to learn from; a row's start each
+    heldout_prompts: Count = free(64)  # texts continued to report on
+    seq_len: Width = free(512)  # tokens of a text at most that are continued
+    # per prompt, greedy; the first is the prefill's, and the last is never drafted
+    new_tokens: Annotated[int, at_least(3)] = 128
+    max_draft: Count = 10  # tokens drafted every round: the paper's positions
+    l2: Annotated[float, at_least(0)] = 0.01  # penalty on the head's weights, per token
+    dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
+    out_dir: str = free("runs/calibrate")  # where everything goes
 
     def __post_init__(self) -> None:
-        require(bool(self.checkpoint), "checkpoint", self.checkpoint, "a drafter directory (train/eesd.py)")
-        for key in ("prompts", "heldout_prompts", "max_draft"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
-        require(0 <= self.l2 < math.inf, "l2", self.l2, "zero or more")
-        require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 tokens")
-        require(
-            self.new_tokens >= 3,
-            "new_tokens",
-            self.new_tokens,
-            "at least 3: the first is the prefill's, and the last is never drafted",
-        )
-        require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16", "float64"))
-        require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
+        super().__post_init__()
         _require_heldout(self.data, "the head is judged on held-out text")
 
+    def small(self, models: Path) -> Self:
+        """Two steps for a tiny drafter."""
+        limits = self.cut(prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4)
+        given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
+        return replace(self, checkpoint=str(models / EARLY_EXIT), target=None, revision=None, **given)
 
-OBJECTIVES = ("cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation")
+
+Objective = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
+OBJECTIVES = get_args(Objective)
 
 
 @dataclass(frozen=True)
-class DrafterConfig:
+class DrafterConfig(Settings):
     """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
 
-    path: str | None = None  # model directory or Hub name
+    path: Model | None = None  # model directory or Hub name
     revision: str | None = None  # of it on the Hub
-    layers: int | None = None  # of a new drafter, in place of `path`
-    hidden: int | None = None  # width
-    heads: int | None = None  # of attention
-    kv_heads: int | None = None  # null: heads
-    intermediate: int | None = None  # width inside the MLPs
+    layers: Count | None = None  # of a new drafter, in place of `path`
+    hidden: Count | None = None  # width
+    heads: Count | None = None  # of attention
+    kv_heads: Count | None = None  # null: heads
+    intermediate: Count | None = None  # width inside the MLPs
     tied: bool = False  # from a shape: one matrix for embedding and head
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         shape = {key: getattr(self, key) for key in ("layers", "hidden", "heads", "intermediate")}
         given = {key: value for key, value in {**shape, "kv_heads": self.kv_heads}.items() if value is not None}
         if self.path is not None:
-            require(bool(self.path), "path", self.path, "a model directory or Hub name")
             require(
                 not given and not self.tied, "path", self.path, "no shape beside it; drafter=pretrained leaves it out"
             )
             return
         require(self.revision is None, "revision", self.revision, "a path it belongs to")
-        for key, value in {**shape, **given}.items():
-            require(value is not None and value > 0, key, value, "a positive number, or a path (drafter.path=MODEL)")
+        for key, value in shape.items():
+            require(value is not None, key, value, "a positive number, or a path (drafter.path=MODEL)")
         assert self.hidden is not None
         assert self.heads is not None
         require(
@@ -203,47 +183,40 @@ class DrafterConfig:
             f"a divisor of heads ({self.heads})",
         )
 
+    def small(self, models: Path) -> "DrafterConfig":
+        """A tiny one; one from random weights keeps what else it has (see `rehearsable`)."""
+        shape = DrafterConfig(layers=1, hidden=64, heads=4, intermediate=96, tied=self.tied)
+        return DrafterConfig(path=str(models / SMALL_LM)) if self.path else shape
 
-@dataclass(frozen=True)
-class FinetuneConfig:
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(TargetConfig):
     """A small LM as a drafter for `target`, trained on text or towards the target's own distribution."""
 
-    target: str  # model directory or Hub name
     data: DataConfig
     drafter: DrafterConfig
     fit: FitConfig
-    revision: str | None = None  # of the target on the Hub: branch, tag or commit
-    objective: str = "forward_kl"  # see `OBJECTIVES` and draft_models/losses.py; cross_entropy needs no target
-    teacher: str = "online"  # where a divergence has the target from: run along, or cached top-k beside `data`
-    on_policy: float = 0.0  # share of the steps on continuations that the drafter itself has sampled
+    objective: Objective = "forward_kl"  # see draft_models/losses.py; cross_entropy needs no target
+    # where a divergence has the target from: run along, or cached top-k beside `data`
+    teacher: Literal["online", "cached"] = "online"
+    on_policy: Share = 0.0  # share of the steps on continuations that the drafter itself has sampled
     on_policy_tokens: int = 64  # sampled per row in such a step
-    lora_rank: int = 0  # 0: all weights are trained
-    lora_alpha: float | None = None  # null: 2 · lora_rank
-    frozen_dtype: str = "auto"  # of the target; auto: float32 on a CPU, else its own
-    seq_len: int = 2048  # tokens of a row
-    decode_prompts: int = 16  # held-out prompts behind eval_tau, which chooses the drafter
-    decode_tokens: int = 64  # new ones of each of those prompts
-    out_dir: str = "runs/finetune_drafter"  # where everything goes
-    resume: bool = False  # go on with what an earlier run left in out_dir
-    debug: bool = False  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
-    debug_architecture: str = "llama"  # see ARCHITECTURES in inference/settings.py
+    lora_rank: NotNegative = 0  # 0: all weights are trained
+    lora_alpha: Positive | None = None  # null: 2 · lora_rank
+    frozen_dtype: Dtype = "auto"  # of the target; auto: float32 on a CPU, else its own
+    seq_len: Width = 2048  # tokens of a row
+    decode_prompts: Count = 16  # held-out prompts behind eval_tau, which chooses the drafter
+    decode_tokens: Annotated[int, at_least(2)] = 64  # new ones of each of those prompts; the first is the prefill's
+    out_dir: str = free("runs/finetune_drafter")  # where everything goes
 
     def __post_init__(self) -> None:
-        require(bool(self.target), "target", self.target, "a model directory or Hub name")
-        require_choice("objective", self.objective, OBJECTIVES)
-        require_choice("teacher", self.teacher, ("online", "cached"))
-        require_choice("debug_architecture", self.debug_architecture, ARCHITECTURES)
+        super().__post_init__()
         require(
             not self.debug or self.teacher == "online",
             "debug",
             self.debug,
             "teacher=online: a tiny target has no cached answers",
         )
-        require_choice("frozen_dtype", self.frozen_dtype, ("auto", "bfloat16", "float16", "float32", "float64"))
-        require(self.seq_len >= 2, "seq_len", self.seq_len, "at least 2 tokens")
-        require(self.decode_prompts >= 1, "decode_prompts", self.decode_prompts, "at least 1: they choose the drafter")
-        require(self.decode_tokens >= 2, "decode_tokens", self.decode_tokens, "at least 2: the first is the prefill's")
-        require(0 <= self.on_policy <= 1, "on_policy", self.on_policy, "a share of the steps, 0 to 1")
         require(
             self.on_policy == 0 or (self.objective != "cross_entropy" and self.teacher == "online"),
             "on_policy",
@@ -256,9 +229,8 @@ class FinetuneConfig:
             self.on_policy_tokens,
             f"at least 1 and less than seq_len ({self.seq_len})",
         )
-        require(self.lora_rank >= 0, "lora_rank", self.lora_rank, "a rank, or 0 to train all weights")
         require(
-            self.lora_alpha is None or (self.lora_rank > 0 and self.lora_alpha > 0),
+            self.lora_alpha is None or self.lora_rank > 0,
             "lora_alpha",
             self.lora_alpha,
             "null, or a positive number with a lora_rank",
@@ -278,17 +250,21 @@ class FinetuneConfig:
         )
         _require_heldout(self.data, "the drafter is chosen on held-out text")
 
+    def small(self, models: Path) -> Self:
+        """Two steps of a tiny drafter: a finished one where one was given, else a new one."""
+        limits = self.cut(seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8)
+        given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
+        given |= {"drafter": self.drafter.small(models), "target": str(models / TARGET)}
+        return replace(self, revision=None, **given)
+
     @property
     def distils(self) -> bool:
         """Whether the loss compares with the target's distribution."""
         return self.objective != "cross_entropy"
 
     def deciding(self) -> dict[str, Any]:
-        """The options, besides `fit`, that decide the exported drafter; a resumed run must agree on these."""
-        free = {"out_dir", "resume", "fit", "debug", "debug_architecture"}
-        values = {key: value for key, value in asdict(self).items() if key not in free}
-        # the best one of those evaluated is exported
-        return values | {"data": self.data.deciding(), "eval_every": self.fit.eval_every}
+        """As of all settings; besides, the best one of those evaluated is exported."""
+        return super().deciding() | {"revision": self.revision, "eval_every": self.fit.eval_every}
 
 
 def _require_heldout(data: DataConfig, why: str) -> None:

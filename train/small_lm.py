@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from data_prep.text.rows import Rows, load_rows
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
+from draft_models.rehearsal import rehearsable
 from draft_models.small_lm import USE, require_same_vocabulary
 from draft_models.target.architectures import load_config
 from draft_models.target.attention import ATTENTION
@@ -28,7 +29,6 @@ from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import load_tokenizer, open_target, pick_dtype
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
-from draft_models.tiny_models import debugged
 from inference.drafters.small_lm import SmallLMSource
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
@@ -37,7 +37,6 @@ from outrider.run_dirs import recorded_at_first
 from outrider.streams import Streams
 from train import run_dir, sharding
 from train.best import BEST_FOLDER, Best
-from train.debug import small_finetune
 from train.export import export, served_dtype, special_tokens
 from train.fit import fit
 from train.settings import DrafterConfig, FinetuneConfig
@@ -48,6 +47,7 @@ from train.watch import MovedNorms, decode_metrics, heldout_prompts
 REPORT_FILE = "finetune_drafter.json"  # written last
 
 
+@rehearsable
 def finetune_drafter(config: FinetuneConfig) -> None:
     """Train a small LM as `config` says; the drafter is `config.out_dir` itself, a Hugging Face directory.
 
@@ -55,10 +55,9 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     target, drafter, data set or directory, before any weight is read.
     """
     transformers_logging.disable_progress_bar()
-    with debugged(config, small_finetune) as config:
-        state, out_dir = join_processes(), require_writable(config.out_dir)
-        with only_run_of(state, out_dir, "a training"):
-            _finetune(config, out_dir, state)
+    state, out_dir = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, out_dir, "a training"):
+        _finetune(config, out_dir, state)
 
 
 def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> None:
@@ -95,8 +94,8 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     if state.is_main_process:
         assert stack is not None
         prompts = heldout_prompts(heldout, config.decode_prompts, target.max_position_embeddings - config.decode_tokens)
-        run = recorded_at_first({**identity, "fit": config.fit.deciding()})
-        watch = Watch(stack, prompts, config.decode_tokens, student, served, Best(out_dir / BEST_FOLDER, run))
+        best = Best(out_dir / BEST_FOLDER, recorded_at_first(identity), config)
+        watch = Watch(stack, prompts, config.decode_tokens, student, served, best)
     result = fit(
         student,
         rows,
@@ -104,6 +103,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         out_dir,
         resume=config.resume,
         identity=identity,
+        settings=config,
         evaluate=watch or (lambda *_: {}),
         on_step=student.begin_step,
     )

@@ -94,6 +94,7 @@ def _train(config: ToyTargetConfig, out_dir: Path, process: PartialState) -> Non
         out_dir,
         resume=config.resume,
         identity=config.deciding() | {"data_key": rows.key},
+        settings=config,
         evaluate=lambda fitted, _: {"bits_per_byte": bits_per_byte(fitted, heldout, sizes)},
     )
     report = {

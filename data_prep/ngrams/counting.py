@@ -38,10 +38,12 @@ from draft_models.ngrams.table_files import (
     token_bits,
     token_type,
 )
+from draft_models.rehearsal import rehearsable
 from draft_models.target.vocabulary import vocabulary_digest
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.run_dirs import only_run
+from outrider.settings import default_at
 
 _GB = 10**9
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory an n-gram of a block takes, see `_aggregate`
@@ -54,6 +56,7 @@ _U8: np.dtype = np.dtype(np.uint64)
 _RUN_TYPES = {"keys": _U8, "tokens": _U4, "counts": _U4}  # the fields of Grams
 
 
+@rehearsable
 def build_table(config: TrigramConfig) -> None:
     """Read, tokenise and count a corpus. Leaves a `TrigramTable` in `config.out_dir` and prints one line of figures.
 
@@ -179,10 +182,10 @@ def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, 
     found = dict(own["corpus"]) if isinstance(own.get("corpus"), dict) else {}
     found |= {key: own.get(key) for key in ("min_count", "max_successors")}
     found |= {"orders": sorted(table.levels), "merge": merged}
-    wanted = {**config.corpus(), "min_count": config.min_count}
-    wanted |= {"max_successors": config.max_successors, "orders": sorted(config.orders)}
-    wanted |= {"merge": [other.facts for other in others]}
-    differences = [f"{key}={found.get(key)!r}, not {wanted[key]!r}" for key in wanted if found.get(key) != wanted[key]]
+    wanted = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
+    wanted |= {"orders": sorted(config.orders), "merge": [other.facts for other in others]}
+    was = {key: found.get(key, default_at(config, key)) for key in wanted}
+    differences = [f"{key}={was[key]!r}, not {wanted[key]!r}" for key in wanted if was[key] != wanted[key]]
     if differences:
         raise UserError(
             f"out_dir={config.out_dir}: holds a table built with {'; '.join(differences)}; choose another out_dir"

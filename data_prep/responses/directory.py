@@ -34,6 +34,7 @@ from data_prep.text.sources import RESPONSES, RUN_FILE, read_file
 from outrider.errors import UserError
 from outrider.files import read_json, write_atomically, write_json
 from outrider.run_dirs import check_identity
+from outrider.settings import Settings
 from outrider.versions import code_history, code_version
 
 SUMMARY_FILE = "summary.json"
@@ -150,8 +151,10 @@ def open_run(folder: Path, identity: Mapping[str, Any]) -> None:
     write_json(folder / RUN_FILE, identity)
 
 
-def check_run(folder: Path, identity: Mapping[str, Any], resume: bool) -> list[str]:
+def check_run(folder: Path, identity: Mapping[str, Any], resume: bool, config: Settings | None = None) -> list[str]:
     """The versions of the code by which the responses of a directory are made, the present one last.
+
+    identity: all that decides the responses; config: what it is made of, for options newer than the responses.
 
     Raises `UserError` if it holds responses that are not to be continued, or were made otherwise.
     """
@@ -164,7 +167,7 @@ def check_run(folder: Path, identity: Mapping[str, Any], resume: bool) -> list[s
         return [code_version()]
     before = read_json(path, "record of a run", "give another out_dir")
     code = before.pop("code", []) if isinstance(before, dict) else []
-    check_identity(before, identity, folder)
+    check_identity(before, identity, folder, config)
     return code_history(code, folder)
 
 

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from accelerate import PartialState
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.debug import small_responses
 from data_prep.responses.batch_decoder import Answer, Generator, TopK, uniforms
 from data_prep.responses.directory import (
     SUMMARY_FILE,
@@ -29,11 +28,11 @@ from data_prep.settings import DataConfig, GenerateConfig
 from data_prep.text.chat import adds_bos, render_prompt
 from data_prep.text.records import Message, Record
 from data_prep.text.sources import read_records
+from draft_models.rehearsal import rehearsable
 from draft_models.target.fingerprint import tokenizer_digest
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
-from draft_models.tiny_models import debugged
 from inference.evaluate.subject import end_tokens
 from inference.sampling import Sampler
 from outrider.errors import UserError
@@ -42,12 +41,9 @@ from outrider.processes import from_main, join_processes, only_run_of
 
 _CHARS_A_TOKEN = 32  # at most: no more of a long text is tokenised to find its first tokens
 _WEIGHTS_HASHED = 16  # tensors, evenly spread, by which earlier versions told one target from another
-_NOT_DECIDING = {
-    "data", "revision", "target", "batch_size", "shard_size", "device_map", "out_dir", "resume",
-    "debug", "debug_architecture",
-}  # fmt: skip
 
 
+@rehearsable
 def generate_responses(config: GenerateConfig) -> None:
     """Answer the prompts of `config.data` and leave them in `config.out_dir` (see `data_prep.responses.directory`).
 
@@ -58,10 +54,9 @@ def generate_responses(config: GenerateConfig) -> None:
 
     Raises `UserError` for an unusable target, data set or directory, and where another run is writing there.
     """
-    with debugged(config, small_responses) as config:
-        state, folder = join_processes(), require_writable(config.out_dir)
-        with only_run_of(state, folder, "responses"):
-            _generate(config, folder, state)
+    state, folder = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, folder, "responses"):
+        _generate(config, folder, state)
 
 
 def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None:
@@ -71,7 +66,7 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
     identity = from_main(state, lambda: run_identity(config, target, dtype))
-    identity["code"] = check_run(folder, identity, config.resume)
+    identity["code"] = check_run(folder, identity, config.resume, config)
     done, first = answered(folder), next_number(folder) + state.process_index
     state.wait_for_everyone()  # every process has seen which shards there are before there is one more
     if state.is_main_process:
@@ -340,7 +335,7 @@ def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype)
     names = sorted(files.file_of)
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
-        **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
+        **config.deciding(),
         "dtype": str(dtype).removeprefix("torch."),
         "weights": files.digest(names[:: max(1, len(names) // _WEIGHTS_HASHED)]),
         "model": model_identity(files),

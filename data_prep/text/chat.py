@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
 from data_prep.text.pieces import encode_all
 from data_prep.text.records import ChatRecord, Message, Record
+from inference.settings import PromptTemplate
 from outrider.errors import UserError, reason, require_choice
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-PROMPT_TEMPLATES = ("auto", "tokenizer", "vicuna", "none")
+PROMPT_TEMPLATES = get_args(PromptTemplate)
 OTHER_TEMPLATE = "use template=vicuna, or a tokenizer whose chat template reproduces the history"
 _MARK = "\ue000"  # a private character, which templates leave alone
 

@@ -39,8 +39,12 @@ from data_prep.text.sources import Split, content_digest, read_records
 from draft_models.losses import IGNORE
 from draft_models.target.fingerprint import tokenizer_digest
 from outrider.errors import UserError, require
+from outrider.settings import keyed
 
 FORMAT = 2  # part of every cache key: raise it when the same input would give other rows
+_KEYED_AT_FIRST = ("source", "layout", "column", "template", "max_records", "heldout_fraction")
+# Options that say which content is read; its digest decides.
+_IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix"}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
 _ROWS_A_WRITE = 1024
 
@@ -322,15 +326,10 @@ def _require_content(config: DataConfig, split: Split, counts: Counter[str]) -> 
 
 
 def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> str:
-    parts = {
+    parts = {key: value for key, value in keyed(config, _KEYED_AT_FIRST).items() if key not in _IN_THE_CONTENT}
+    parts |= {
         "format": FORMAT,
         "content": content_digest(config),
-        "source": config.source,
-        "layout": config.layout,
-        "column": config.column,
-        "template": config.template,
-        "max_records": config.max_records,
-        "heldout_fraction": config.heldout_fraction,
         "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template],
         "seq_len": seq_len,
         "split": split,

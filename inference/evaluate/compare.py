@@ -112,7 +112,7 @@ def _evaluate(
     settings = run_settings(config, subject, prompts)
 
     def open_results() -> tuple[Any, list[int], int]:
-        earlier = open_run(out_dir, settings, config.resume)
+        earlier = open_run(out_dir, settings, config.resume, config)
         done = read_results(out_dir)
         todo = [position for position in range(len(prompts)) if position not in done]
         return earlier, todo, next_number(out_dir)

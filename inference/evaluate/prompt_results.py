@@ -20,7 +20,7 @@ from inference.evaluate.report import REPORT_FILE
 from outrider.errors import UserError
 from outrider.files import parse_json, read_sealed, sealed, unsealed, write_json
 from outrider.run_dirs import check_identity
-from outrider.settings import construct
+from outrider.settings import Settings, construct
 
 RUN_FILE = "run.json"
 _FILE = re.compile(r"results-(\d{5,})\.jsonl")
@@ -39,8 +39,10 @@ class Measured:
     skipped: tuple[Skipped, ...] = ()
 
 
-def open_run(folder: Path, settings: Mapping[str, Any], resume: bool) -> Any:
+def open_run(folder: Path, settings: Mapping[str, Any], resume: bool, config: Settings | None = None) -> Any:
     """What was prepared (see `begin_run`) by the run that is to be continued in `folder`; None where there is none.
+
+    config: the run's own, for options that are newer than the run (see `check_identity`).
 
     Raises `UserError` where `folder` holds results that are not to be continued, or were made with other settings.
     """
@@ -54,7 +56,7 @@ def open_run(folder: Path, settings: Mapping[str, Any], resume: bool) -> Any:
     if not (resume and path.exists()):
         return None
     run = read_sealed(path, "record of a run", "measure again in another out_dir")
-    check_identity(run["settings"], settings, folder)
+    check_identity(run["settings"], settings, folder, config)
     return run["prepared"]
 
 

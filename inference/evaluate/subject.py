@@ -27,12 +27,6 @@ from inference.structures.shapes import read_shape
 from outrider.errors import UserError, reason, require
 from outrider.versions import code_version
 
-# Options that say where something lies, which its content decides, or that decide no result.
-_NOT_DECIDING = {
-    "revision", "drafters", "transcripts", "tokenizer", "prompt_text", "prompt_chars", "num_prompts", "card", "out_dir",
-    "resume", "debug", "debug_architecture",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -141,7 +135,7 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
     for kind in KINDS.values():
         drafters |= kind.load_maker().identity(config.where(kind))
     return {
-        **{key: value for key, value in asdict(config).items() if key not in _NOT_DECIDING},
+        **config.deciding(),
         "target": target,
         **drafters,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},

@@ -85,15 +85,15 @@ def test_several_methods_at_once() -> None:
 @pytest.mark.parametrize(
     ("command", "override", "message"),
     [
-        ("build_trigrams", "orders=[3,5]", r"orders=\(3, 5\): expected some of 2, 3, 4"),
+        ("build_trigrams", "orders=[3,5]", r"orders\[1\]=5: expected an integer ≥ 2 and ≤ 4"),
         ("build_trigrams", "data=self_distillation", r"data\.source='mix': expected one source"),
-        ("build_trigrams", "memory_gb=0.01", r"memory_gb=0\.01: expected a number"),
-        ("eesd", "exit_layer=0", "exit_layer=0: expected null or at least 1"),
+        ("build_trigrams", "memory_gb=0.01", r"memory_gb=0\.01: expected a finite number ≥ 0\.1"),
+        ("eesd", "exit_layer=0", "exit_layer=0: expected an integer ≥ 1 or null"),
         ("eesd", "data.heldout_fraction=1.5", r"data\.heldout_fraction=1\.5: expected"),
         ("eesd", "fit.wandb.mode=maybe", r"fit\.wandb\.mode='maybe': expected one of"),
-        ("calibrate", "new_tokens=2", "new_tokens=2: expected at least 3"),
-        ("toy_target", "fit.lr=-1", r"fit\.lr=-1\.0: expected a positive"),
-        ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected a positive number, or a path"),
+        ("calibrate", "new_tokens=2", "new_tokens=2: expected an integer ≥ 3"),
+        ("toy_target", "fit.lr=-1", r"fit\.lr=-1\.0: expected a finite number > 0"),
+        ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected an integer ≥ 1 or null"),
         ("evaluate_checkpoint", "generation_config=mine", "generation_config='mine': expected one of target, none"),
         ("evaluate_checkpoint", "sampling.repetition_penalty=0", r"repetition_penalty=0\.0: expected .* or null"),
         (

@@ -3,19 +3,18 @@
 import importlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from conf import CONF_DIR
-from data_prep.debug import small_data
 from data_prep.settings import DataConfig, MixPart
-from draft_models.tiny_models import CONFIGS, MODELS, TARGET
-from inference.settings import ARCHITECTURES
+from draft_models.rehearsal import MODELS
+from draft_models.settings import TARGET, Architecture
+from draft_models.tiny_models import CONFIGS
 from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, compose_and_build
-from train.debug import small_fit
 from train.fit_settings import FitConfig, WandbConfig
 
 EXPERIMENTS = sorted(f"{f.parent.name}/{f.stem}" for f in (CONF_DIR / "experiment").glob("*/*.yaml"))
@@ -104,9 +103,9 @@ def test_the_corpora_of_aded() -> None:
         assert (config.orders, config.min_count, config.data.heldout_fraction) == ((3,), 1, 0)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", CONFIGS)
 def test_every_architecture_can_be_rehearsed(architecture: str, tmp_path: Path) -> None:
-    assert set(ARCHITECTURES) == set(CONFIGS)
+    assert set(get_args(Architecture)) == set(CONFIGS)
     overrides = ["debug=true", f"debug_architecture={architecture}", f"out_dir={tmp_path / 'run'}"]
     run("eesd", composed("eesd/llama2_13b", *overrides, "fit.micro_batch_rows=64", "decode_prompts=16"))
     fingerprint = json.loads((tmp_path / "run-debug/run/drafter.json").read_text())["fingerprint"]
@@ -154,10 +153,10 @@ def test_impossible_rehearsals_fail_with_their_key() -> None:
 def test_what_is_small_keeps_its_kind() -> None:
     part = MixPart(source="hub", path="x", template="vicuna", weight=3)
     data = DataConfig(source="mix", mix={"a": part, "b": MixPart(weight=0)}, heldout_fraction=0.1)
-    small = small_data(data, Path("run-debug/tiny_models"))
+    small = data.small(Path("run-debug/tiny_models"))
     assert [(name, weight, own.source) for name, weight, own in small.parts()] == [("a", 3, "python_stdlib")]
     assert small.cache == Path("run-debug/cache")
     online = WandbConfig(mode="online")
-    fit = small_fit(FitConfig(epochs=6, batch_rows=16, warmup=500, optimizer="muon", wandb=online))
+    fit = FitConfig(epochs=6, batch_rows=16, warmup=500, optimizer="muon", wandb=online).small()
     assert (fit.steps, fit.epochs, fit.warmup, fit.wandb.mode) == (2, None, 2, "disabled")
     assert (fit.batch_rows, fit.optimizer) == (16, "muon")

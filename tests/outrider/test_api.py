@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import outrider
 from benchmarks.planted_faults import rope_scaled
 from draft_models.checkpoint import save_pretrained
+from draft_models.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.target.open_target import open_target
-from draft_models.tiny_models import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from inference.decode import Round
 from inference.settings import MethodConfig, StopConfig
 from outrider.errors import UserError

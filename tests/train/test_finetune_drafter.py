@@ -30,6 +30,7 @@ from outrider.run_dirs import LOCK_FILE
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, TORCHRUN, finetuning, finish, kill_when, launch, log, same
 from train.best import BEST_FOLDER, Best
+from train.fit_settings import FitConfig
 from train.settings import DrafterConfig
 from train.small_lm import REPORT_FILE, drafter_config, finetune_drafter, start_lm
 from train.watch import decode_metrics
@@ -140,6 +141,16 @@ def test_best_weights_belong_to_their_run(tmp_path: Path) -> None:
     assert torch.equal(layer.weight, kept)
     other.offer(layer, 1, {"tau": 1.1})  # another run's are not in the way
     assert other.restore(layer) == (1, {"tau": 1.1})
+
+
+def test_best_weights_older_than_an_option_are_of_the_run_that_leaves_it_at_its_default(tmp_path: Path) -> None:
+    layer, config = torch.nn.Linear(2, 2), FitConfig(steps=2)
+    now = config.deciding()
+    Best(tmp_path / "best", {key: value for key, value in now.items() if key != "lr"}).offer(layer, 3, {"tau": 2.0})
+    assert Best(tmp_path / "best", now, config).restore(layer) == (3, {"tau": 2.0})
+    other = replace(config, lr=0.5)
+    with pytest.raises(UserError, match="best weights are missing"):
+        Best(tmp_path / "best", other.deciding(), other).restore(layer)
 
 
 def test_the_best_weights_outlast_a_change_of_processes(

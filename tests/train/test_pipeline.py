@@ -125,7 +125,7 @@ def test_gpu_validation_is_of_the_size_it_says() -> None:
 
 def test_a_later_option_replaces_an_earlier_one() -> None:
     step = StepConfig(["a=1", "data=x", "+c=3"], ["a=2", "b=2"], ["++c=4", "data=y"])
-    config = PipelineConfig({"trigrams": step})
+    config = PipelineConfig(steps={"trigrams": step})
     assert config.options("trigrams") == ["tokenizer={out_dir}/target", "a=1", "data=y", "++c=4"]
     debug = replace(config, debug=True).options("trigrams")
     assert debug == ["tokenizer={out_dir}/target", "a=2", "data=y", "++c=4", "b=2"]
@@ -176,7 +176,7 @@ class Mission:
         """The steps that ran."""
         self.calls.write_text("")
         steps = {name: StepConfig(["o=1"], ["o=2"], more.get(name, [])) for name in self.names}
-        run_pipeline(PipelineConfig(steps, out_dir=str(self.out_dir), resume=resume, debug=debug))
+        run_pipeline(PipelineConfig(steps=steps, out_dir=str(self.out_dir), resume=resume, debug=debug))
         return self.calls.read_text().split()
 
 
@@ -301,7 +301,7 @@ def test_a_running_step_ends_with_the_pipeline(tmp_path):
     code = (
         "from train.pipeline_settings import *\nfrom train.pipeline_run import run_pipeline\n"
         f"STEPS['target'] = Step({str(script)!r}, 'x')\n"
-        f"run_pipeline(PipelineConfig({{'target': StepConfig()}}, out_dir={str(tmp_path / 'out')!r}))\n"
+        f"run_pipeline(PipelineConfig(steps={{'target': StepConfig()}}, out_dir={str(tmp_path / 'out')!r}))\n"
     )
     pipeline = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 30

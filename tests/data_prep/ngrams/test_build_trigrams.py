@@ -59,7 +59,9 @@ def config(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Trigr
     monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 1500)
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in sentences(300)])
     data = DataConfig(source="local", path=str(corpus), heldout_fraction=0.0)
-    return TrigramConfig(model, data, orders=(2, 3, 4), min_count=1, workers=1, out_dir=str(tmp_path / "table"))
+    return TrigramConfig(
+        tokenizer=model, data=data, orders=(2, 3, 4), min_count=1, workers=1, out_dir=str(tmp_path / "table")
+    )
 
 
 def with_records(config: TrigramConfig, records: Sequence[object], **data: Any) -> TrigramConfig:

@@ -216,7 +216,8 @@ def resident():
 folder = Path(sys.argv[1])
 for name in ("short", "long"):
     data = DataConfig(source="local", path=str(folder / f"{name}.jsonl"), heldout_fraction=0.0)
-    build_table(TrigramConfig(str(folder / "tokenizer"), data, workers=1, memory_gb=0.1, out_dir=str(folder / name)))
+    given = {"tokenizer": str(folder / "tokenizer"), "data": data, "out_dir": str(folder / name)}
+    build_table(TrigramConfig(**given, workers=1, memory_gb=0.1))
     print("resident", resident())
 """
     run = subprocess.run(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import outrider
-from draft_models.tiny_models import TARGET
+from draft_models.settings import TARGET
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS, Kind, Maker, register

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_models.checkpoint import save_pretrained
+from draft_models.settings import TABLE
 from draft_models.target.architectures import load_config
 from draft_models.target.fingerprint import fingerprint_target
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
-from draft_models.tiny_models import TABLE
 from inference.attention_kernels import KernelChoice, attention_shape
 from inference.cuda_graphs import Graphed
 from inference.evaluate import compare

@@ -1,0 +1,54 @@
+"""debug=true: a command's own code on tiny random models, beside the real run and without a network."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from draft_models.settings import TARGET, RehearsedConfig
+from outrider.files import require_writable
+from outrider.run_dirs import clear, rehearsal_folder, require_rehearsal
+
+MODELS = "tiny_models"
+Config = TypeVar("Config", bound=RehearsedConfig)
+
+
+def rehearsable(run: Callable[[Config], None]) -> Callable[[Config], None]:
+    """The command `run`, which with debug=true runs what `config.small` says instead of `config`."""
+
+    @functools.wraps(run)
+    def whole(config: Config) -> None:
+        if not config.debug:
+            return run(config)
+        with _rehearsal(config) as small:
+            return run(small)
+
+    return whole
+
+
+@contextmanager
+def _rehearsal(config: Config) -> Iterator[Config]:
+    """The small one of `config`, once the models for it are there.
+
+    Everything lies in `<out_dir>-debug`, which is kept from other runs meanwhile. It is emptied first, unless
+    resume=true. The run's own out_dir in it is `run`. All processes of a launcher call this.
+
+    Raises `UserError` where that place holds something else, or is another run's.
+    """
+    from draft_models.tiny_models import save_tiny_models  # torch, which some commands do without
+    from outrider.processes import from_main, join_processes, only_run_of
+
+    folder, state = rehearsal_folder(config.out_dir), join_processes()
+    from_main(state, lambda: None if config.resume else require_rehearsal(folder, MODELS))
+    models, out_dir = folder / MODELS, folder / "run"
+
+    def prepare() -> None:
+        if not config.resume:
+            clear(folder)
+        save_tiny_models(models, config.debug_architecture)
+        print(f"debug target={models / TARGET} architecture={config.debug_architecture} out_dir={out_dir}", flush=True)
+
+    with only_run_of(state, require_writable(folder), "a debug run"):
+        from_main(state, prepare)
+        yield replace(config, debug=False, out_dir=str(out_dir)).small(models)

@@ -1,0 +1,36 @@
+"""Options that commands share which open a target; light, so that a mistake shows before torch is imported."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from outrider.settings import Named, RunConfig, free
+
+Architecture = Literal["llama", "mistral", "opt", "qwen2", "qwen3"]  # those that `save_tiny_models` can make
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Model = Annotated[str, Named("a model directory or Hub name")]
+TARGET, SMALL_LM, EARLY_EXIT, TABLE = "target", "small_lm", "early_exit", "table"  # see `save_tiny_models`
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedConfig(RunConfig):
+    """A command that can be rehearsed (see `draft_models.rehearsal`)."""
+
+    debug: bool = free(False)  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
+    debug_architecture: Architecture = free("llama")  # of those tiny models
+
+    def small(self, models: Path) -> Self:
+        """The same command where it costs nothing, on what `save_tiny_models` has left in the folder `models`."""
+        raise NotImplementedError
+
+    def cut(self, **limits: int) -> dict[str, int]:
+        """The fields named, none of them larger than its limit."""
+        return {name: min(getattr(self, name), limit) for name, limit in limits.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig(RehearsedConfig):
+    """A command that is about one target, which is known by what its files hold."""
+
+    target: Model = free()  # model directory or Hub name
+    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit

@@ -1,0 +1,119 @@
+"""Settings are checked by their types, whoever makes them, and say themselves what of them decides a result."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from outrider.errors import UserError
+from outrider.run_dirs import check_identity
+from outrider.settings import (
+    Count,
+    Named,
+    Positive,
+    Settings,
+    Share,
+    above,
+    at_least,
+    at_most,
+    below,
+    construct,
+    decides,
+    free,
+    keyed,
+    only,
+)
+
+
+@dataclass(frozen=True)
+class Inner(Settings):
+    size: Count = 1
+    where: str = free("here")
+
+
+@dataclass(frozen=True)
+class Outer(Settings):
+    kind: Literal["plain", "deep", "wide"] = "plain"
+    depth: Annotated[Count | Literal["auto"], only(kind=("deep", "wide"))] = 3
+    widths: Annotated[tuple[Count, ...], only(kind="wide")] = (2,)
+    ends: tuple[Annotated[float, at_least(0), below(1)], Annotated[float, above(0), at_most(1)]] = (0.0, 1.0)
+    share: Share | None = None
+    rate: Positive = 1.0
+    name: Annotated[str, Named("a name")] = "n"
+    exact: bool = True
+    inner: Inner = field(default_factory=Inner)
+    by_name: dict[str, Inner] = field(default_factory=dict)
+    log: bool = free(False)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "round"}, "kind='round': expected one of plain, deep, wide"),
+    ({"kind": "deep", "depth": 0}, "depth=0: expected an integer ≥ 1 or auto"),
+    ({"kind": "deep", "depth": "all"}, "depth='all': expected an integer ≥ 1 or auto"),
+    ({"depth": 4}, "depth=4: expected 3, its default: kind=plain does not read it"),
+    ({"kind": "deep", "widths": (3,)}, "widths=(3,): expected (2,), its default: kind=deep does not read it"),
+    ({"share": 1.5}, "share=1.5: expected a number ≥ 0 and ≤ 1 or null"),
+    ({"rate": 0}, "rate=0: expected a finite number > 0"),
+    ({"name": ""}, "name='': expected a name"),
+    ({"exact": 1}, "exact=1: expected true or false"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_a_type_excludes_is_refused_from_python_and_from_yaml(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as direct:
+        Outer(**given)
+    assert str(direct.value) == message
+    with pytest.raises(UserError) as read:
+        construct(Outer, json.loads(json.dumps(given)), "a.b")
+    assert str(read.value) == f"a.b.{message}"
+
+
+@pytest.mark.parametrize("rate", [float("inf"), float("nan"), "1", None])
+def test_a_number_is_finite(rate: Any) -> None:
+    with pytest.raises(UserError, match=r"^rate=.*: expected a finite number > 0"):
+        Outer(rate=rate)
+
+
+def test_items_are_checked_too() -> None:
+    for changes in ({"kind": "wide", "widths": (2, 0)}, {"ends": (0.0, 0.0)}, {"ends": (1.0, 1.0)}, {"ends": (0.5,)}):
+        with pytest.raises(UserError, match=rf"^{list(changes)[-1]}="):
+            Outer(**changes)  # type: ignore[arg-type]
+    assert Outer(kind="wide", widths=(2, 5), depth="auto", ends=(0.5, 0.5), share=0).widths == (2, 5)
+
+
+def test_what_is_not_marked_decides() -> None:
+    made = Outer(by_name={"a": Inner()})
+    assert made.deciding() == {
+        "kind": "plain", "depth": 3, "widths": (2,), "ends": (0.0, 1.0), "share": None, "rate": 1.0, "name": "n",
+        "exact": True, "inner": {"size": 1}, "by_name": {"a": {"size": 1}},
+    }  # fmt: skip
+    assert [own.name for own in dataclasses.fields(Outer) if not decides(own)] == ["log"]
+
+
+def test_a_key_is_the_same_where_an_option_newer_than_it_has_its_default() -> None:
+    first = ("kind", "rate", "inner")
+    assert keyed(Outer(), first) == {"kind": "plain", "rate": 1.0, "inner": {"size": 1}}
+    assert keyed(Outer(exact=False, log=True), first) == keyed(Outer(), first) | {"exact": False}
+    assert keyed(Outer(inner=Inner(2)), ()) == {"inner": {"size": 2}}
+
+
+def test_an_option_newer_than_a_run_had_its_default_then(tmp_path: Path) -> None:
+    made = Outer(by_name={"a": Inner()})
+    now = made.deciding()
+    older = {key: value for key, value in now.items() if key not in ("rate", "inner")} | {"by_name": {"a": {}}}
+    check_identity(older, now, tmp_path, made)
+    for changed, name in (
+        (replace(made, rate=2.0), "rate=2.0 (was absent)"),
+        (replace(made, by_name={"a": Inner(size=2)}), "by_name.a.size=2 (was absent)"),
+        (replace(made, inner=Inner(size=2)), "inner=given (was absent)"),
+        (replace(made, by_name={"a": Inner(), "b": Inner()}), "by_name.b=given (was absent)"),
+    ):
+        with pytest.raises(UserError) as refused:
+            check_identity(older, changed.deciding(), tmp_path, changed)
+        assert f"other settings: {name};" in str(refused.value)
+    with pytest.raises(UserError, match=r"rate=1\.0 \(was absent\)"):
+        check_identity(older, now, tmp_path)  # whose options these are is not said
