@@ -232,6 +232,26 @@ class TrigramConfig:
         return {**own, "path": list(self.data.path), "text": self.text}
 
 
+@dataclass(frozen=True)
+class ConvertConfig:
+    """convert-target: a target of any readable format in, an ordinary directory of safetensors out.
+
+    dtype: auto keeps the type of every tensor; quantised ones become float32.
+    """
+
+    target: str  # GGUF file, model directory or Hub name
+    revision: str | None = None  # of the target on the Hub: branch, tag or commit
+    dtype: str = "auto"
+    shard_gb: float = 5.0  # the largest file of weights
+    out_dir: str = "runs/convert_target"  # where everything goes
+    resume: bool = False  # go on with what an earlier run left in out_dir
+
+    def __post_init__(self) -> None:
+        require(bool(self.target), "target", self.target, "a GGUF file, model directory or Hub name")
+        require_choice("dtype", self.dtype, DTYPES)
+        require(0.0 < self.shard_gb < math.inf, "shard_gb", self.shard_gb, "a positive number")
+
+
 def default_cache_dir() -> Path:
     """$XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

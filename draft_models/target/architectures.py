@@ -7,6 +7,8 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from draft_models.target.gguf_config import gguf_config
+from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.model_files import CONFIG_FILE, require_description
 from outrider.errors import UserError, reason
 
@@ -51,20 +53,26 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
 
 def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
     """The config of a causal LM of any architecture. Raises `UserError`, also where cached keys would go stale."""
+    gguf = find_gguf(source)
+    config = _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in UNSUPPORTED_ROPE:
+        raise UserError(f"{role}={source}: rope_type={rope!r} rescales positions as text grows; not supported")
+    return config
+
+
+def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig:
+    """What config.json says."""
     path = Path(source)
     local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
     if local and not path.exists():
         raise UserError(f"{role}={source}: no such directory; give a Hugging Face model directory or a Hub name")
     require_description(source, revision, role)
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # whatever the classes of the architectures make of values they do not expect
         where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
         raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in UNSUPPORTED_ROPE:
-        raise UserError(f"{role}={source}: rope_type={rope!r} rescales positions as text grows; not supported")
-    return config
 
 
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:

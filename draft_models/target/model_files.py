@@ -1,10 +1,14 @@
 """What transformers reads of a model directory by itself; damage there gets a name in place of a traceback."""
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from draft_models.target.tensor_files import find_file, open_tensors
+from draft_models.target.gguf_config import gguf_config
+from draft_models.target.gguf_file import find_gguf, open_gguf
+from draft_models.target.tensor_files import SAFETENSORS, TensorFiles, find_file, open_tensors
 from outrider.errors import UserError, reason
 from outrider.files import read_json
 
@@ -30,21 +34,47 @@ def require_description(source: str, revision: str | None, role: str) -> None:
 def load_causal_lm(
     source: str, revision: str | None = None, *, role: str = "target", **options: Any
 ) -> PreTrainedModel:
-    """The whole causal LM in `source` as transformers loads it, its safetensors only. Raises `UserError`.
+    """The whole causal LM in `source` as transformers runs it. Raises `UserError`.
 
     options: handed to `from_pretrained`. The index is read first: transformers would follow it out of the directory.
+    Of a GGUF file transformers gets the tensors as they are read here.
     """
-    open_tensors(source, revision)
+    files = open_tensors(source, revision)
     try:
+        if (gguf := find_gguf(source)) is not None:
+            return _from_gguf(gguf, files, options)
         return AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, trust_remote_code=False, use_safetensors=True, **options
+            source,
+            revision=revision,
+            trust_remote_code=False,
+            use_safetensors=files.kind is SAFETENSORS,
+            **options,
         )
+    except UserError:
+        raise
     except Exception as error:  # whatever an architecture makes of a config and weights it does not expect
         raise UserError(f"{role}={source}: cannot be loaded as a causal LM ({reason(error)})") from error
 
 
+def _from_gguf(path: Path, files: TensorFiles, options: dict[str, Any]) -> PreTrainedModel:
+    config = gguf_config(open_gguf(path))
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    weights = files.read(files.file_of, options.get("dtype"))
+    model: PreTrainedModel = kind.from_pretrained(
+        None, config=config, state_dict=weights, trust_remote_code=False, **options
+    )
+    model.generation_config = GenerationConfig.from_model_config(config)
+    return model
+
+
 def load_generation_config(source: str, revision: str | None = None) -> GenerationConfig | None:
-    """What generation_config.json says, None where there is none. Raises `UserError` for a damaged one."""
+    """What generation_config.json says, None where there is none. Raises `UserError` for a damaged one.
+
+    Of a GGUF file it is what its metadata say of special tokens.
+    """
+    if (gguf := find_gguf(source)) is not None:
+        return GenerationConfig.from_model_config(gguf_config(open_gguf(gguf)))
     file = find_file(source, GENERATION_FILE, revision)
     if file is None:
         return None
