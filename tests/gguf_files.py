@@ -31,7 +31,8 @@ def save_plain_target(path: Path, architecture: str = "llama", **changes: Any) -
     """A target whose matrices have whole blocks of every quantisation, none wider than 256."""
     tokenizer = bpe_tokenizer()
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": len(tokenizer)}
-    plain = {"qwen2": {"use_sliding_window": False, "sliding_window": None}}.get(architecture, {})
+    whole = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}  # no layer has a window
+    plain = whole if architecture == "qwen2" else {}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     save_target(path, architecture, **{**sizes, **plain, **special, "kv_heads": 2, **changes})
     tokenizer.save_pretrained(path)
@@ -89,8 +90,9 @@ def write_gguf(
 ) -> Path:
     """The model directory `source` as the GGUF file `path`, matrices as `kind`.
 
-    permute: off leaves Llama's rows of q and k as they are, which is wrong. without: keys to leave out. architecture:
-    another name of it. pre: how the tokenizer says it cuts texts. changes: keys to add, without the architecture's name before them and with "__" for a point.
+    permute: off leaves Llama's rows of q and k as they are, which is wrong. without: keys and tensors to leave out.
+    architecture: another name of it. pre: how the tokenizer says it cuts texts. changes: keys to add, without the
+    architecture's name before them and with "__" for a point.
     """
     target = open_target(str(source))
     config: PreTrainedConfig = target.config

@@ -14,7 +14,6 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draft_models.target import gguf_tensors
-from draft_models.target.gguf_config import gguf_config
 from draft_models.target.gguf_file import open_gguf
 from draft_models.target.gguf_tokenizer import _LLAMA3, _QWEN2, gguf_tokenizer
 from draft_models.target.model_files import load_causal_lm, load_generation_config
@@ -22,9 +21,19 @@ from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.gguf_files import (
-    BYTE, CONTROL, NORMAL, TEMPLATE, UNKNOWN, UNQUANTISABLE, USER_DEFINED, _Writer, bpe_tokenizer, dequantised,
-    save_plain_target, write_gguf,
-)  # fmt: skip
+    BYTE,
+    CONTROL,
+    NORMAL,
+    TEMPLATE,
+    UNKNOWN,
+    UNQUANTISABLE,
+    USER_DEFINED,
+    _Writer,
+    bpe_tokenizer,
+    dequantised,
+    save_plain_target,
+    write_gguf,
+)
 from tests.tiny import random_prompt, reference_generate
 
 LLAMA3 = {
@@ -98,7 +107,8 @@ def test_the_model_is_the_one_that_was_written(tmp_path: Path, variant: str) -> 
         assert torch.equal(layers.state_dict()[name], tensor), name
     assert target.config.model_type == architecture
     original = open_target(str(source))
-    assert target.fingerprint.differences(original.fingerprint) == []
+    differing = target.fingerprint.differences(original.fingerprint)
+    assert [words for words in differing if not words.startswith("tokenizer: ")] == []
     assert target.fingerprint.tensors == original.fingerprint.tensors
 
 
@@ -109,7 +119,7 @@ def test_rows_left_as_llama_cpp_permutes_them_are_another_model(tmp_path: Path, 
     path = write_gguf(source, tmp_path / "model.gguf", permute=False)
     reference = AutoModelForCausalLM.from_pretrained(source).eval()
     assert not same_model(load_causal_lm(str(path), dtype=torch.float32).eval(), reference)
-    assert open_target(str(path)).fingerprint.differences(open_target(str(source)).fingerprint) != []
+    assert open_target(str(path)).fingerprint.tensors != open_target(str(source)).fingerprint.tensors
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
@@ -277,13 +287,9 @@ def test_a_sentencepiece_tokenizer_is_the_one_that_was_written(
 ) -> None:
     """Its ids are SentencePiece's own, with the beginning that a Llama's files leave unsaid."""
     tokenizer = gguf_tokenizer(open_gguf(spm_file(tmp_path / "m.gguf", sentencepiece)), "here")
-    for text in (*TEXTS, Path(__file__).read_text(), "<tool>"):
-        if "\r" in text:
-            continue
+    for text in (*TEXTS, Path(__file__).with_name("test_band.py").read_text()):
         ids = tokenizer(text)["input_ids"]
-        assert ids[0] == sentencepiece.bos_id()
-        if "<tool>" not in text:
-            assert ids[1:] == sentencepiece.encode(text)
+        assert ids == [sentencepiece.bos_id(), *sentencepiece.encode(text)]
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert sentencepiece.piece_to_id("<tool>") in tokenizer("a <tool> b")["input_ids"]
     tokenizer.save_pretrained(tmp_path / "saved")
@@ -343,11 +349,11 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
         ({"llama.block_count": 3}, r"has a tensor that .* nothing of: 'model\.layers\.3\.input_layernorm\.weight'"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'; supported: gpt2"),
         ({"tokenizer.ggml.model": None}, "says no tokenizer.ggml.model"),
-        ({"tokenizer.ggml.pre": "mine"}, "tokenizer.ggml.pre='mine': an unknown way to cut texts"),
+        ({"tokenizer.ggml.pre": "mine"}, "tokenizer.ggml.pre='mine': texts are cut in an unknown way"),
         ({"tokenizer.ggml.pre": None}, "says no tokenizer.ggml.pre"),
         ({"tokenizer.ggml.merges": None}, "says no tokenizer.ggml.merges"),
         ({"tokenizer.ggml.merges": ["nope never"]}, "no usable tokenizer"),
-        ({"tokenizer.ggml.token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 values for 320 tokens"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "2 values of tokenizer.ggml.token_type for 320 tokens"),
         ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id=999 of 320 tokens"),
         ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "bos_token_id is missing"),
     ],
@@ -357,9 +363,13 @@ def test_metadata_that_are_missing_or_not_understood_are_named(
 ) -> None:
     path = shutil.copy(written, tmp_path / "model.gguf")
     other = rewritten(path, **values)
-    with pytest.raises(UserError, match=message) as refused:
+
+    def read() -> None:
         target = open_target(str(other))
         _ = (target.files, target.tokenizer)
+
+    with pytest.raises(UserError, match=message) as refused:
+        read()
     assert "rewritten.gguf" in str(refused.value)
 
 
@@ -367,9 +377,7 @@ def test_tensors_that_are_not_understood_are_named(tmp_path: Path, llama: Path, 
     path = write_gguf(llama, tmp_path / "short.gguf", without=("blk.2.attn_q.weight",))
     with pytest.raises(UserError, match=r"holds no tensor 'model\.layers\.2\.self_attn\.q_proj\.weight'"):
         open_tensors(str(path))
-    scaled = save_plain_target(tmp_path / "scaled", rope_parameters=LLAMA3, head_dim=64)
-    path = write_gguf(scaled, tmp_path / "scaled.gguf", rope__freq_base=10000.0, without=("llama.rope.freq_base",))
-    assert gguf_config(open_gguf(path)).rope_parameters["rope_theta"] == 10000.0  # where it is not said
+    path = write_gguf(llama, tmp_path / "more.gguf")
     monkeypatch.setattr(gguf_tensors, "_WITHIN", {})
     with pytest.raises(UserError, match=r"tensor 'blk\.0\.\w+\.weight' belongs to no model that Outrider runs"):
         open_tensors(str(path))
