@@ -20,7 +20,6 @@ from draft_models.target.fingerprint import tokenizer_digest
 from draft_models.target.model_files import CONFIG_FILE, load_generation_config
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, open_target
-from draft_models.target.stored_tensors import TYPE_NAMES
 from draft_models.target.tensor_files import SAFETENSORS, TensorFiles
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_atomically, write_json
@@ -28,7 +27,6 @@ from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity
 
 RECORD_FILE = "convert_target.json"  # what the directory is made from
-TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _PARTS = ".parts"  # the tokenizer's files, until they are whole
 
 
@@ -99,21 +97,19 @@ def _require_free(folder: Path, identity: dict[str, Any], resume: bool) -> None:
 
 
 def _sizes(files: TensorFiles, dtype: torch.dtype | None) -> dict[str, int]:
-    """How many bytes each tensor is to have. Reads headers only."""
-    found = {}
-    for name, stored in files.stored(files.file_of):
-        own = TYPES[stored.type_name]
-        kept = own if dtype is None or not own.is_floating_point else dtype
-        found[name] = stored.nbytes // own.itemsize * kept.itemsize
-    return found
+    """How many bytes each tensor is to have."""
+    return {
+        name: values * (own if dtype is None or not own.is_floating_point else dtype).itemsize
+        for name, (own, values) in files.described().items()
+    }
 
 
 def _commonest_type(files: TensorFiles) -> torch.dtype:
-    """The type that most bytes of the weights are of, once read."""
-    sizes: dict[str, int] = {}
-    for _, stored in files.stored(files.file_of):
-        sizes[stored.type_name] = sizes.get(stored.type_name, 0) + stored.nbytes
-    return TYPES[max(sizes, key=lambda name: sizes[name])]
+    """The type that most of the weights are of, once read."""
+    sizes: dict[torch.dtype, int] = {}
+    for own, values in files.described().values():
+        sizes[own] = sizes.get(own, 0) + values
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 def plan_shards(sizes: Mapping[str, int], most: int) -> list[Shard]:
@@ -141,6 +137,8 @@ def _save_descriptions(target: OpenTarget, folder: Path, dtype: torch.dtype) -> 
     shutil.rmtree(parts, ignore_errors=True)
     described = copy.deepcopy(target.config)
     described.dtype = dtype
+    if hasattr(described, "quantization_config"):
+        del described.quantization_config  # they are plain weights now
     generation = load_generation_config(target.source, target.revision)
     try:
         target.tokenizer.save_pretrained(parts)

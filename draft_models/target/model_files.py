@@ -1,14 +1,13 @@
 """What transformers reads of a model directory by itself; damage there gets a name in place of a traceback."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from draft_models.target.gguf_config import gguf_config
 from draft_models.target.gguf_file import find_gguf, open_gguf
-from draft_models.target.tensor_files import SAFETENSORS, TensorFiles, find_file, open_tensors
+from draft_models.target.tensor_files import GGUF, SAFETENSORS, TensorFiles, find_file, open_tensors
 from outrider.errors import UserError, reason
 from outrider.files import read_json
 
@@ -37,12 +36,12 @@ def load_causal_lm(
     """The whole causal LM in `source` as transformers runs it. Raises `UserError`.
 
     options: handed to `from_pretrained`. The index is read first: transformers would follow it out of the directory.
-    Of a GGUF file transformers gets the tensors as they are read here.
+    Of a GGUF file, and of fp8 weights, transformers gets the tensors as they are read here.
     """
     files = open_tensors(source, revision)
     try:
-        if (gguf := find_gguf(source)) is not None:
-            return _from_gguf(gguf, files, options)
+        if files.kind is GGUF or files.block is not None:
+            return _from_own_reading(files, options)
         return AutoModelForCausalLM.from_pretrained(
             source,
             revision=revision,
@@ -56,15 +55,20 @@ def load_causal_lm(
         raise UserError(f"{role}={source}: cannot be loaded as a causal LM ({reason(error)})") from error
 
 
-def _from_gguf(path: Path, files: TensorFiles, options: dict[str, Any]) -> PreTrainedModel:
-    config = gguf_config(open_gguf(path))
+def _from_own_reading(files: TensorFiles, options: dict[str, Any]) -> PreTrainedModel:
+    if (gguf := find_gguf(files.source)) is not None:
+        config = gguf_config(open_gguf(gguf))
+    else:
+        config = AutoConfig.from_pretrained(files.source, revision=files.revision, trust_remote_code=False)
+        del config.quantization_config  # the weights are plain once read
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-    weights = files.read(files.file_of, options.get("dtype"))
+    weights = files.read(files.described(), options.get("dtype"))
     model: PreTrainedModel = kind.from_pretrained(
         None, config=config, state_dict=weights, trust_remote_code=False, **options
     )
-    model.generation_config = GenerationConfig.from_model_config(config)
+    found = load_generation_config(files.source, files.revision)
+    model.generation_config = found or GenerationConfig.from_model_config(config)
     return model
 
 

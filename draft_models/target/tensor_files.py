@@ -14,11 +14,12 @@ from transformers.utils import cached_file
 
 from draft_models.target.gguf_file import find_gguf
 from draft_models.target.gguf_tensors import open_gguf_tensors
-from draft_models.target.stored_tensors import StoredTensor, open_pickled, open_safetensors, readable
+from draft_models.target.stored_tensors import TYPES, StoredTensor, open_pickled, open_safetensors, readable
 from outrider.errors import UserError
 from outrider.files import read_json
 
 BASE_PREFIX, HEAD = "model.", "lm_head.weight"
+SCALES = "_scale_inv"  # after the name of an fp8 weight: what its blocks are to be multiplied with
 _PIECES, _PIECE = 32, 512  # a tensor's sample: so many pieces of so many bytes, 4 MB of a model of 7 B parameters
 _BLOCK = 2**22  # bytes of a tensor held at once where all of it is hashed
 _NUMBERED = re.compile(r".+?\.\d+(?=\.)")
@@ -56,6 +57,7 @@ class TensorFiles:
     file_of: dict[str, str]  # tensor name → file name
     headless: bool = False  # saved without the prefix
     kind: Kind = SAFETENSORS
+    block: tuple[int, int] | None = None  # of fp8 weights: rows and columns under one scale
     bytes_read: int = field(default=0)
     tensors_read: int = field(default=0)
     bytes_hashed: int = field(default=0)
@@ -63,16 +65,34 @@ class TensorFiles:
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Exactly the tensors in `names`, in `dtype` where one is given; `bytes_read` grows by their stored size.
 
-        Without `dtype` each is of its stored type. Integers always are. Raises `UserError`.
+        Without `dtype` each is of its stored type, or float32 where it was quantised. Integers always are of their
+        stored type. Raises `UserError`.
         """
         tensors = {}
         for name, stored in self.stored(names):
-            with readable(self.source, f"tensor {name!r}"):
-                tensor = stored.read()
-            self.bytes_read += tensor.nbytes
-            self.tensors_read += 1
+            tensor = self._read(name, stored)
+            for scales, held in self.stored([name + SCALES] if name + SCALES in self.file_of else []):
+                assert self.block is not None
+                tensor = unscaled(tensor, self._read(scales, held), self.block, f"{self.source}: {name}")
             tensors[name] = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
         return tensors
+
+    def _read(self, name: str, stored: StoredTensor) -> Tensor:
+        with readable(self.source, f"tensor {name!r}"):
+            tensor = stored.read()
+        self.bytes_read += tensor.nbytes
+        self.tensors_read += 1
+        return tensor
+
+    def described(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Of every tensor of the model, the type that `read` gives it and how many values. Reads headers only."""
+        found = {}
+        for name, stored in self.stored(self.file_of):
+            own = TYPES[stored.type_name]
+            if not name.endswith(SCALES):
+                scaled = name + SCALES in self.file_of
+                found[name] = (torch.float32 if scaled else own, stored.nbytes // own.itemsize)
+        return found
 
     def stored(self, names: Iterable[str]) -> Iterator[tuple[str, StoredTensor]]:
         """(name, what is stored under it) of `names`, file by file; nothing is read but headers. Raises `UserError`."""
@@ -229,7 +249,35 @@ def _named(source: str, revision: str | None, file_of: dict[str, str], kind: Kin
     files = TensorFiles(source, revision, file_of, headless, kind)
     if kind is PICKLES and HEAD in file_of and not files.holds(HEAD):
         del file_of[HEAD]  # another name of the embedding
+    if any(name.endswith(SCALES) for name in file_of):
+        files.block = _fp8_block(source, revision)
     return files
+
+
+def _fp8_block(source: str, revision: str | None) -> tuple[int, int]:
+    """Rows and columns of the blocks of fp8 weights, as config.json says. Raises `UserError`."""
+    file, what = find_file(source, "config.json", revision), "description of a model"
+    described = read_json(file, what, "fetch the model again") if file else {}
+    quantised = described.get("quantization_config") if isinstance(described, dict) else None
+    block = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(one, int) and one > 0 for one in block):
+        raise UserError(
+            f"{source}: has scales of fp8 weights, but quantization_config.weight_block_size={block!r} in config.json: "
+            "expected rows and columns; give the model in another format"
+        )
+    return block[0], block[1]
+
+
+def unscaled(weight: Tensor, scales: Tensor, block: tuple[int, int], what: str) -> Tensor:
+    """weight [n, m] times the scale of each of its blocks, in float32.
+
+    scales: [⌈n / rows of a block⌉, ⌈m / columns⌉]; the last blocks may be cut off. Raises `UserError` naming `what`.
+    """
+    expected = [-(-size // one) for size, one in zip(weight.shape, block, strict=True)]
+    if list(scales.shape) != expected:
+        raise UserError(f"{what}: scales of shape {list(scales.shape)}: expected {expected}; fetch the model again")
+    rows = scales.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
+    return weight.float() * rows.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
 
 
 def find_file(source: str, file: str, revision: str | None) -> str | None:
