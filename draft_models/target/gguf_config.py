@@ -24,7 +24,7 @@ _KNOWN = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.freq_base", "rope.dimension_count",
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
-    "rope.scale_linear",
+    "rope.scale_linear", "tensor_data_layout",
 }  # fmt: skip
 _OFF = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # keys that say nothing at this value
 # Llama 3's scaling stands in a file as a factor for each frequency; its bounds are these in every model so far.
