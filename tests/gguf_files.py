@@ -97,7 +97,7 @@ def write_gguf(
     target = open_target(str(source))
     config: PreTrainedConfig = target.config
     family = architecture or {"mistral": "llama"}.get(config.model_type, config.model_type)
-    writer = _Writer(path, family, without)
+    writer = GgufWriter(path, family, without)
     _add_config(writer, config, family)
     for key, value in changes.items():
         writer.add(f"{family}.{key.replace('__', '.')}", value)
@@ -119,7 +119,7 @@ def write_gguf(
     return writer.close()
 
 
-class _Writer:
+class GgufWriter:
     """The package's writer, with keys that may be left out."""
 
     def __init__(self, path: Path, family: str, without: tuple[str, ...] = ()):
@@ -172,7 +172,7 @@ def random_blocks(array: NDArray[Any], kind: Any) -> NDArray[Any]:
     return raw.reshape(*array.shape[:-1], -1)
 
 
-def _add_config(writer: _Writer, config: PreTrainedConfig, family: str) -> None:
+def _add_config(writer: GgufWriter, config: PreTrainedConfig, family: str) -> None:
     values = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
@@ -192,7 +192,7 @@ def _add_config(writer: _Writer, config: PreTrainedConfig, family: str) -> None:
         writer.add(f"{family}.{key}", value)
 
 
-def add_bpe(writer: _Writer, tokenizer: PreTrainedTokenizerFast, template: str | None, pre: str = "gpt-2") -> None:
+def add_bpe(writer: GgufWriter, tokenizer: PreTrainedTokenizerFast, template: str | None, pre: str = "gpt-2") -> None:
     """A byte-level BPE as llama.cpp's converter writes it."""
     vocabulary = tokenizer.get_vocab()
     pieces = sorted(vocabulary, key=lambda piece: vocabulary[piece])

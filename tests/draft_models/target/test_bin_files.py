@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +201,26 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     files = open_tensors(str(path))
     with pytest.raises(UserError, match=r"pytorch_model-00002-of-00003\.bin is named in pytorch_model\.bin\.index\.js"):
         files.read(files.file_of)
+
+
+def test_by_its_name_on_the_hub(tmp_path: Path) -> None:
+    """As it lies in the Hub's cache, without a network."""
+    source = save_target(tmp_path / "source", tied=True)
+    folder = tmp_path / "home" / "hub" / "models--me--model"
+    (folder / "snapshots").mkdir(parents=True)
+    as_bin(source, folder / "snapshots" / "0123", 3)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123")
+    code = (
+        "import json, torch\n"
+        "from draft_models.target.model_files import load_causal_lm\n"
+        "from draft_models.target.open_target import open_target\n"
+        "load_causal_lm('me/model', dtype=torch.float32)\n"
+        "print(json.dumps(open_target('me/model').fingerprint.tensors))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3],
+        env=os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == open_target(str(source)).fingerprint.tensors

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
 from draft_models.target import gguf_tensors
 from draft_models.target.gguf_file import open_gguf
-from draft_models.target.gguf_tokenizer import _LLAMA3, _QWEN2, gguf_tokenizer
+from draft_models.target.gguf_tokenizer import gguf_tokenizer
 from draft_models.target.model_files import load_causal_lm, load_generation_config
 from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.tensor_files import open_tensors
@@ -28,7 +29,7 @@ from tests.gguf_files import (
     UNKNOWN,
     UNQUANTISABLE,
     USER_DEFINED,
-    _Writer,
+    GgufWriter,
     bpe_tokenizer,
     dequantised,
     save_plain_target,
@@ -182,7 +183,7 @@ def rewritten(path: Path, tensors: bool = True, **values: Any) -> Path:
     from gguf import GGUFReader
 
     reader, copied = GGUFReader(path), path.with_name("rewritten.gguf")
-    writer = _Writer(copied, "llama")
+    writer = GgufWriter(copied, "llama")
     kept = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     for key, value in (kept | values).items():
         if value is None or (key == "general.architecture" and key not in values):
@@ -198,11 +199,12 @@ def rewritten(path: Path, tensors: bool = True, **values: Any) -> Path:
 # -------------------------------------------------------------------------------------------------- tokenizers
 
 
+LLAMA3_CUT = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")  # the only way in which Llama 3 cuts otherwise
 CUTS: dict[str, tuple[Any, Any]] = {
     "gpt-2": (None, None),
     "smollm": (pre_tokenizers.Digits(individual_digits=True), None),
-    "llama-bpe": (pre_tokenizers.Split(Regex(_LLAMA3), "isolated"), None),
-    "qwen2": (pre_tokenizers.Split(Regex(_QWEN2), "isolated"), normalizers.NFC()),
+    "llama-bpe": (pre_tokenizers.Split(Regex(LLAMA3_CUT), "isolated"), None),
+    "qwen2": (pre_tokenizers.Split(Regex(QWEN2), "isolated"), normalizers.NFC()),
 }
 
 
@@ -231,6 +233,18 @@ def test_a_byte_level_tokenizer_is_the_one_that_was_written(tmp_path: Path, pre:
     saved = tmp_path / "saved"
     tokenizer.save_pretrained(saved)
     assert AutoTokenizer.from_pretrained(saved)(TEXTS[1])["input_ids"] == original(TEXTS[1])["input_ids"]
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+def test_llama_3_takes_a_word_that_is_a_token_whole(tmp_path: Path, written: Path, pre: str) -> None:
+    """Also where no merges lead to it, as in its own tokenizer.json ("ignore_merges")."""
+    path = shutil.copy(written, tmp_path / "model.gguf")
+    plain = load_tokenizer(str(path))
+    word = max((token for token in plain.get_vocab() if token.isalpha() and token.isascii()), key=len)
+    assert len(word) > 2
+    merges = [merge for merge in open_gguf(path).texts("tokenizer.ggml.merges") if merge.replace(" ", "") != word]
+    other = rewritten(path, **{"tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": pre})
+    assert (len(load_tokenizer(str(other))(word)["input_ids"]) == 1) == (pre == "llama-bpe")
 
 
 def test_other_cuts_make_other_ids() -> None:
@@ -266,7 +280,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceProc
 def spm_file(path: Path, pieces: SentencePieceProcessor, without: tuple[str, ...] = (), **more: Any) -> Path:
     """A GGUF file of a SentencePiece model alone, as llama.cpp's converter writes one."""
     count = range(pieces.get_piece_size())
-    writer = _Writer(path, "llama", without)
+    writer = GgufWriter(path, "llama", without)
     kinds = {True: CONTROL}
     writer.add("tokenizer.ggml.model", "llama")
     writer.add("tokenizer.ggml.tokens", [pieces.id_to_piece(i) for i in count])
