@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from draft_models.settings import TARGET, Dtype, Model, RehearsedConfig, TargetConfig
 from inference.settings import SamplingConfig
 from outrider.errors import UserError, require
-from outrider.settings import Count, Named, Seed, Settings, at_least, at_most, below, free
+from outrider.settings import Count, Named, RunConfig, Seed, Settings, above, at_least, at_most, below, free
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca"]
 REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
@@ -211,6 +211,17 @@ class TrigramConfig(RehearsedConfig):
         silent = ("template", "mix", "streaming")
         own = {key: value for key, value in self.data.deciding().items() if key not in silent}
         return {**own, "path": list(self.data.path), "text": self.text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertConfig(RunConfig):
+    """convert-target: a target of any readable format in, an ordinary directory of safetensors out."""
+
+    target: Annotated[str, Named("a GGUF file, model directory or Hub name")]  # what is converted
+    revision: str | None = None  # of the target on the Hub: branch, tag or commit
+    out_dir: str = free("runs/convert_target")  # where everything goes
+    dtype: Dtype = "auto"  # of what is written; auto: the type of every tensor, of quantised ones float32
+    shard_gb: Annotated[float, above(0)] = 5.0  # the largest file of weights
 
 
 def default_cache_dir() -> Path:

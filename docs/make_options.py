@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conf import register
 from conf.options import markdown
-from data_prep.settings import GenerateConfig, TrigramConfig
+from data_prep.settings import ConvertConfig, GenerateConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig
@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "finetune_drafter": ("train/finetune_drafter.py", FinetuneConfig),
     "build_trigrams": ("data_prep/build_trigrams.py", TrigramConfig),
     "generate_responses": ("data_prep/generate_responses.py", GenerateConfig),
+    "convert_target": ("data_prep/convert_target.py", ConvertConfig),
     "toy_target": ("train/toy_target.py", ToyTargetConfig),
     "pipeline": ("train/pipeline.py", PipelineConfig),
 }

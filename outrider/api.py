@@ -202,7 +202,8 @@ def load(
 ) -> Model:
     """A target with a drafter, ready to decode.
 
-    source: the directory of an early-exit drafter, which knows its target, or else a target: a directory or Hub name.
+    source: the directory of an early-exit drafter, which knows its target, or else a target: a directory, Hub name or
+    GGUF file.
     method: a preset of conf/method, such as "eesd_beta", or settings of your own; None: eesd_beta for a drafter,
     vanilla with a small_lm, ngrams with a table, prompt_lookup with neither. target: where the drafter's target is now.
     small_lm, table, drafters: as evaluate-checkpoint's options. Raises `UserError` for what is missing or unusable.

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("conf", "data_prep", "draft_models", "inference", "outrider", "train")
 ENTRIES = {
     "data_prep/build_trigrams.py",
+    "data_prep/convert_target.py",
     "data_prep/generate_responses.py",
     "inference/evaluate_checkpoint.py",
     "train/calibrate.py",

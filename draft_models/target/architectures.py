@@ -4,9 +4,12 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from draft_models.target.gguf_config import gguf_config
+from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.model_files import CONFIG_FILE, require_description
 from outrider.errors import UserError, reason
 
@@ -51,26 +54,37 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
 
 def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
     """The config of a causal LM of any architecture. Raises `UserError`, also where cached keys would go stale."""
-    path = Path(source)
-    local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
-    if local and not path.exists():
-        raise UserError(f"{role}={source}: no such directory; give a Hugging Face model directory or a Hub name")
-    require_description(source, revision, role)
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except Exception as error:  # whatever the classes of the architectures make of values they do not expect
-        where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
-        raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
+    gguf = find_gguf(source)
+    config = _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in UNSUPPORTED_ROPE:
         raise UserError(f"{role}={source}: rope_type={rope!r} rescales positions as text grows; not supported")
     return config
 
 
+def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig:
+    """What config.json says."""
+    path = Path(source)
+    local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
+    if local and not path.exists():
+        raise UserError(f"{role}={source}: no such directory; give a Hugging Face model directory or a Hub name")
+    require_description(source, revision, role)
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except Exception as error:  # whatever the classes of the architectures make of values they do not expect
+        where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
+        raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
+
+
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:
     """Why `LayerStack` cannot run a model of `config`, None if it can."""
     if config.model_type not in ARCHITECTURES:
         return f"architecture {config.model_type!r}; supported: {', '.join(ARCHITECTURES)}"
+    if (method := quantisation(config)) is not None and not runs_dequantised(config):
+        return (
+            f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); supported: fp8 with scales by block, and "
+            "GGUF files. Give the model it was made from, or a GGUF file of it"
+        )
     if config.model_type == "opt":
         if not config.do_layer_norm_before or config._remove_final_layer_norm:
             return "an OPT with layer norms behind its layers (do_layer_norm_before=false), as opt-350m; not supported"
@@ -80,6 +94,28 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
                 f"hidden_size={config.hidden_size}), as opt-350m; not supported"
             )
     return None
+
+
+def quantisation(config: PreTrainedConfig) -> str | None:
+    """How the weights of a checkpoint are quantised, by transformers' name of the method; None where they are not."""
+    settings = _quantisation_settings(config)
+    if not settings:
+        return None
+    by_flag = next(
+        (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), "unnamed"
+    )
+    return str(settings.get("quant_method") or by_flag)
+
+
+def runs_dequantised(config: PreTrainedConfig) -> bool:
+    """Whether the weights are fp8 with a scale for each block: they are multiplied out as they are read."""
+    settings = _quantisation_settings(config)
+    return settings.get("quant_method") == "fp8" and bool(settings.get("weight_block_size"))
+
+
+def _quantisation_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    settings = getattr(config, "quantization_config", None) or {}
+    return dict(settings if isinstance(settings, dict) else settings.to_dict())
 
 
 def anatomy(config: PreTrainedConfig) -> Anatomy:

@@ -2,9 +2,12 @@
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from draft_models.target.tensor_files import find_file, open_tensors
+from draft_models.target.gguf_config import gguf_config
+from draft_models.target.gguf_file import find_gguf, open_gguf
+from draft_models.target.tensor_files import GGUF, SAFETENSORS, TensorFiles, find_file, open_tensors
 from outrider.errors import UserError, reason
 from outrider.files import read_json
 
@@ -30,21 +33,52 @@ def require_description(source: str, revision: str | None, role: str) -> None:
 def load_causal_lm(
     source: str, revision: str | None = None, *, role: str = "target", **options: Any
 ) -> PreTrainedModel:
-    """The whole causal LM in `source` as transformers loads it, its safetensors only. Raises `UserError`.
+    """The whole causal LM in `source` as transformers runs it. Raises `UserError`.
 
     options: handed to `from_pretrained`. The index is read first: transformers would follow it out of the directory.
+    Of a GGUF file, and of fp8 weights, transformers gets the tensors as they are read here.
     """
-    open_tensors(source, revision)
+    files = open_tensors(source, revision)
     try:
+        if files.kind is GGUF or files.block is not None:
+            return _from_own_reading(files, options)
         return AutoModelForCausalLM.from_pretrained(
-            source, revision=revision, trust_remote_code=False, use_safetensors=True, **options
+            source,
+            revision=revision,
+            trust_remote_code=False,
+            use_safetensors=files.kind is SAFETENSORS,
+            **options,
         )
+    except UserError:
+        raise
     except Exception as error:  # whatever an architecture makes of a config and weights it does not expect
         raise UserError(f"{role}={source}: cannot be loaded as a causal LM ({reason(error)})") from error
 
 
+def _from_own_reading(files: TensorFiles, options: dict[str, Any]) -> PreTrainedModel:
+    if (gguf := find_gguf(files.source)) is not None:
+        config = gguf_config(open_gguf(gguf))
+    else:
+        config = AutoConfig.from_pretrained(files.source, revision=files.revision, trust_remote_code=False)
+        del config.quantization_config  # the weights are plain once read
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    weights = files.read(files.described(), options.get("dtype"))
+    model: PreTrainedModel = kind.from_pretrained(
+        None, config=config, state_dict=weights, trust_remote_code=False, **options
+    )
+    found = load_generation_config(files.source, files.revision)
+    model.generation_config = found or GenerationConfig.from_model_config(config)
+    return model
+
+
 def load_generation_config(source: str, revision: str | None = None) -> GenerationConfig | None:
-    """What generation_config.json says, None where there is none. Raises `UserError` for a damaged one."""
+    """What generation_config.json says, None where there is none. Raises `UserError` for a damaged one.
+
+    Of a GGUF file it is what its metadata say of special tokens.
+    """
+    if (gguf := find_gguf(source)) is not None:
+        return GenerationConfig.from_model_config(gguf_config(open_gguf(gguf)))
     file = find_file(source, GENERATION_FILE, revision)
     if file is None:
         return None

@@ -9,6 +9,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from draft_models.target.architectures import load_config, read_config
 from draft_models.target.fingerprint import Fingerprint, fingerprint_target
+from draft_models.target.gguf_file import find_gguf, open_gguf
+from draft_models.target.gguf_tokenizer import gguf_tokenizer
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import TensorFiles, open_tensors
 from draft_models.target.vocabulary import vocabulary_digest
@@ -17,7 +19,7 @@ from outrider.errors import UserError, reason
 
 @dataclass(frozen=True)
 class OpenTarget:
-    """A target in `source`, a directory or Hub name. Its parts are looked at when they are asked for, and once.
+    """A target in `source`, a directory, Hub name or GGUF file. Its parts are looked at when asked for, and once.
 
     Each part raises `UserError` where it is missing or unusable.
     """
@@ -79,6 +81,8 @@ def open_target(source: str, revision: str | None = None, *, by_layers: bool = T
 
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
     """The target's tokenizer; role: the option that names it. Raises `UserError` where there is none."""
+    if (gguf := find_gguf(source)) is not None:
+        return gguf_tokenizer(open_gguf(gguf), source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are looked at only now

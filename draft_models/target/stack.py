@@ -59,8 +59,8 @@ def load_layers(
     source_of = {name: _source_name(name, prefix, layers) for name in model.state_dict()}
     if config.tie_word_embeddings or "lm_head.weight" not in files.file_of:
         source_of.pop("lm_head.weight", None)
-    stored = files.read(source_of.values())
-    weights = {name: stored[source].to(device, dtype) for name, source in source_of.items()}
+    stored = files.read(source_of.values(), dtype)
+    weights = {name: stored[source].to(device) for name, source in source_of.items()}
     try:
         model.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:  # its second line names the first tensor

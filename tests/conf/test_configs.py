@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from conf import CONF_DIR, build, explain, register
-from data_prep.settings import GenerateConfig, TrigramConfig
+from data_prep.settings import ConvertConfig, GenerateConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from train.pipeline_settings import PipelineConfig
@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "finetune_drafter": (FinetuneConfig, "train/finetune_drafter.py", ["target=t"]),
     "toy_target": (ToyTargetConfig, "train/toy_target.py", []),
     "generate_responses": (GenerateConfig, "data_prep/generate_responses.py", ["target=t"]),
+    "convert_target": (ConvertConfig, "data_prep/convert_target.py", ["target=t"]),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
 }
 GROUPS = {
@@ -166,6 +167,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "toy_target": "seq_len",
         "finetune_drafter": "seq_len",
         "generate_responses": "max_new_tokens",
+        "convert_target": "resume",
         "pipeline": "resume",
     }[command]
     _, script, mandatory = COMMANDS[command]
@@ -180,7 +182,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
     )  # fmt: skip
     assert run.returncode == 2
     assert run.stderr.startswith("error: ")
-    assert message.format(kind="bool" if command == "pipeline" else "int") in run.stderr
+    assert message.format(kind="bool" if typed == "resume" else "int") in run.stderr
     assert "Traceback" not in run.stderr
     assert not list((tmp_path / "here").iterdir())
 

@@ -83,7 +83,7 @@ def settings_in(value: Any) -> Iterator[Settings]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_of_a_command_is_checked_however_it_is_made(command: str) -> None:
     found = {type(config): config for config in settings_in(made(command))}
-    assert len(found) > 1
+    assert found
     for config in found.values():
         for own in dataclasses.fields(config):  # type: ignore[arg-type]
             with pytest.raises(UserError, match=f"^{own.name}="):

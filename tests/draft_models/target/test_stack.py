@@ -18,7 +18,6 @@ from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import pick_device, pick_dtype
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import TensorFiles, open_tensors
-from draft_models.target.whole_model import load_plain_lm
 from outrider.errors import UserError
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
 
@@ -158,16 +157,6 @@ def test_code_that_comes_with_a_target_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no usable config\.json"):
         load_config(str(tmp_path))
     assert not (tmp_path / "ran").exists()
-
-
-def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
-    path = save_target(tmp_path)
-    config = load_config(str(path))
-    load_plain_lm(str(path), config, None, torch.float32, "cpu")
-    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
-    (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
-        load_plain_lm(str(path), config, None, torch.float32, "cpu")
 
 
 def test_unusable_targets_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,434 @@
+"""Targets in GGUF files: what is read is the model that was written, whatever the quantisation, or is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tokenizers import Regex, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+
+from draft_models.target import gguf_tensors
+from draft_models.target.gguf_file import open_gguf
+from draft_models.target.gguf_tokenizer import gguf_tokenizer
+from draft_models.target.model_files import load_causal_lm, load_generation_config
+from draft_models.target.open_target import load_tokenizer, open_target
+from draft_models.target.tensor_files import open_tensors
+from outrider.errors import UserError
+from tests.gguf_files import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    TEMPLATE,
+    UNKNOWN,
+    UNQUANTISABLE,
+    USER_DEFINED,
+    GgufWriter,
+    bpe_tokenizer,
+    dequantised,
+    save_plain_target,
+    write_gguf,
+)
+from tests.tiny import random_prompt, reference_generate
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tied": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "wide heads": ("llama", {"head_dim": 32}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 64}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}}),
+    "yarn": ("llama", {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 64}),
+}  # fmt: skip
+TEXTS = (
+    "The tide comes in at seven o'clock; they're 12345 metres away.",
+    "  two spaces\n\n\tand a tab, naïve café — “quoted” 日本語 🙂",
+    "def f(x):\n    return x ** 2  # it's 3.14\r\n",
+    "e\u0301 is é",
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama's directory, not to be changed."""
+    return save_plain_target(tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="module")
+def written(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as a GGUF file in F32, not to be changed."""
+    return write_gguf(llama, tmp_path_factory.mktemp("gguf") / "model.gguf", template=TEMPLATE)
+
+
+def random_biases(path: Path) -> None:
+    """Give a model's biases and norms values that matter: they start as zeros and ones."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+
+
+@torch.inference_mode()
+def same_model(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+    """Whether two models have the same logits, bit for bit, and the same greedy tokens."""
+    ids = torch.tensor([random_prompt(40, seed=3)])
+    logits = [model(ids).logits for model in (one, other)]
+    texts = [reference_generate(model, random_prompt(9), 24) for model in (one, other)]
+    return torch.equal(*logits) and texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_model_is_the_one_that_was_written(tmp_path: Path, variant: str) -> None:
+    architecture, changes = VARIANTS[variant]
+    source = save_plain_target(tmp_path / "model", architecture, **changes)
+    random_biases(source)
+    path = write_gguf(source, tmp_path / "model.gguf")
+    reference = AutoModelForCausalLM.from_pretrained(source).eval()
+    read = load_causal_lm(str(path), dtype=torch.float32).eval()
+    assert same_model(read, reference)
+    target = open_target(str(path))
+    layers = target.layers(dtype=torch.float32)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(layers.state_dict()[name], tensor), name
+    assert target.config.model_type == architecture
+    original = open_target(str(source))
+    differing = target.fingerprint.differences(original.fingerprint)
+    assert [words for words in differing if not words.startswith("tokenizer: ")] == []
+    assert target.fingerprint.tensors == original.fingerprint.tensors
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_rows_left_as_llama_cpp_permutes_them_are_another_model(tmp_path: Path, architecture: str) -> None:
+    """The fault that the tests above must find: without it in the file, undoing it is a fault too."""
+    source = save_plain_target(tmp_path / "model", architecture)
+    path = write_gguf(source, tmp_path / "model.gguf", permute=False)
+    reference = AutoModelForCausalLM.from_pretrained(source).eval()
+    assert not same_model(load_causal_lm(str(path), dtype=torch.float32).eval(), reference)
+    assert open_target(str(path)).fingerprint.tensors != open_target(str(source)).fingerprint.tensors
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", *UNQUANTISABLE])
+def test_a_quantised_model_is_that_of_the_dequantised_weights(tmp_path: Path, architecture: str, kind: str) -> None:
+    source = save_plain_target(tmp_path / "model", architecture)
+    path = write_gguf(source, tmp_path / "model.gguf", kind)
+    reference = AutoModelForCausalLM.from_pretrained(dequantised(source, tmp_path / "plain", kind)).eval()
+    assert same_model(load_causal_lm(str(path), dtype=torch.float32).eval(), reference)
+    assert not same_model(reference, AutoModelForCausalLM.from_pretrained(source).eval())
+    halves = open_target(str(path)).layers([0], dtype=torch.bfloat16).state_dict()
+    for name, tensor in halves.items():
+        assert torch.equal(tensor, reference.state_dict()[name].bfloat16()), name
+
+
+def test_digests_are_those_of_what_is_read(tmp_path: Path) -> None:
+    """Of samples and of whole tensors: a dequantised copy in safetensors is the same target."""
+    source = save_plain_target(tmp_path / "model", vocab_size=1000)
+    path = write_gguf(source, tmp_path / "model.gguf", "Q4_0")
+    files, plain = open_tensors(str(path)), open_tensors(str(dequantised(source, tmp_path / "plain", "Q4_0")))
+    for whole in (False, True):
+        assert files.digests(files.file_of, whole=whole) == plain.digests(plain.file_of, whole=whole)
+    assert files.digest(files.file_of) == plain.digest(plain.file_of)
+    assert files.bytes_read == 0
+
+
+def test_a_directory_may_hold_one(tmp_path: Path, written: Path) -> None:
+    shutil.copy(written, tmp_path / "one.gguf")
+    there, itself = open_target(str(tmp_path)), open_target(str(written))
+    assert there.fingerprint.differences(itself.fingerprint) == []
+    shutil.copy(written, tmp_path / "two.gguf")
+    with pytest.raises(UserError, match=r"holds several GGUF files \(one\.gguf, two\.gguf\)"):
+        open_target(str(tmp_path))
+
+
+def test_beside_a_model_directory_it_is_not_taken(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "both")
+    write_gguf(llama, folder / "other.gguf", "Q4_0")
+    files = open_tensors(str(folder))
+    assert set(files.file_of.values()) == {"model.safetensors"}
+
+
+def test_special_tokens_and_template(tmp_path: Path, llama: Path, written: Path) -> None:
+    target, original = open_target(str(written)), open_target(str(llama))
+    assert target.tokenizer.special_tokens_map == original.tokenizer.special_tokens_map
+    assert target.tokenizer.chat_template == TEMPLATE
+    said = target.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert said == "<user>hi"
+    generation = load_generation_config(str(written))
+    assert generation is not None
+    assert generation.eos_token_id == original.tokenizer.eos_token_id
+    pad = original.tokenizer.pad_token_id
+    path = write_gguf(llama, tmp_path / "turns.gguf")
+    path = rewritten(path, **{"tokenizer.ggml.eot_token_id": pad})
+    assert load_generation_config(str(path)).eos_token_id == [original.tokenizer.eos_token_id, pad]
+
+
+def rewritten(path: Path, tensors: bool = True, **values: Any) -> Path:
+    """A copy of a GGUF file with other metadata: None leaves a key out."""
+    from gguf import GGUFReader
+
+    reader, copied = GGUFReader(path), path.with_name("rewritten.gguf")
+    writer = GgufWriter(copied, "llama")
+    kept = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    for key, value in (kept | values).items():
+        if value is None or (key == "general.architecture" and key not in values):
+            continue
+        if key == "general.architecture":
+            del writer.writer.kv_data[0][key]
+        writer.add(key, value)
+    for tensor in reader.tensors if tensors else []:
+        writer.writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    return writer.close()
+
+
+# -------------------------------------------------------------------------------------------------- tokenizers
+
+
+LLAMA3_CUT = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")  # the only way in which Llama 3 cuts otherwise
+CUTS: dict[str, tuple[Any, Any]] = {
+    "gpt-2": (None, None),
+    "smollm": (pre_tokenizers.Digits(individual_digits=True), None),
+    "llama-bpe": (pre_tokenizers.Split(Regex(LLAMA3_CUT), "isolated"), None),
+    "qwen2": (pre_tokenizers.Split(Regex(QWEN2), "isolated"), normalizers.NFC()),
+}
+
+
+def byte_level(pre: str) -> Any:
+    before, normalizer = CUTS[pre]
+    if pre != "smollm":
+        return bpe_tokenizer(before, normalizer, 500)
+    tokenizer = bpe_tokenizer(before, normalizer, 500)  # its ByteLevel cuts too
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([before, plain])
+    return tokenizer
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_a_byte_level_tokenizer_is_the_one_that_was_written(tmp_path: Path, pre: str) -> None:
+    source = save_plain_target(tmp_path / "model", vocab_size=500)
+    original = byte_level(pre)
+    original.save_pretrained(source)
+    original = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(str(write_gguf(source, tmp_path / "model.gguf", pre=pre)))
+    assert tokenizer.get_vocab() == original.get_vocab()
+    for text in (*TEXTS, Path(__file__).read_text()):
+        assert tokenizer(text)["input_ids"] == original(text)["input_ids"]
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == original.decode(original(text)["input_ids"])
+    assert tokenizer("a<s>b")["input_ids"].count(original.bos_token_id) == 1
+    saved = tmp_path / "saved"
+    tokenizer.save_pretrained(saved)
+    assert AutoTokenizer.from_pretrained(saved)(TEXTS[1])["input_ids"] == original(TEXTS[1])["input_ids"]
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+def test_llama_3_takes_a_word_that_is_a_token_whole(tmp_path: Path, written: Path, pre: str) -> None:
+    """Also where no merges lead to it, as in its own tokenizer.json ("ignore_merges")."""
+    path = shutil.copy(written, tmp_path / "model.gguf")
+    plain = load_tokenizer(str(path))
+    word = max((token for token in plain.get_vocab() if token.isalpha() and token.isascii()), key=len)
+    assert len(word) > 2
+    merges = [merge for merge in open_gguf(path).texts("tokenizer.ggml.merges") if merge.replace(" ", "") != word]
+    other = rewritten(path, **{"tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": pre})
+    assert (len(load_tokenizer(str(other))(word)["input_ids"]) == 1) == (pre == "llama-bpe")
+
+
+def test_other_cuts_make_other_ids() -> None:
+    """Or the test above would pass with any."""
+    text = Path(__file__).read_text()
+    ids = {pre: tuple(byte_level(pre)(text)["input_ids"]) for pre in CUTS}
+    assert len(set(ids.values())) == len(CUTS)
+
+
+@pytest.mark.parametrize(("key", "place"), [("bos", 0), ("eos", -1)])
+def test_tokens_around_a_text(tmp_path: Path, written: Path, key: str, place: int) -> None:
+    plain = load_tokenizer(str(written))
+    tokenizer = load_tokenizer(str(rewritten(written, **{f"tokenizer.ggml.add_{key}_token": True})))
+    ids = tokenizer("hello")["input_ids"]
+    assert ids.pop(place) == getattr(plain, f"{key}_token_id")
+    assert ids == plain("hello")["input_ids"] == tokenizer("hello", add_special_tokens=False)["input_ids"]
+    (written.parent / "rewritten.gguf").unlink()
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceProcessor:
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    text = folder / "text.txt"
+    text.write_text((Path(__file__).read_text() + "naïve café\n") * 3)
+    SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "m"), vocab_size=700, model_type="bpe", byte_fallback=True,
+        user_defined_symbols=["<tool>"], minloglevel=2, normalization_rule_name="identity", split_digits=True,
+        remove_extra_whitespaces=False,
+    )  # fmt: skip
+    return SentencePieceProcessor(model_file=str(folder / "m.model"))
+
+
+def spm_file(path: Path, pieces: SentencePieceProcessor, without: tuple[str, ...] = (), **more: Any) -> Path:
+    """A GGUF file of a SentencePiece model alone, as llama.cpp's converter writes one."""
+    count = range(pieces.get_piece_size())
+    writer = GgufWriter(path, "llama", without)
+    kinds = {True: CONTROL}
+    writer.add("tokenizer.ggml.model", "llama")
+    writer.add("tokenizer.ggml.tokens", [pieces.id_to_piece(i) for i in count])
+    writer.add("tokenizer.ggml.scores", [float(pieces.get_score(i)) for i in count])
+    types = [UNKNOWN if pieces.is_unknown(i) else BYTE if pieces.is_byte(i) else
+             kinds.get(pieces.is_control(i), NORMAL) for i in count]  # fmt: skip
+    types[pieces.piece_to_id("<tool>")] = USER_DEFINED
+    writer.add("tokenizer.ggml.token_type", types)
+    for key, index in (("bos", pieces.bos_id()), ("eos", pieces.eos_id()), ("unknown", pieces.unk_id())):
+        writer.add(f"tokenizer.ggml.{key}_token_id", index)
+    for key, value in more.items():
+        writer.add(f"tokenizer.ggml.{key}", value)
+    return writer.close()
+
+
+def test_a_sentencepiece_tokenizer_is_the_one_that_was_written(
+    tmp_path: Path, sentencepiece: SentencePieceProcessor
+) -> None:
+    """Its ids are SentencePiece's own, with the beginning that a Llama's files leave unsaid."""
+    tokenizer = gguf_tokenizer(open_gguf(spm_file(tmp_path / "m.gguf", sentencepiece)), "here")
+    for text in (*TEXTS, Path(__file__).with_name("test_band.py").read_text()):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [sentencepiece.bos_id(), *sentencepiece.encode(text)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert sentencepiece.piece_to_id("<tool>") in tokenizer("a <tool> b")["input_ids"]
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXTS[1])["input_ids"] == tokenizer(TEXTS[1])["input_ids"]
+
+
+def test_a_space_before_a_text_is_the_files_choice(tmp_path: Path, sentencepiece: SentencePieceProcessor) -> None:
+    path = spm_file(tmp_path / "m.gguf", sentencepiece, add_space_prefix=False, add_bos_token=False)
+    tokenizer = gguf_tokenizer(open_gguf(path), "here")
+    ids = tokenizer("the tide")["input_ids"]
+    assert not tokenizer.convert_ids_to_tokens(ids)[0].startswith("▁")
+    assert tokenizer.decode(ids) == "the tide"
+    assert tokenizer.decode(tokenizer(" the tide")["input_ids"]) == " the tide"
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_file_that_ends_too_early_is_refused_wherever_it_ends(tmp_path: Path, written: Path) -> None:
+    whole = written.read_bytes()
+    path = tmp_path / "cut.gguf"
+    for size in (4, 20, 40, 300, 5000, 12000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"cut\.gguf: (not a GGUF file|ends within)"):
+            open_tensors(str(path))
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"a text, not a model")
+    with pytest.raises(UserError, match="a file, but not a GGUF file"):
+        open_target(str(path))
+    content = bytearray(written.read_bytes())
+    content[4:8] = (3).to_bytes(4, "big")
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"GGUF version 50331648, supported: \(2, 3\) in little-endian"):
+        open_target(str(path))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"general.architecture": "gemma3"}, "general.architecture='gemma3'; supported in GGUF: llama, qwen2, qwen3"),
+        ({"llama.embedding_length": None}, "says no llama.embedding_length"),
+        ({"llama.block_count": None}, "says no llama.block_count"),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, "says no llama.attention.layer_norm_rms_epsilon"),
+        ({"llama.block_count": "four"}, "llama.block_count='four': expected int"),
+        ({"llama.attention.head_count": [4, 4, 2, 4]}, "llama.attention.head_count=.*: expected int"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count=0: expected a positive number"),
+        ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale=0.5 is not supported"),
+        ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count=32 with heads of 64 values"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope'; supported: none, linear, yarn"),
+        ({"llama.rope.scaling.type": "linear"}, "says no llama.rope.scale_linear"),
+        ({"split.count": 3}, r"one of 3 files of a model \(split.count\)"),
+        ({"llama.block_count": 5}, r"holds no tensor 'model\.layers\.4\.input_layernorm\.weight'"),
+        ({"llama.block_count": 3}, r"has a tensor that .* nothing of: 'model\.layers\.3\.input_layernorm\.weight'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'; supported: gpt2"),
+        ({"tokenizer.ggml.model": None}, "says no tokenizer.ggml.model"),
+        ({"tokenizer.ggml.pre": "mine"}, "tokenizer.ggml.pre='mine': texts are cut in an unknown way"),
+        ({"tokenizer.ggml.pre": None}, "says no tokenizer.ggml.pre"),
+        ({"tokenizer.ggml.merges": None}, "says no tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": ["nope never"]}, "no usable tokenizer"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "2 values of tokenizer.ggml.token_type for 320 tokens"),
+        ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id=999 of 320 tokens"),
+        ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "bos_token_id is missing"),
+    ],
+)
+def test_metadata_that_are_missing_or_not_understood_are_named(
+    tmp_path: Path, written: Path, values: dict[str, Any], message: str
+) -> None:
+    path = shutil.copy(written, tmp_path / "model.gguf")
+    other = rewritten(path, **values)
+
+    def read() -> None:
+        target = open_target(str(other))
+        _ = (target.files, target.tokenizer)
+
+    with pytest.raises(UserError, match=message) as refused:
+        read()
+    assert "rewritten.gguf" in str(refused.value)
+
+
+def test_tensors_that_are_not_understood_are_named(tmp_path: Path, llama: Path, monkeypatch: Any) -> None:
+    path = write_gguf(llama, tmp_path / "short.gguf", without=("blk.2.attn_q.weight",))
+    with pytest.raises(UserError, match=r"holds no tensor 'model\.layers\.2\.self_attn\.q_proj\.weight'"):
+        open_tensors(str(path))
+    path = write_gguf(llama, tmp_path / "more.gguf")
+    monkeypatch.setattr(gguf_tensors, "_WITHIN", {})
+    with pytest.raises(UserError, match=r"tensor 'blk\.0\.\w+\.weight' belongs to no model that Outrider runs"):
+        open_tensors(str(path))
+
+
+def test_a_scaling_that_is_not_llama3s_is_refused(tmp_path: Path) -> None:
+    changed = {**LLAMA3, "high_freq_factor": 6.0}
+    source = save_plain_target(tmp_path / "model", rope_parameters=changed, head_dim=64)
+    with pytest.raises(UserError, match=r"'rope_freqs\.weight' holds no rope scaling of Llama 3 with"):
+        open_target(str(write_gguf(source, tmp_path / "model.gguf")))
+
+
+def test_a_quantisation_that_cannot_be_undone_is_named(tmp_path: Path, written: Path) -> None:
+    content = written.read_bytes()
+    name = b"blk.1.ffn_up.weight"
+    at = content.index(name) + len(name) + 4 + 2 * 8
+    for kind, said in ((15, "Q8_K"), (250, "250")):
+        (tmp_path / "model.gguf").write_bytes(content[:at] + kind.to_bytes(4, "little") + content[at + 4 :])
+        with pytest.raises(
+            UserError, match=rf"'blk\.1\.ffn_up\.weight' is quantised as {said}, which the gguf package"
+        ):
+            open_tensors(str(tmp_path / "model.gguf"))
+
+
+def test_without_the_package_the_error_names_the_remedy(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(UserError, match=r"needs the gguf package: pip install 'outrider\[gguf\]'"):
+        open_tensors(str(written))
+
+
+def test_a_saved_config_says_the_same(tmp_path: Path, llama: Path, written: Path) -> None:
+    """What a serving engine reads, and what the original's says."""
+    config = open_target(str(written)).config
+    config.save_pretrained(tmp_path)
+    saved, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, llama))
+    ignored = {"transformers_version", "dtype", "eos_token_id"}
+    differing = {key for key in original if key not in ignored and saved.get(key) != original[key]}
+    assert differing <= {"head_dim"}
+    assert saved["architectures"] == ["LlamaForCausalLM"]
+    assert load_file(llama / "model.safetensors").keys() == open_tensors(str(written)).file_of.keys()

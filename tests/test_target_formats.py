@@ -1,0 +1,89 @@
+"""Every command takes a target in a GGUF or .bin file: what is trained for it decodes losslessly with it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import outrider
+from data_prep.responses.directory import answered
+from data_prep.responses.generate import generate_responses
+from data_prep.settings import DataConfig, GenerateConfig
+from draft_models.checkpoint import read_meta
+from draft_models.target.open_target import open_target
+from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from outrider.errors import UserError
+from tests.draft_models.target.test_bin_files import as_bin
+from tests.gguf_files import save_plain_target, write_gguf
+from tests.inference.evaluate.evaluating import evaluate
+from tests.tiny import reference_generate
+from tests.train.jobs import distilling, finetuning, write_corpus
+from train.early_exit import train_early_exit
+from train.small_lm import finetune_drafter
+
+FORMATS = ("gguf", "bin")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("targets")
+    plain = save_plain_target(folder / "plain")
+    return {
+        "gguf": write_gguf(plain, folder / "model.gguf", "Q8_0"),
+        "gguf Q4_0": write_gguf(plain, folder / "other.gguf", "Q4_0"),
+        "bin": as_bin(plain, folder / "bin"),
+    }
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig, form: str) -> None:
+    target = targets[form]
+    train_early_exit(distilling(target, corpus, tmp_path / "eesd", objective="kl", train_head=False))
+    finetune_drafter(finetuning(target, corpus, tmp_path / "small", objective="forward_kl"))
+    stop = StopConfig(max_draft=3)
+    config = EvaluateConfig(
+        checkpoint=str(tmp_path / "eesd"), small_lm=str(tmp_path / "small"), device="cpu", max_new_tokens=12,
+        methods={"exit": MethodConfig(stop=stop), "small": MethodConfig(source="small_lm", stop=stop)},
+        out_dir=str(tmp_path / "report"),
+    )  # fmt: skip
+    evaluate(config)
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    judged = {one["method"]: one["lossless"] for one in report["reports"] if one["method"] in config.methods}
+    assert judged.keys() == config.methods.keys()
+    assert all(one["identical"] == one["checked"] > 0 for one in judged.values())
+    assert read_meta(tmp_path / "eesd").fingerprint.target == str(target)
+    evaluate(replace(config, resume=True))
+
+
+def test_a_drafter_is_for_one_quantisation(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig) -> None:
+    train_early_exit(distilling(targets["gguf"], corpus, tmp_path / "eesd"))
+    with pytest.raises(UserError, match=r"was trained for another target .* the weights differ in"):
+        outrider.load(tmp_path / "eesd", target=str(targets["gguf Q4_0"]), device="cpu")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_it_answers_prompts_and_decodes_from_python(tmp_path: Path, targets: dict[str, Path], form: str) -> None:
+    target = open_target(str(targets[form]))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"text": f"{i} lines of many"}) + "\n" for i in range(4))
+    )
+    data = DataConfig(source="local", path=str(tmp_path / "prompts.jsonl"), layout="text", heldout_fraction=0.0)
+    generate_responses(
+        GenerateConfig(
+            target=target.source, data=data, max_new_tokens=8, prefix_tokens=4, out_dir=str(tmp_path / "out")
+        )
+    )
+    assert len(answered(tmp_path / "out")) == 4
+    model = outrider.load(target.source, device="cpu")
+    plain, prompt = target.layers(dtype=torch.float32), "import json"
+    ids = list(target.tokenizer(prompt)["input_ids"])
+    expected = reference_generate(plain, ids, 16, [target.tokenizer.eos_token_id])
+    said = model.generate(prompt, max_new_tokens=16)
+    assert said == target.tokenizer.decode(expected, skip_special_tokens=True)
