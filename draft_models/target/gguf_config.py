@@ -18,6 +18,7 @@ _CLASSES = {  # transformers' names, by which serving engines go
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = {ROPE_FACTORS}  # tensors that say something of the config
 _NUMBER = (int, float)
+MOST_LAYERS = 2**12
 # What is read below of an architecture's own keys. Any other might change numbers in a way that is not known here.
 _KNOWN = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
@@ -37,6 +38,9 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The config of the model in `file`. Raises `UserError` naming the key that is missing or not understood."""
     family = require_family(file)
     _require_known(file, family)
+    layers = _of(file, "block_count")
+    if layers > MOST_LAYERS:  # lists of this length are made before anything else of it is looked at
+        raise UserError(f"{file.path}: {family}.block_count={layers}: expected 1 to {MOST_LAYERS}; fetch it again")
     heads, kv_heads = head_counts(file)
     hidden = _of(file, "embedding_length")
     head_dim = _of(file, "attention.key_length", hidden // heads)
@@ -50,7 +54,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         "vocab_size": _vocabulary_size(file),
         "hidden_size": hidden,
         "intermediate_size": _of(file, "feed_forward_length"),
-        "num_hidden_layers": _of(file, "block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": _of(file, "context_length"),

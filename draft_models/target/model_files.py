@@ -5,14 +5,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from draft_models.target.gguf_config import gguf_config
+from draft_models.target.gguf_config import MOST_LAYERS, gguf_config
 from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.tensor_files import GGUF, SAFETENSORS, TensorFiles, find_file, open_tensors
 from outrider.errors import UserError, reason
 from outrider.files import read_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-_MOST_LAYERS = 2**12  # a config makes lists of this length before anything else of it is looked at
 
 
 def require_description(source: str, revision: str | None, role: str) -> None:
@@ -24,9 +23,10 @@ def require_description(source: str, revision: str | None, role: str) -> None:
     if not isinstance(described, dict):
         raise UserError(f"{role}={source}: no usable {CONFIG_FILE} (found no mapping); fetch the model again")
     layers = described.get("num_hidden_layers", 1)
-    if not isinstance(layers, int) or not 1 <= layers <= _MOST_LAYERS:
+    # A config makes lists of this length before anything else of it is looked at.
+    if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
         raise UserError(
-            f"{role}={source}: no usable {CONFIG_FILE} (num_hidden_layers={layers!r}: expected 1 to {_MOST_LAYERS})"
+            f"{role}={source}: no usable {CONFIG_FILE} (num_hidden_layers={layers!r}: expected 1 to {MOST_LAYERS})"
         )
 
 

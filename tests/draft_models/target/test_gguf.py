@@ -331,6 +331,25 @@ def test_a_file_that_ends_too_early_is_refused_wherever_it_ends(tmp_path: Path, 
             open_tensors(str(path))
 
 
+def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) -> None:
+    """Anywhere before the weights: no traceback, no endless loop, no list that fills the memory."""
+    whole = written.read_bytes()
+    header = min(place.begin for place in open_gguf(written).tensors.values())
+    path, random, refused = tmp_path / "model.gguf", np.random.default_rng(0), 0
+    for at, value in zip(random.integers(0, header, 200), random.integers(0, 256, 200), strict=True):
+        content = bytearray(whole)
+        content[at] = value
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        try:
+            target = open_target(str(path))
+            assert target.files.file_of
+            assert target.tokenizer is not None
+        except UserError:
+            refused += 1
+    assert refused > 50
+
+
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"a text, not a model")
@@ -350,6 +369,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
         ({"llama.embedding_length": None}, "says no llama.embedding_length"),
         ({"llama.block_count": None}, "says no llama.block_count"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "says no llama.attention.layer_norm_rms_epsilon"),
+        ({"llama.block_count": 2**30}, "llama.block_count=1073741824: expected 1 to 4096"),
         ({"llama.block_count": "four"}, "llama.block_count='four': expected int"),
         ({"llama.attention.head_count": [4, 4, 2, 4]}, "llama.attention.head_count=.*: expected int"),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count=0: expected a positive number"),
