@@ -9,7 +9,8 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draft_models.early_exit import EarlyExit
-from draft_models.target.stack import LayerStack, empty_model
+from draft_models.target.anatomy import empty_model
+from draft_models.target.stack import LayerStack
 from inference.drafters.early_exit import Calibrated
 from inference.evaluate.arms import prepare
 from train.early_exit import default_exit_layer

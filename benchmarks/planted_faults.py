@@ -21,7 +21,7 @@ def rope_scaled(factor: float) -> Iterator[None]:
     reserve = LayerStack.reserve
 
     def reserve_scaled(stack: LayerStack, positions: int) -> None:
-        rope: Any = stack._rotary_emb
+        (rope,) = stack._rotary
         right = rope.inv_freq
         rope.inv_freq = right * factor
         try:
@@ -145,8 +145,8 @@ def planted(name: str | None, seed: int, stack: LayerStack) -> Iterator[None]:
     with ExitStack() as faults:
         if name is not None:
             faults.enter_context(FAULTS[name].plant(random.Random(f"{name} {seed}")))
-        stack.cos = stack.sin = stack.cos[:0]
+        stack._reserved = 0
         try:
             yield
         finally:
-            stack.cos = stack.sin = stack.cos[:0]
+            stack._reserved = 0

@@ -16,8 +16,9 @@ from data_prep.text.prompts import read_prompts
 from draft_models.checkpoint import from_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
 from draft_models.small_lm import load_small_lm
+from draft_models.target.anatomy import decoder_layers, final_norm
 from draft_models.target.open_target import open_target
-from draft_models.target.stack import LayerStack, backbone, final_norm
+from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive
 from inference.drafters.early_exit import Calibrated
 from inference.evaluate.arms import Drafters, prepare
@@ -152,7 +153,7 @@ def _make_subject(
 def as_model(target: str, drafter: EarlyExit, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A causal LM that computes what `drafter` on `target` does."""
     model = _load(target, device, dtype, exit_layer=drafter.exit_layer)
-    layers = backbone(model).layers
+    layers = decoder_layers(model)
     if isinstance(drafter.layer, NoLayer):
         del layers[-1]
         model.config.num_hidden_layers = len(layers)

@@ -10,9 +10,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.losses import IGNORE, linear_cross_entropy, linear_kl
-from draft_models.target.architectures import layer_windows, select_layers
-from draft_models.target.stack import LayerStack, backbone, empty_model, final_norm
+from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_kl
+from draft_models.target.anatomy import (
+    LayerCall,
+    LogitRule,
+    anatomy_of,
+    decoder_layers,
+    empty_layers,
+    final_norm,
+    number_layer,
+)
+from draft_models.target.attention import Band
+from draft_models.target.stack import LayerCache, LayerStack, Rotary, call_layer
 from outrider.errors import UserError
 
 
@@ -41,13 +50,24 @@ class EarlyExit(nn.Module):
     values belong to a cache of their own that starts at layer N.
     """
 
-    def __init__(self, layer: nn.Module, norm: nn.Module, head: nn.Linear | None, exit_layer: int, window: int | None):
+    def __init__(
+        self,
+        layer: nn.Module,
+        norm: nn.Module,
+        head: nn.Linear | None,
+        exit_layer: int,
+        window: int | None,
+        call: LayerCall,
+        rule: LogitRule,
+    ):
         super().__init__()
         self.layer = layer
         self.norm = norm
         self.head = head
         self.exit_layer = exit_layer
         self.window = window
+        self.call = call
+        self.rule = rule
         self.shared_head: list[nn.Linear] = []
 
     @classmethod
@@ -58,20 +78,29 @@ class EarlyExit(nn.Module):
 
         Without `own_layer` norm and head sit on those layers directly: the paper's ablation.
         """
-        layer: nn.Module = copy.deepcopy(backbone(model).layers[-1]) if own_layer else NoLayer()
-        if own_layer:
-            layer.self_attn.layer_idx = exit_layer  # type: ignore[union-attr]
-        head = copy.deepcopy(model.lm_head) if own_head else None
-        drafter = cls(layer, copy.deepcopy(final_norm(model)), head, exit_layer, layer_windows(model.config)[-1])
+        layer: nn.Module = copy.deepcopy(decoder_layers(model)[-1]) if own_layer else NoLayer()
+        number_layer(layer, exit_layer)
+        parts = anatomy_of(model)
+        call = parts.calls[-1]
+        head: Any = model.get_output_embeddings()
+        drafter = cls(
+            layer,
+            copy.deepcopy(final_norm(model)),
+            copy.deepcopy(head) if own_head else None,
+            exit_layer,
+            model.config.sliding_window if call.slides else None,
+            call,
+            parts.logits,
+        )
         if not own_head:
-            drafter.use_head(model.lm_head)
+            drafter.use_head(head)
         return drafter
 
     @classmethod
     def empty(cls, config: PreTrainedConfig, exit_layer: int, *, own_head: bool, own_layer: bool = True) -> "EarlyExit":
         """An exit layer for a target of `config`, without weights (meta device)."""
         layers = exit_layers(config, exit_layer)
-        model = empty_model(select_layers(config, layers))
+        model = empty_layers(config, layers)
         return cls.from_model(model, exit_layer, own_head=own_head, own_layer=own_layer)
 
     def use_head(self, head: nn.Linear) -> None:
@@ -85,7 +114,13 @@ class EarlyExit(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] from the exit layer's output [..., d]."""
-        return self.output_head(self.norm(hidden))
+        return self.rule(self.output_head(self.norm(hidden)))
+
+    def run(
+        self, hidden: Tensor, mask: Tensor | Band | None, rotary: Rotary, cache: LayerCache | None = None
+    ) -> Tensor:
+        """The exit layer on hidden states [B, Q, d] of the target's layer N, which gives as many."""
+        return call_layer(self.layer, self.call, hidden, mask, rotary, cache)
 
     def assign(self, weights: Mapping[str, Tensor]) -> "EarlyExit":
         """Take `weights` as parameters, whole and nothing else; returns self."""
@@ -139,25 +174,24 @@ class EarlyExitStudent(nn.Module):
         rotary = self.stack.rotary(positions)
         exit_layer = self.drafter.exit_layer
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            frozen = (rotary[0].to(self.stack.dtype), rotary[1].to(self.stack.dtype))
+            frozen = rotary.to(self.stack.dtype)
             trunk = self.stack.run(self.stack.embed(input_ids, positions), 0, exit_layer, frozen, masks)
             target = None
             if self.distill:
                 target = self.stack.run(trunk, exit_layer, len(self.stack.layers), frozen, masks)
                 target = self.stack.norm(target)
-        hidden = self.drafter.layer(
-            trunk.float(), attention_mask=masks[self.drafter.window], position_embeddings=rotary
-        )
+        hidden = self.drafter.run(trunk.float(), masks[self.drafter.window], rotary)
         return self.drafter.norm(hidden), target
 
     def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
         shifted already and `IGNORE` where unsupervised."""
         hidden, target = self.hidden(input_ids, positions, documents)
-        weight = self.drafter.output_head.weight
+        mine, rule = head_product(self.drafter.output_head, hidden), self.drafter.rule
         if target is None:
-            return {"loss_sum": linear_cross_entropy(hidden, weight, labels)}
-        return {"loss_sum": linear_kl(hidden, weight, target, self.stack.head.weight, labels)}
+            return {"loss_sum": linear_cross_entropy(*mine, labels, rule=rule)}
+        teacher = head_product(self.stack.head, target)
+        return {"loss_sum": linear_kl(*mine, *teacher, labels, rule=rule, target_rule=rule)}
 
     @torch.no_grad()
     def choices(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> Tensor:

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from draft_models.target.anatomy import LogitRule
+
+PLAIN = LogitRule()
 IGNORE = -100  # label of a position that is not supervised
 HALF_PRECISION_ZERO = 2.0**-25  # what float16 rounds to 0 is smaller than this, and 0 has no logarithm
 DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation")
@@ -54,13 +57,25 @@ class _LinearLoss(torch.autograd.Function):
         )
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = 1024) -> Tensor:
+def head_product(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden [..., d] and a matrix [V, d] whose product are the logits of `head`; a bias is one more column."""
+    bias: Tensor | None = head.bias
+    if bias is None:
+        return hidden, head.weight
+    ones = hidden.new_ones((*hidden.shape[:-1], 1))
+    return torch.cat([hidden, ones], -1), torch.cat([head.weight, bias[:, None]], 1)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = 1024, *, rule: LogitRule = PLAIN
+) -> Tensor:
     """The sum of −log softmax(hidden · weightᵀ)[label] over supervised positions, in float32 or better.
 
     hidden [..., d]; weight [V, d]; labels [...] with `IGNORE` where a position is not supervised. Only supervised
     positions reach the head, `chunk` of them at a time. So memory is chunk × V rather than tokens × V. Matrix products
     run in hidden's dtype, or with autocast in its dtype. The weight's gradient is accumulated in float32.
-    Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
+    rule: what the model makes of its head's logits. Without one it equals
+    `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
     keep = labels != IGNORE
     wanted = labels[keep]
@@ -74,14 +89,23 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
         grad.scatter_add_(-1, picked, grad.new_full((1, 1), -1.0).expand_as(picked))
         return value, grad
 
-    return _apply(hidden, weight, keep, objective, chunk)
+    return _apply(hidden, weight, keep, objective, chunk, rule)
 
 
 def linear_kl(
-    hidden: Tensor, weight: Tensor, target_hidden: Tensor, target_weight: Tensor, labels: Tensor, chunk: int = 1024
+    hidden: Tensor,
+    weight: Tensor,
+    target_hidden: Tensor,
+    target_weight: Tensor,
+    labels: Tensor,
+    chunk: int = 1024,
+    *,
+    rule: LogitRule = PLAIN,
+    target_rule: LogitRule = PLAIN,
 ) -> Tensor:
     """Sum over supervised positions of KL(p‖q): `linear_divergence` of kind forward_kl."""
-    return linear_divergence(hidden, weight, target_hidden, target_weight, labels, "forward_kl", chunk)
+    given = (hidden, weight, target_hidden, target_weight, labels, "forward_kl", chunk)
+    return linear_divergence(*given, rule=rule, target_rule=target_rule)
 
 
 def linear_divergence(
@@ -92,11 +116,14 @@ def linear_divergence(
     labels: Tensor,
     kind: str,
     chunk: int = 1024,
+    *,
+    rule: LogitRule = PLAIN,
+    target_rule: LogitRule = PLAIN,
 ) -> Tensor:
     """The sum of D(p, q) over supervised positions; `kind`, one of `DIVERGENCES`, says which D.
 
     p = softmax(target_hidden · target_weightᵀ) is the target's distribution, q = softmax(hidden · weightᵀ) the
-    drafter's.
+    drafter's. rule, target_rule: what each makes of its head's logits.
 
     forward_kl: Σ p log(p/q). reverse_kl: Σ q log(q/p). jensen_shannon: (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q)/2.
     total_variation: ½ Σ |p − q| = 1 − Σ min(p, q), the probability that a token drawn from q is rejected.
@@ -113,14 +140,14 @@ def linear_divergence(
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
         log_q = logits[:, :shared].log_softmax(-1)
-        log_p = (known[rows] @ target_matrix.T).to(logits.dtype).log_softmax(-1)
+        log_p = target_rule((known[rows] @ target_matrix.T).to(logits.dtype)).log_softmax(-1)
         value, slope = _divergence(kind, log_p, log_q)
         if not need_grad:
             return value, None
         grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
         return value, F.pad(grad, (0, padding)) if padding else grad
 
-    return _apply(hidden, weight, keep, objective, chunk)
+    return _apply(hidden, weight, keep, objective, chunk, rule)
 
 
 def linear_topk_divergence(
@@ -132,6 +159,8 @@ def linear_topk_divergence(
     labels: Tensor,
     kind: str,
     chunk: int = 1024,
+    *,
+    rule: LogitRule = PLAIN,
 ) -> Tensor:
     """`linear_divergence` where only the target's k likeliest tokens are known: D over k + 1 buckets.
 
@@ -157,7 +186,7 @@ def linear_topk_divergence(
         share = (others - log_q[:, -1:]).exp_().mul_(slope[:, -1:]).scatter_(-1, picked, slope[:, :-1])
         return value, share - log_all.exp_() * slope.sum(-1, keepdim=True)
 
-    return _apply(hidden, weight, keep, objective, chunk)
+    return _apply(hidden, weight, keep, objective, chunk, rule)
 
 
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,11 +211,25 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
     raise ValueError(f"kind={kind!r}: expected one of {', '.join(DIVERGENCES)}")
 
 
-def _apply(hidden: Tensor, weight: Tensor, keep: Tensor, objective: _Objective, chunk: int) -> Tensor:
+def _ruled(objective: _Objective, rule: LogitRule) -> _Objective:
+    """`objective` of what `rule` makes of logits."""
+    if rule == PLAIN:
+        return objective
+
+    def ruled(raw: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
+        value, grad = objective(rule(raw), rows, need_grad)
+        return value, None if grad is None else grad * rule.slope(raw)
+
+    return ruled
+
+
+def _apply(
+    hidden: Tensor, weight: Tensor, keep: Tensor, objective: _Objective, chunk: int, rule: LogitRule = PLAIN
+) -> Tensor:
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if not torch.is_grad_enabled():  # a Function is told what requires a gradient, not whether one is wanted
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
-        return _LinearLoss.apply(hidden[keep], weight, objective, chunk)
+        return _LinearLoss.apply(hidden[keep], weight, _ruled(objective, rule), chunk)

@@ -3,8 +3,9 @@
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draft_models.target.architectures import layer_windows, read_config, why_not_by_layers
+from draft_models.target.architectures import read_config, why_not_by_layers
 from draft_models.target.open_target import load_tokenizer
+from draft_models.target.proof import prove
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM, load_plain_lm
@@ -23,7 +24,7 @@ def load_small_lm(
 ) -> SmallLM:
     """The causal LM in `source` (local directory or Hub), frozen, for a target with `tokenizer`.
 
-    It runs layer by layer where this toolkit knows the architecture, otherwise by its own forward. Its embedding may be
+    It runs layer by layer where it proves that this is the same, otherwise by its own forward. Its embedding may be
     padded to another size than the target's, but the tokens themselves must agree. Where they do not, `UserError` names
     both sizes and the first differing token before weights are read. Raises `UserError` too where it cannot run trees.
     """
@@ -31,9 +32,13 @@ def load_small_lm(
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
     if why_not_by_layers(config) is not None:
         return load_plain_lm(source, config, revision, dtype, device)
-    layer_windows(config)
     files = open_tensors(source, revision)
-    return LayerStack(load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device))
+    model = load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device)
+    try:
+        prove(model, f"small_lm={source}")
+    except UserError:
+        return load_plain_lm(source, config, revision, dtype, device)
+    return LayerStack(model)
 
 
 def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:

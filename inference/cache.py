@@ -10,6 +10,8 @@ from torch import Tensor
 class KVCache:
     """Keys and values of layers `layers` in one buffer [layers, 2, heads, capacity, head_dim], allocated on first use.
 
+    Layers of another shape than the first one have buffers of their own.
+
     Speaks the part of transformers' `Cache` protocol that attention modules use (`update`). `length` counts
     the positions that are in; a pass writes its positions behind them, then `advance` makes them count. Inside
     `at` a pass writes to the slots it is given instead, and sees a fixed number of them. clean: for such passes,
@@ -22,16 +24,13 @@ class KVCache:
         self.clean = clean
         self.length = 0
         self._buffer: Tensor | None = None
-        self._views: list[tuple[Tensor, Tensor]] = []  # of each layer, [1, heads, capacity, head_dim]
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer, [1, heads, capacity, head_dim]
+        self._odd: list[Tensor] = []  # of layers of another shape, [1, heads, capacity, head_dim]
         self._fixed: tuple[Tensor, int] | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write key, value [1, heads, q, head_dim] behind `length`; returns views of all length + q positions."""
-        if self._buffer is None:
-            shape = (len(self.layers), 2, key.shape[1], self.capacity, key.shape[3])
-            self._buffer = key.new_zeros(shape)  # not empty: what a mask hides must still be a number
-            self._views = [(layer[0, None], layer[1, None]) for layer in self._buffer]
-        keys, values = self._views[layer_idx - self.layers.start]
+        keys, values = self._views.get(layer_idx) or self._allocate(key, value, layer_idx)
         if self._fixed is not None:
             slots, seen = self._fixed
             keys.index_copy_(2, slots, key)
@@ -41,6 +40,27 @@ class KVCache:
         keys[:, :, self.length : stop] = key
         values[:, :, self.length : stop] = value
         return keys[:, :, :stop], values[:, :, :stop]
+
+    def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Room for a layer: for all in one buffer, where its keys and values are of the shape that the first one's are.
+
+        Zeros, as what a mask hides must still be a number.
+        """
+        shape = (key.shape[1], self.capacity, key.shape[3])
+        if self._buffer is None:
+            self._buffer = key.new_zeros((len(self.layers), 2, *shape))
+        if key.shape == value.shape and shape == self._buffer.shape[2:]:
+            both = self._buffer[layer_idx - self.layers.start]
+            self._views[layer_idx] = (both[0, None], both[1, None])
+        else:
+            room = ((1, t.shape[1], self.capacity, t.shape[3]) for t in (key, value))
+            self._views[layer_idx] = (key.new_zeros(next(room)), value.new_zeros(next(room)))
+            self._odd += self._views[layer_idx]
+        return self._views[layer_idx]
+
+    def _all(self) -> list[Tensor]:
+        """Every buffer [..., capacity, head_dim]."""
+        return [] if self._buffer is None else [self._buffer, *self._odd]
 
     @contextmanager
     def at(self, slots: Tensor, seen: int) -> Iterator[None]:
@@ -63,19 +83,21 @@ class KVCache:
         settled = next((place for place, row in enumerate(rows) if row != place), len(rows))
         if settled < len(rows) and self._buffer is not None:
             chosen = torch.tensor(rows[settled:], device=self._buffer.device) + base
-            self._buffer[..., base + settled : base + len(rows), :] = self._buffer.index_select(3, chosen)
+            for buffer in self._all():
+                buffer[..., base + settled : base + len(rows), :] = buffer.index_select(-2, chosen)
         stop = base + len(rows)
-        if self.clean and self._buffer is not None and stop < self.length:
-            self._buffer[..., stop : self.length, :].zero_()
+        if self.clean and stop < self.length:
+            for buffer in self._all():
+                buffer[..., stop : self.length, :].zero_()
         self.length = stop
 
     def clear(self) -> None:
         """Hold nothing, and no trace of what was held."""
         self.length = 0
-        if self._buffer is not None:
-            self._buffer.zero_()
+        for buffer in self._all():
+            buffer.zero_()
 
     def content(self, positions: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Views of the first `positions` of every layer, (keys, values); None: of those that are in."""
         stop = self.length if positions is None else positions
-        return [(keys[:, :, :stop], values[:, :, :stop]) for keys, values in self._views]
+        return [(keys[:, :, :stop], values[:, :, :stop]) for _, (keys, values) in sorted(self._views.items())]

@@ -91,7 +91,7 @@ class Arena:
         self.outputs: dict[str, int] = {}  # how many each pass has
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         stack.reserve(self.capacity)
-        self.tables: dict[Key, tuple[Tensor, Tensor]] = {}  # that a graph reads
+        self.tables: dict[Key, tuple[tuple[Tensor, Tensor], ...]] = {}  # that a graph reads
         self.pool = GraphPool()
         self._user: weakref.ref[TargetSession] | None = None
 
@@ -163,7 +163,7 @@ class Arena:
         if key not in self.graphs:
             with use_kernel(kernel_for(self.runtime.kernels, self.stack.config, *key[1:])):
                 self.graphs[key] = self.pool.capture(run, changed)
-            self.tables[key] = (self.stack.cos, self.stack.sin)  # `reserve` may put longer ones in their place
+            self.tables[key] = self.stack.tables  # `reserve` may put longer ones in their place
             self.runtime.captures += 1
         self.graphs[key].replay()
 

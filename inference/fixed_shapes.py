@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_models.target.stack import LayerStack
+from draft_models.target.stack import LayerStack, Rotary
 from inference.rows import Layout, Masks, unpack
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run as they are
@@ -93,7 +93,7 @@ class FixedView:
         return (self.upload.base + offsets)[None]
 
     @property
-    def rotary(self) -> tuple[Tensor, Tensor]:
+    def rotary(self) -> Rotary:
         return self.stack.rotary(self.positions)
 
     def masks(self) -> Masks:

@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from draft_models.target.attention import grouped_attention
 from draft_models.target.stack import LayerCache, LayerStack
 
+# Whose arithmetic is known to be what is fused here. Layers of other architectures run as they are.
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FUSED_LAYERS = {*(f"{family}DecoderLayer" for family in _FAMILIES), "OPTDecoderLayer"}
+FUSED_NORMS = {f"{family}RMSNorm" for family in _FAMILIES}
 ROWS = 8  # the row count the layout is chosen for; it serves 1 to 32 rows nearly as well
 
 
@@ -91,8 +95,9 @@ class FusedLayer(nn.Module):
         self,
         hidden: Tensor,
         attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         past_key_values: LayerCache | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """As transformers' layers: hidden [B, Q, d] → [B, Q, d]."""
         batch, queries, _ = hidden.shape
@@ -112,11 +117,11 @@ class FusedLayer(nn.Module):
             inner = self.activation(inner)
         return hidden + self.down(inner)
 
-    def _rotate(self, heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _rotate(self, heads: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """heads [B, Q, n, D], queries before keys, normalised (Qwen3) and at their positions (all but OPT)."""
         if self.head_scale is not None:
             heads = F.rms_norm(heads, (self.head_dim,), None, self.head_eps) * self.head_scale
-        if self.signs is None:
+        if self.signs is None or rotary is None:
             return heads
         cos, sin = rotary[0][:, :, None], (rotary[1] * self.signs)[:, :, None]
         return heads * cos + torch.roll(heads, self.head_dim // 2, -1) * sin
@@ -157,9 +162,10 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def _fused(module: nn.Module) -> nn.Module:
-    if hasattr(module, "self_attn"):
+    name = type(module).__name__
+    if name in FUSED_LAYERS:
         return FusedLayer(module)
-    return RMSNorm(module) if hasattr(module, "variance_epsilon") else module
+    return RMSNorm(module) if name in FUSED_NORMS else module
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

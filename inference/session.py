@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draft_models.target.stack import LayerStack
+from draft_models.target.stack import LayerStack, Rotary
 from inference.cache import KVCache
 from inference.rows import Layout, Masks, Rows
 from inference.tree import ROOT, DraftTree, chain_parents
@@ -21,8 +21,8 @@ class View(Protocol):
         ...
 
     @property
-    def rotary(self) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, n, head_dim] at the positions."""
+    def rotary(self) -> Rotary:
+        """What layers are told of the positions."""
         ...
 
     def masks(self) -> Masks:
@@ -265,20 +265,21 @@ class _EagerView:
         self.layout = layout
         self._stack, self._places = session.stack, session.places
         self._masks: Masks | None = None
-        self._rotary: tuple[Tensor, Tensor] | None = None
+        self._rotary: Rotary | None = None
 
     @property
     def positions(self) -> Tensor:
         return self.layout.positions(self._places)
 
     @property
-    def rotary(self) -> tuple[Tensor, Tensor]:
+    def rotary(self) -> Rotary:
         if self._rotary is None:
-            span = self.layout.span
-            stack = self._stack
-            # A view of the tables where the positions are consecutive: a round of a chain asks for nothing else.
-            tables = stack.rotary(self.positions) if span is None else (stack.cos[None, span], stack.sin[None, span])
-            self._rotary = tables
+            span, positions = self.layout.span, self.positions
+            if span is None:
+                self._rotary = self._stack.rotary(positions)
+            else:  # views of the tables: a round of a chain asks for nothing else
+                views = ((cos[None, span], sin[None, span]) for cos, sin in self._stack.tables)
+                self._rotary = Rotary(positions, tuple(views))
         return self._rotary
 
     def masks(self) -> Masks:

@@ -7,8 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from draft_models.early_exit import exit_layers
-from draft_models.target.architectures import select_layers
-from draft_models.target.stack import backbone, empty_model, final_norm
+from draft_models.target.anatomy import decoder_layers, empty_layers, final_norm
 from train.settings import EesdConfig
 
 GB = 1e9
@@ -51,10 +50,9 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     tokens costs 2 · 2 · seq_len/2 · d a token and layer forward, as keys and values are seen half on average.
     """
     layers = list(exit_layers(target, exit_layer))
-    model = empty_model(select_layers(target, layers))
-    base = backbone(model)
-    embedding, layer = _count(base.embed_tokens), _count(base.layers[-1])
-    norm, head = _count(final_norm(model)), _count(model.lm_head)
+    model = empty_layers(target, layers)
+    embedding, layer = _count(model.get_input_embeddings()), _count(decoder_layers(model)[-1])
+    norm, head = _count(final_norm(model)), _count(model.get_output_embeddings())
     tied = bool(target.tie_word_embeddings)
     frozen_layers = target.num_hidden_layers if config.objective == "kl" else exit_layer
     read_layers = frozen_layers if config.objective == "kl" else len(layers)

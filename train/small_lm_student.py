@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from draft_models.losses import IGNORE, linear_cross_entropy, linear_divergence, linear_topk_divergence
+from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
+from draft_models.target.anatomy import LogitRule
 from draft_models.target.stack import LayerStack
 from inference.sampling import invert
 from outrider.errors import UserError
@@ -88,10 +89,11 @@ class SmallLMStudent(nn.Module):
             return {"loss_sum": self._on_own_samples(input_ids, labels, positions)}
         hidden = packed_hidden(self.stack, input_ids, positions, documents)
         if self.objective == "cross_entropy":
-            return {"loss_sum": linear_cross_entropy(hidden, self._head, labels)}
+            return {"loss_sum": linear_cross_entropy(*self._product(hidden), labels, rule=self._rule)}
         if self.teacher is None:
             known = (top_k["top_ids"], top_k["top_logprobs"], top_k["tail"])
-            return {"loss_sum": linear_topk_divergence(hidden, self._head, *known, labels, self.objective)}
+            mine = self._product(hidden)
+            return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=self._rule)}
         taught = self._teach(input_ids, positions, documents)
         return {"loss_sum": self._divergence(hidden, taught, labels)}
 
@@ -99,9 +101,19 @@ class SmallLMStudent(nn.Module):
     def _head(self) -> Tensor:
         return self.stack.head.weight
 
+    def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return head_product(self.stack.head, hidden)
+
+    @property
+    def _rule(self) -> LogitRule:
+        return self.stack.anatomy.logits
+
     def _divergence(self, hidden: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
         assert self.teacher is not None
-        return linear_divergence(hidden, self._head, taught, self.teacher.head.weight, labels, self.objective)
+        mine, theirs = self._product(hidden), head_product(self.teacher.head, taught)
+        return linear_divergence(
+            *mine, *theirs, labels, self.objective, rule=self._rule, target_rule=self.teacher.anatomy.logits
+        )
 
     @torch.no_grad()
     def _teach(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:

@@ -1,13 +1,11 @@
 """Which targets this toolkit can run layer by layer, and what their configs say of them."""
 
-import copy
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from draft_models.target.anatomy import anatomy
 from draft_models.target.gguf_config import gguf_config
 from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.model_files import CONFIG_FILE, require_description
@@ -15,28 +13,6 @@ from outrider.errors import UserError, reason
 
 # These rescale every position by the longest one seen, so a cached key depends on later text.
 UNSUPPORTED_ROPE = ("dynamic", "longrope")
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """Where a causal LM keeps its parts: `base` from the model, `norm` and `positions` from there."""
-
-    base: str = "model"
-    norm: str = "norm"
-    positions: str | None = None  # the table of learned positions; None: positions are rotary
-
-    def prefixes(self, layers: Iterable[int]) -> tuple[str, ...]:
-        """What the names of all tensors outside the layers, and of those in `layers`, begin with."""
-        parts = ["embed_tokens", self.norm, *([self.positions] if self.positions else [])]
-        parts += [f"layers.{index}" for index in layers]
-        return ("lm_head.", *(f"{self.base}.{part}." for part in parts))
-
-
-# Whose layers this toolkit runs itself and is tested on. Others scale or cap in places it does not know of.
-ARCHITECTURES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Anatomy()),
-    "opt": Anatomy("model.decoder", "final_layer_norm", "embed_positions"),
-}
 
 
 def load_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
@@ -48,7 +24,8 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     reason = why_not_by_layers(config)
     if reason is not None:
         raise UserError(f"{role}={source}: {reason}")
-    layer_windows(config)
+    if any(call.slides for call in anatomy(config).calls) and config.sliding_window < 1:
+        raise UserError(f"{role}={source}: sliding_window={config.sliding_window}: expected at least 1 token, or null")
     return config
 
 
@@ -78,8 +55,6 @@ def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig
 
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:
     """Why `LayerStack` cannot run a model of `config`, None if it can."""
-    if config.model_type not in ARCHITECTURES:
-        return f"architecture {config.model_type!r}; supported: {', '.join(ARCHITECTURES)}"
     if (method := quantisation(config)) is not None and not runs_dequantised(config):
         return (
             f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); supported: fp8 with scales by block, and "
@@ -93,6 +68,10 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
                 f"an OPT with projected embeddings (word_embed_proj_dim={config.word_embed_proj_dim}, "
                 f"hidden_size={config.hidden_size}), as opt-350m; not supported"
             )
+    try:
+        anatomy(config)
+    except UserError as error:
+        return str(error)
     return None
 
 
@@ -118,36 +97,6 @@ def _quantisation_settings(config: PreTrainedConfig) -> dict[str, Any]:
     return dict(settings if isinstance(settings, dict) else settings.to_dict())
 
 
-def anatomy(config: PreTrainedConfig) -> Anatomy:
-    """Where a supported model keeps its parts; `UserError` for others."""
-    if config.model_type not in ARCHITECTURES:
-        raise UserError(str(why_not_by_layers(config)))
-    return ARCHITECTURES[config.model_type]
-
-
 def position_limit(config: PreTrainedConfig) -> int | None:
     """How many positions a model has in a learned table, None where they are rotary and have no end."""
     return None if getattr(config, "rope_parameters", None) else config.max_position_embeddings
-
-
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of each layer in tokens, None where a layer sees everything before it."""
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < 1:
-        raise UserError(f"{config.model_type}: sliding_window={window}: expected at least 1 token, or null")
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window] * config.num_hidden_layers
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UserError(f"{config.model_type}: layer types {sorted(unknown)} are not supported, only full and sliding")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def select_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
-    """`config` for a model made of the given layers of the target, in that order."""
-    chosen = copy.deepcopy(config)
-    if getattr(config, "layer_types", None) is not None:
-        chosen.layer_types = [config.layer_types[i] for i in layers]
-    chosen.num_hidden_layers = len(layers)
-    return chosen

@@ -83,20 +83,27 @@ def grouped_attention(
     query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend,
     the same additive, a `Band` where Q = K, None. Returns ([B, Q, H, D], None).
 
+    softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of a sink, which takes its
+    part of the weight and has no value (gpt-oss).
+
     G query heads share a key head. They are laid side by side along the query axis, so keys and values are read once
     and never copied. Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask
     is required: "no mask" has no safe meaning there.
     """
-    if softcap is not None or s_aux is not None:
-        raise ValueError("attention with a soft cap or sinks is not supported")
     if isinstance(attention_mask, Band):
-        return _by_blocks(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+        options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        return _by_blocks(module, query, key, value, attention_mask, **options), None
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1], key.shape[2]
     group = heads // key_heads
     causal = attention_mask is None and queries > 1
     if causal and queries != keys:
         raise ValueError(f"attention over a filled cache needs a mask: {queries} queries, {keys} keys")
+    if softcap is not None or s_aux is not None:
+        if causal:
+            attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
+        out = _capped(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
+        return out.transpose(1, 2), None
     if causal:
         out = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
@@ -109,7 +116,7 @@ def grouped_attention(
             attention_mask = attention_mask.expand(rows, group, queries, keys).reshape(rows, 1, -1, keys)
     attend = _by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
     out = attend(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
-    return out.reshape(batch, heads, queries, width).transpose(1, 2), None
+    return out.reshape(batch, heads, queries, -1).transpose(1, 2), None
 
 
 def _by_blocks(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
@@ -154,6 +161,37 @@ def _by_products(
     return scores.softmax(-1).to(value.dtype) @ value
 
 
+def _capped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with a soft cap or sinks, which no fused kernel has: [B, H, Q, D]. A mask is bool or additive.
+
+    Scores and softmax are in float32 or better, as in `_by_products`.
+    """
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1], key.shape[2]
+    flat = query.reshape(batch, key_heads, -1, width)
+    scores = _scores(flat, key).view(batch, heads, queries, keys) * (scale if scale is not None else width**-0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., :keys].to(value.dtype)
+    weights = F.dropout(weights, dropout)
+    return (weights.view(batch, key_heads, -1, keys) @ value).view(batch, heads, queries, -1)
+
+
 def _scores(query: Tensor, key: Tensor) -> Tensor:
     """QKᵀ [B, H, Q, K], never rounded to 16 bits."""
     if query.dtype not in (torch.bfloat16, torch.float16):
@@ -165,7 +203,12 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     return flat.unflatten(0, query.shape[:2])
 
 
-AttentionInterface.register(ATTENTION, grouped_attention)
+def _contiguous_attention(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    """`grouped_attention` with its result in one piece, as transformers' layers take it."""
+    return grouped_attention(*args, **options)[0].contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _contiguous_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own forward works with it too
 # PyTorch's first choice on Hopper and Blackwell. It prepares a plan for every length of text it meets, which takes tens
 # of milliseconds a decoded token, and was wrong or not a number for some masks (pytorch #169849, #193893, #196678).
@@ -173,10 +216,10 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
-def stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """`model` with transformers' own attention; it may share its layers with the runtime, which uses ours."""
+def stock_attention(model: PreTrainedModel, name: str = "sdpa") -> Iterator[None]:
+    """`model` with transformers' own attention `name`; it may share its layers with the runtime, which uses ours."""
     ours = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(name)
     try:
         yield
     finally:

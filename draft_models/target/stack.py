@@ -1,44 +1,22 @@
 """A frozen target's layers: loading all or only named ones, running a range of them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
-from draft_models.target.architectures import anatomy, layer_windows, select_layers
+from draft_models.target.anatomy import LayerCall, anatomy_of, empty_layers
 from draft_models.target.attention import ATTENTION, Band, packed_mask
 from draft_models.target.model_files import CONFIG_FILE
 from draft_models.target.tensor_files import TensorFiles
 from outrider.errors import UserError, reason
-
-
-def backbone(model: PreTrainedModel) -> Any:
-    """The module of a supported model that holds its embedding and `layers`."""
-    return model.get_submodule(anatomy(model.config).base)
-
-
-def final_norm(model: PreTrainedModel) -> nn.Module:
-    """The norm after the last layer of a supported model."""
-    return backbone(model).get_submodule(anatomy(model.config).norm)
-
-
-def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The causal LM of `config` with parameters on the meta device and real buffers (rope tables).
-
-    Raises `UserError` for a config that no model can be made of.
-    """
-    try:
-        with init_empty_weights(include_buffers=False):
-            return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, trust_remote_code=False)
-    except Exception as error:
-        raise UserError(f"{config.name_or_path}: its {CONFIG_FILE} describes no model ({reason(error)})") from error
+from outrider.settings import listed
 
 
 def load_layers(
@@ -54,11 +32,18 @@ def load_layers(
     Reads embedding, those layers, final norm and (if untied) head, and nothing else; `files.bytes_read`
     proves it. Frozen, in eval mode, with this toolkit's attention. Raises `UserError` where they do not fit the config.
     """
-    model = empty_model(select_layers(config, layers))
-    prefix = f"{anatomy(config).base}.layers."
-    source_of = {name: _source_name(name, prefix, layers) for name in model.state_dict()}
-    if config.tie_word_embeddings or "lm_head.weight" not in files.file_of:
-        source_of.pop("lm_head.weight", None)
+    model = empty_layers(config, layers)
+    parts = anatomy_of(model)
+    head = f"{parts.head}.weight"
+    source_of = {name: _source_name(name, f"{parts.layers}.", layers) for name in model.state_dict()}
+    if config.tie_word_embeddings:
+        source_of.pop(head, None)
+    outside = {name for name in files.file_of if _layer_of(name, parts.layers) is None}
+    missing = set(source_of.values()) - set(files.file_of)
+    if missing == {head} and outside <= set(source_of.values()):  # saved without it: it is the embedding
+        del source_of[head]
+    elif missing:
+        return _load_converted(files, model, layers, dtype).to(device)  # type: ignore[arg-type]
     stored = files.read(source_of.values(), dtype)
     weights = {name: stored[source].to(device) for name, source in source_of.items()}
     try:
@@ -66,10 +51,58 @@ def load_layers(
     except RuntimeError as error:  # its second line names the first tensor
         named = " ".join(str(error).split("\n\t")[1:2]) or reason(error)
         raise UserError(f"{files.source}: its weights do not fit its {CONFIG_FILE} ({named})") from None
-    if "lm_head.weight" not in weights:
-        model.lm_head.weight = model.get_input_embeddings().weight
+    if head not in weights:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
     model.requires_grad_(False).eval()
     return model.to(device)  # type: ignore[arg-type]  # the rope buffers; its stub is a decorator's
+
+
+def _load_converted(
+    files: TensorFiles, model: PreTrainedModel, layers: Sequence[int], dtype: torch.dtype
+) -> PreTrainedModel:
+    """`model` with weights that are stored under other names, or in other pieces: transformers puts them together.
+
+    Experts of a mixture are stored one by one, and run as one; the names of old checkpoints lack a prefix.
+    """
+    parts = anatomy_of(model)
+    source_of = {}
+    for source in files.file_of:
+        found = _layer_of(source, parts.layers)
+        if found is None:
+            source_of[source] = source
+        elif int(found["index"]) in layers:
+            index = list(layers).index(int(found["index"]))
+            source_of[f"{source[: found.start('index')]}{index}{source[found.end('index') :]}"] = source
+    stored = files.read(source_of.values(), dtype)
+    weights = {name: stored[source] for name, source in source_of.items()}
+    with quiet():
+        converted: Any = type(model).from_pretrained(
+            None, config=model.config, state_dict=weights, dtype=dtype, attn_implementation=ATTENTION,
+            output_loading_info=True,
+        )  # fmt: skip
+    loaded, info = converted
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info.get(kind):
+            raise UserError(
+                f"{files.source}: its weights do not fit its {CONFIG_FILE} ({kind.replace('_', ' ')}: "
+                f"{listed(sorted(map(str, info[kind])))})"
+            )
+    loaded.anatomy = parts
+    return loaded.requires_grad_(False).eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers says nothing inside: neither progress nor warnings."""
+    before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if bar:
+            transformers_logging.enable_progress_bar()
 
 
 class LayerCache(Protocol):
@@ -78,32 +111,65 @@ class LayerCache(Protocol):
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
 
 
+class Rotary(NamedTuple):
+    """Where rows stand: positions [B, Q], and cos and sin [B, Q, D] at them of every rotary table of the target."""
+
+    positions: Tensor
+    tables: tuple[tuple[Tensor, Tensor], ...]
+
+    def to(self, dtype: torch.dtype) -> "Rotary":
+        """The tables in `dtype`."""
+        return Rotary(self.positions, tuple((cos.to(dtype), sin.to(dtype)) for cos, sin in self.tables))
+
+
+def call_layer(
+    layer: nn.Module,
+    call: LayerCall,
+    hidden: Tensor,
+    mask: Tensor | Band | None,
+    rotary: Rotary,
+    cache: LayerCache | None = None,
+) -> Tensor:
+    """A decoder layer on hidden [B, Q, d], called as its model calls it."""
+    given: dict[str, Any] = {}
+    for ours, theirs in call.keywords:
+        if ours == "rotary":
+            given[theirs] = rotary.tables[call.table]
+        elif ours == "positions":
+            given[theirs] = rotary.positions
+        else:
+            given[theirs] = mask if ours == "mask" else cache
+    out = layer(hidden, **given)
+    return out if isinstance(out, Tensor) else out[0]
+
+
 class LayerStack(nn.Module):
     """The layers of a causal LM, called a range at a time on hidden states.
 
     Rotary tables are computed once (`reserve`) and indexed. The values are those of computing them in every pass.
     They are kept in `rotary_dtype`, by default the model's, as the model itself would use them. Where positions are
-    learned, `embed` adds them, and the rotary tables have no columns.
+    learned, `embed` adds them. A target may have several tables (gemma3: one for its sliding layers), or none.
     """
-
-    cos: Tensor
-    sin: Tensor
 
     def __init__(self, model: PreTrainedModel, rotary_dtype: torch.dtype | None = None):
         super().__init__()
-        parts = anatomy(model.config)
-        base = backbone(model)
-        self.embed_tokens = base.embed_tokens
-        self.embed_positions = base.get_submodule(parts.positions) if parts.positions else None
-        self.layers = base.layers
-        self.norm = final_norm(model)
-        self.head = model.lm_head
+        parts = anatomy_of(model)
+        self.embed_tokens: Any = model.get_submodule(parts.embed)
+        self.embed_positions = model.get_submodule(parts.positions) if parts.positions else None
+        self.input_norm = model.get_submodule(parts.input_norm) if parts.input_norm else None
+        self.layers: Any = model.get_submodule(parts.layers)
+        self.norm = model.get_submodule(parts.norm)
+        self.head: Any = model.get_submodule(parts.head)
         self.config = model.config
-        self.windows = layer_windows(model.config)
-        self._rotary_emb = None if parts.positions else base.rotary_emb
+        self.anatomy = parts
+        self.windows = [model.config.sliding_window if call.slides else None for call in parts.calls]
+        self._rotary = [model.get_submodule(table.module) for table in parts.tables]
         self._rotary_dtype = rotary_dtype or self.dtype
-        self.register_buffer("cos", torch.empty(0), persistent=False)
-        self.register_buffer("sin", torch.empty(0), persistent=False)
+        self._reserved = 0
+        self._positions_module = parts.positions and _takes_position_ids(self.embed_positions)
+        for number, _ in enumerate(parts.tables):
+            self.register_buffer(f"cos{number}", torch.empty(0), persistent=False)
+            self.register_buffer(f"sin{number}", torch.empty(0), persistent=False)
 
     @property
     def device(self) -> torch.device:
@@ -115,44 +181,52 @@ class LayerStack(nn.Module):
         """What the weights are."""
         return self.embed_tokens.weight.dtype
 
+    @property
+    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """cos and sin [P, D] of every rotary table, at the positions that are reserved."""
+        return tuple((getattr(self, f"cos{i}"), getattr(self, f"sin{i}")) for i in range(len(self._rotary)))
+
     def reserve(self, positions: int) -> None:
         """Make `rotary` ready for positions 0..positions−1."""
-        if positions > self.cos.shape[0]:
-            like = torch.empty(positions, 0, dtype=self._rotary_dtype, device=self.device)
-            self.cos, self.sin = like, like
-            if self._rotary_emb is not None:
-                every = torch.arange(positions, device=self.device)
-                cos, sin = self._rotary_emb(like, position_ids=every[None])
-                self.cos, self.sin = cos[0], sin[0]
+        if positions <= self._reserved:
+            return
+        self._reserved = positions
+        like = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
+        every = torch.arange(positions, device=self.device)[None]
+        for number, (module, table) in enumerate(zip(self._rotary, self.anatomy.tables, strict=True)):
+            cos, sin = module(like, position_ids=every, **dict(table.options))
+            setattr(self, f"cos{number}", cos[0])
+            setattr(self, f"sin{number}", sin[0])
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first layer's input [B, Q, d] for tokens at positions [B, Q], unused where they are rotary."""
         hidden = self.embed_tokens(tokens)
-        if self.embed_positions is None:
-            return hidden
-        return hidden + self.embed_positions(None, position_ids=positions)
+        if self.anatomy.scale != 1.0:
+            hidden = hidden * self.anatomy.scale
+        if self.embed_positions is not None:
+            if self._positions_module:
+                hidden = hidden + self.embed_positions(None, position_ids=positions)
+            else:
+                hidden = hidden + self.embed_positions(positions)
+        return hidden if self.input_norm is None else self.input_norm(hidden)
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, Q, head_dim] for positions [B, Q], which must have been reserved."""
-        return self.cos[positions], self.sin[positions]
+    def rotary(self, positions: Tensor) -> Rotary:
+        """What layers are told of rows at positions [B, Q], which must have been reserved."""
+        return Rotary(positions, tuple((cos[positions], sin[positions]) for cos, sin in self.tables))
 
     def run(
         self,
         hidden: Tensor,
         start: int,
         stop: int,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Rotary,
         masks: Mapping[int | None, Tensor | Band | None],
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `layer_windows`)."""
+        """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `windows`)."""
         for index in range(start, stop):
-            hidden = self.layers[index](
-                hidden,
-                attention_mask=masks[self.windows[index]],
-                past_key_values=cache,
-                position_embeddings=rotary,
-            )
+            mask = masks[self.windows[index]]
+            hidden = call_layer(self.layers[index], self.anatomy.calls[index], hidden, mask, rotary, cache)
         return hidden
 
     def packed_masks(self, positions: Tensor, documents: Tensor) -> dict[int | None, Tensor | Band | None]:
@@ -165,7 +239,17 @@ class LayerStack(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of the hidden states after the last layer."""
-        return self.head(self.norm(hidden))
+        return self.anatomy.logits(self.head(self.norm(hidden)))
+
+
+def _takes_position_ids(module: Any) -> bool:
+    """Whether a module of learned positions has a forward of its own (OPT), which is told of masks besides."""
+    return "position_ids" in inspect.signature(module.forward).parameters
+
+
+def _layer_of(name: str, layers: str) -> "re.Match[str] | None":
+    """Where in the `name` of a tensor the index of its layer stands; None outside of `layers`."""
+    return re.search(rf"(^|\.){layers.rpartition('.')[2]}\.(?P<index>\d+)\.", name)
 
 
 def _source_name(name: str, prefix: str, layers: Sequence[int]) -> str:

@@ -243,7 +243,8 @@ def _places(size: int, whole: bool) -> Iterator[tuple[int, int]]:
 
 
 def _named(source: str, revision: str | None, file_of: dict[str, str], kind: Kind) -> TensorFiles:
-    headless = not any(name.startswith(BASE_PREFIX) for name in file_of)
+    begins = {name.partition(".")[0] for name in file_of}
+    headless = BASE_PREFIX[:-1] not in begins and bool(begins & {"layers", "embed_tokens", "decoder"})
     if headless:
         file_of = {n if n.startswith("lm_head.") else BASE_PREFIX + n: file for n, file in file_of.items()}
     files = TensorFiles(source, revision, file_of, headless, kind)

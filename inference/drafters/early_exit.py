@@ -65,12 +65,7 @@ class EarlyExitSource:
         drafter = self.drafter
 
         def exit_pass(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
-            hidden = drafter.layer(
-                hidden,
-                attention_mask=view.masks()[drafter.window],
-                past_key_values=self.cache,
-                position_embeddings=view.rotary,
-            )
+            hidden = drafter.run(hidden, view.masks()[drafter.window], view.rotary, self.cache)
             return hidden, drafter.logits(view.last(hidden, wanted)) if wanted else hidden[:, :0]
 
         hidden, logits = self.session.run_beside(f"exit {id(drafter)}", exit_pass, hidden, start, self.cache)

@@ -14,6 +14,7 @@ from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
+from draft_models.target.proof import prove
 from draft_models.target.stack import LayerStack
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Drafters, PromptLike, prepare
@@ -169,6 +170,7 @@ def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) ->
     if can_pack(subject.device, subject.dtype):  # ours is another copy then; transformers runs the checkpoint as it is
         stack = subject.target.stack(dtype=subject.dtype, device=subject.device)
     else:
+        prove(plain, f"target={config.target}")
         stack = LayerStack(plain)
     prepare(stack, drafters)
     return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device))

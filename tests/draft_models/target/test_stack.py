@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from draft_models.early_exit import exit_layers
-from draft_models.target.architectures import layer_windows, load_config
+from draft_models.target.architectures import load_config
 from draft_models.target.attention import packed_mask
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import pick_device, pick_dtype
@@ -121,15 +120,9 @@ def test_digest_reads_a_scalar_whole(tmp_path: Path) -> None:
     assert digest(1.0) == digest(1.0) != digest(2.0)
 
 
-def test_layer_windows() -> None:
-    kind, extra = ARCHITECTURES["qwen2"]
-    assert layer_windows(kind(**extra, num_hidden_layers=4)) == [None, None, 12, 12]
-    kind, extra = ARCHITECTURES["mistral"]
-    assert layer_windows(kind(**extra, num_hidden_layers=2)) == [12, 12]
-    assert layer_windows(ARCHITECTURES["llama"][0](num_hidden_layers=2)) == [None, None]
-    other = SimpleNamespace(model_type="llama4", sliding_window=8, layer_types=["full_attention", "chunked_attention"])
-    with pytest.raises(UserError, match=r"llama4: layer types \['chunked_attention'\] are not supported"):
-        layer_windows(other)
+def test_which_layers_see_a_window(tmp_path: Path) -> None:
+    found = {name: open_stack(save_target(tmp_path / name, name))[1].windows for name in ("qwen2", "mistral", "llama")}
+    assert found == {"qwen2": [None, None, 12, 12], "mistral": [12] * 4, "llama": [None] * 4}
 
 
 def test_a_device_by_number_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,163 @@
+"""Every family of targets that proves itself: the same tokens as transformers, whatever drafts, and training."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.target.open_target import OpenTarget, open_target
+from draft_models.target.proof import prove
+from draft_models.target.stack import LayerStack
+from inference.cuda_graphs import Graphed
+from inference.decode import autoregressive, speculative
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.lookup import PromptLookup
+from inference.drafters.shaped import Shaped
+from inference.runtime import Eager
+from inference.settings import StructureConfig
+from inference.structures.factory import make_structure
+from outrider.errors import UserError
+from outrider.streams import Streams
+from tests.families import FAMILIES, LAYERS, save_family
+from tests.tiny import method_of, random_prompt, reference_generate
+
+SHAPES = {"chain": StructureConfig(), "tree": StructureConfig(kind="opt_tree", nodes=10, delta=0.0, max_depth=5)}
+TOKENS = 20
+
+
+def test_there_are_forty_families() -> None:
+    assert len(FAMILIES) >= 40
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenTarget:
+    return open_target(str(save_family(tmp_path_factory.mktemp(request.param), request.param)))
+
+
+def exit_of(target: OpenTarget, exit_layer: int, noise: float) -> EarlyExit:
+    """The target's last layer after `exit_layer` layers, its matrices shaken so that some drafts are wrong."""
+    model = target.layers(exit_layers(target.config, exit_layer), dtype=torch.float32)
+    drafter = EarlyExit.from_model(model, exit_layer, own_head=True).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in drafter.layer.parameters():
+        if parameter.ndim > 1:
+            parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return drafter
+
+
+def test_greedy_equals_generate(target: OpenTarget) -> None:
+    """Beyond every window; chain and tree, split at an early exit and unsplit, eager and in fixed shapes."""
+    stack, prompt = target.stack(dtype=torch.float32), random_prompt(14)
+    plain = AutoModelForCausalLM.from_pretrained(target.source, dtype=torch.float32).eval()
+    expected = reference_generate(plain, prompt, TOKENS)
+    drafter = exit_of(target, LAYERS - 1, noise=0.05)
+    drafted = 0
+    for runtime in (Eager(), Graphed()):
+        plainly = autoregressive(stack, prompt, max_new_tokens=TOKENS, runtime=runtime)
+        assert [t for r in plainly for t in r.tokens] == expected
+        for shape in SHAPES.values():
+            made = Shaped(EarlyExitSource(drafter), make_structure(method_of(shape), Streams(0)))
+            for each in (made, PromptLookup()):
+                rounds = list(speculative(stack, each, prompt, max_new_tokens=TOKENS, runtime=runtime))
+                assert [t for r in rounds for t in r.tokens] == expected
+                drafted += sum(r.accepted for r in rounds)
+    assert drafted > 0
+
+
+def test_an_early_exit_trains_on_it(target: OpenTarget) -> None:
+    """A step of either objective lowers the loss of its batch; packed rows of two documents."""
+    ids = torch.tensor([random_prompt(24, seed=3)])
+    documents = torch.tensor([[0] * 14 + [1] * 10])
+    positions = torch.cat([torch.arange(14), torch.arange(10)])[None]
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1), "positions": positions, "documents": documents}
+    for distill in (False, True):
+        layers = None if distill else exit_layers(target.config, 2)
+        model = target.layers(layers, dtype=torch.float32)
+        student = EarlyExitStudent(model, 2, train_head=False, distill=distill)
+        trained = [p for p in student.parameters() if p.requires_grad]
+        before = student(**batch)["loss_sum"]
+        before.backward()
+        with torch.no_grad():
+            size = torch.cat([p.grad.flatten() for p in trained if p.grad is not None]).norm()
+            for p in trained:
+                if p.grad is not None:
+                    p -= 1e-2 / size * p.grad
+        assert student(**batch)["loss_sum"] < before
+
+
+# ------------------------------------------------------------------------------------------------- quirks left out
+
+
+QUIRKS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "embedding scale": ("granite", lambda parts: {"scale": 1.0}, "scale"),
+    "logit scale": ("cohere", lambda parts: {"logits": type(parts.logits)()}, "logits"),
+    "logit soft cap": ("gemma2", lambda parts: {"logits": type(parts.logits)()}, "logits"),
+    "learned positions": ("gpt2", lambda parts: {"positions": None}, "positions"),
+    "a norm before the layers": ("nanochat", lambda parts: {"input_norm": None}, "input_norm"),
+    "sliding windows": ("mistral", lambda parts: {"calls": tuple(slid(c, False) for c in parts.calls)}, "calls"),
+    "alternating windows": ("gemma3_text", lambda parts: {"calls": tuple(slid(c, True) for c in parts.calls)}, "calls"),
+    "two rotary tables": ("gemma3_text", lambda parts: {"calls": tuple(first(c) for c in parts.calls)}, "calls"),
+}
+
+
+def slid(call: Any, slides: bool) -> Any:
+    return type(call)(call.keywords, call.table, slides)
+
+
+def first(call: Any) -> Any:
+    return type(call)(call.keywords, 0, call.slides)
+
+
+@pytest.mark.parametrize("quirk", QUIRKS)
+def test_a_quirk_that_is_ignored_is_refused(tmp_path: Path, quirk: str) -> None:
+    family, change, field = QUIRKS[quirk]
+    target = open_target(str(save_family(tmp_path, family)))
+    model: Any = target.layers(dtype=torch.float32)
+    prove(model, "target=whole")
+    changed = change(model.anatomy)
+    assert changed[field] != getattr(model.anatomy, field)
+    model.anatomy = type(model.anatomy)(**{**vars(model.anatomy), **changed})
+    with pytest.raises(UserError, match="differ from its own forward's by"):
+        prove(model, "target=ignored")
+
+
+def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soft caps of scores, and sinks."""
+    import draft_models.target.attention as attention
+
+    for family, option in (("gemma2", "softcap"), ("gpt_oss", "s_aux")):
+        model = open_target(str(save_family(tmp_path / family, family))).layers(dtype=torch.float32)
+        ours = attention._capped
+
+        def ignoring(*args: Any, ours: Any = ours, option: str = option) -> Any:
+            place = {"softcap": 6, "s_aux": 7}[option]
+            return ours(*(None if i == place else arg for i, arg in enumerate(args)))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "_capped", ignoring)
+            with pytest.raises(UserError, match="differ from its own forward's by"):
+                prove(model, "target=ignored")
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "recurrent_gemma"])
+def test_state_space_models_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    settings = {"model_type": kind, "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=rf"{kind!r} cannot be run layer by layer|describes no model"):
+        open_target(str(tmp_path))
+
+
+def test_the_stack_of_some_layers_has_their_calls(tmp_path: Path) -> None:
+    target = open_target(str(save_family(tmp_path, "gemma3_text")))
+    whole = target.stack(dtype=torch.float32)
+    some: LayerStack = target.stack([0, 1, 3], dtype=torch.float32)
+    assert some.windows == [whole.windows[i] for i in (0, 1, 3)]
+    assert [c.table for c in some.anatomy.calls] == [whole.anatomy.calls[i].table for i in (0, 1, 3)]
