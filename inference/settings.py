@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
+from data_prep.settings import PromptTemplate
 from draft_models.settings import TARGET, Dtype, RehearsedConfig
 from inference.drafters.registry import KINDS, Kind
 from outrider.errors import require, require_choice
@@ -24,7 +25,6 @@ from outrider.settings import (
     require_default,
 )
 
-PromptTemplate = Literal["auto", "tokenizer", "vicuna", "none"]
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)
 # A size that is chosen from costs measured at start and from acceptance (see inference/auto/). Greedy tokens never

@@ -101,8 +101,8 @@ class Model:
         options that do not go together, and where the context is too short.
         """
         sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids = _render(self.tokenizer, turns, not isinstance(prompt, str))
+        turns, template = ([prompt], "none") if isinstance(prompt, str) else (prompt, "auto")
+        ids = render_prompt(turns, self.tokenizer, template)
         rounds = self._decode(ids, sampling, max_new_tokens, tuple(stop_strings), Streams(seed).within(self.name))
         return self._pieces(rounds)
 
@@ -125,7 +125,7 @@ class Model:
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
             config = replace(self.config, out_dir=folder, **options)
             with suppress(SystemExit):  # not lossless: the report says so
-                evaluate_checkpoint(config, asked, _render)
+                evaluate_checkpoint(config, asked)
             report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
         return report
 
@@ -234,10 +234,6 @@ def preset(name: str) -> MethodConfig:
         raise UserError(f"method={name}: no such preset; there are {', '.join(sorted(known))}")
     method: MethodConfig = construct(MethodConfig, OmegaConf.to_container(OmegaConf.load(known[name])))
     return method
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, turns: Messages, chat: bool) -> list[int]:
-    return render_prompt(turns, tokenizer, "auto" if chat else "none")
 
 
 def _sampling(

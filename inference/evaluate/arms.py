@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -28,19 +28,6 @@ from outrider.streams import Streams
 
 GREEDY = SamplingConfig()
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
-
-
-class PromptLike(Protocol):
-    """What evaluation needs to know of a prompt (see `data_prep.text.prompts.Prompt`)."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def category(self) -> str: ...
-    @property
-    def turns(self) -> tuple[str, ...]: ...
-    @property
-    def chat(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,15 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 from tqdm import tqdm
 
+from data_prep.text.chat import VICUNA_SYSTEM
+from data_prep.text.prompts import Prompt
 from draft_models.checkpoint import provenance
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.vocabulary import vocabulary_digest
 from inference.acceptance import Chooser
 from inference.decode import Round, cut, decode_rounds
 from inference.drafters.interface import Drafter
-from inference.evaluate.arms import Drafters, Generation, PromptLike, collect, new_drafter
+from inference.evaluate.arms import Drafters, Generation, collect, new_drafter
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics, structure_statistics
 from inference.evaluate.subject import load_drafters
@@ -185,7 +187,7 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
 
 
 def recordings(
-    prompts: Sequence[PromptLike], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary, system: str
+    prompts: Sequence[Prompt], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary
 ) -> list[Recording]:
     """Every turn of every prompt with its recorded answer; earlier turns are the later ones' context.
 
@@ -204,7 +206,7 @@ def recordings(
             )
         ids = [] if vocabulary.bos is None else [vocabulary.bos]
         for number, (question, answer) in enumerate(zip(prompt.turns, answers[prompt.id], strict=True), 1):
-            opening = f"{system} USER: {question} ASSISTANT:" if number == 1 else f"USER: {question} ASSISTANT:"
+            opening = f"{VICUNA_SYSTEM} USER: {question} ASSISTANT:" if number == 1 else f"USER: {question} ASSISTANT:"
             asked = vocabulary.encode(opening)
             both = vocabulary.encode(f"{opening} {answer}")
             said = both[len(asked) :] if both[: len(asked)] == asked else vocabulary.encode(answer)
@@ -217,7 +219,7 @@ def recordings(
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-def evaluate_replay(config: EvaluateConfig, prompts: Sequence[PromptLike], system: str) -> list[dict[str, Any]]:
+def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """Replay every method of `config` over recorded answers; writes report.json and report.md to `config.out_dir`.
 
     Gives τ, in all and by category, and the time to draft a round; there is no target to be faster than.
@@ -226,17 +228,17 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[PromptLike], syste
     require(processes == 1, "target", "replay", f"one process, not {processes}: it takes seconds")
     out_dir = require_writable(config.out_dir)
     with only_run(out_dir, "results"):
-        return _replay(config, prompts, system, out_dir)
+        return _replay(config, prompts, out_dir)
 
 
-def _replay(config: EvaluateConfig, prompts: Sequence[PromptLike], system: str, out_dir: Path) -> list[dict[str, Any]]:
+def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) -> list[dict[str, Any]]:
     assert config.tokenizer is not None
     assert config.transcripts is not None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     vocabulary = load_vocabulary(config.tokenizer)
     drafters = load_drafters(config, vocabulary)
-    turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary, system)
+    turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
     reports = []
     for name, method in config.methods.items():
         generations = replay_turns(

@@ -10,13 +10,15 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from data_prep.settings import DataConfig
+from data_prep.text.prompts import Prompt
 from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from draft_models.target.stack import LayerStack
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import Drafters, PromptLike, prepare
+from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.report import describe_machine
 from inference.fused_layers import can_pack
 from inference.generation_config import Inherited, inherit, read_generation_config
@@ -86,8 +88,9 @@ def find_target(config: EvaluateConfig) -> OpenTarget:
     return open_target_of(config.checkpoint, config.target, config.revision)
 
 
-def heldout_fraction(config: EvaluateConfig, default: float) -> float:
+def heldout_fraction(config: EvaluateConfig) -> float:
     """The share of `python_stdlib` that training has not seen: the checkpoint's own, where it was trained on that."""
+    default = DataConfig.heldout_fraction
     if config.checkpoint is None:
         return default
     data = read_meta(config.checkpoint).training.get("data", {})
@@ -124,7 +127,7 @@ def context_length(subject: Subject, drafters: Drafters) -> int:
     return min([subject.config.max_position_embeddings, *(limit for limit in limits if limit)])
 
 
-def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[PromptLike]) -> dict[str, Any]:
+def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """All that decides the results of an evaluation: its options, what its inputs hold, what it is measured on, and
     the code that measures: results of two versions of it do not mix."""
     asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
