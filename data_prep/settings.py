@@ -11,7 +11,8 @@ from outrider.errors import UserError, require
 from outrider.settings import Count, Named, Settings, at_least, at_most, below, free
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca"]
-PromptTemplate = Literal["auto", "tokenizer", "vicuna", "none"]  # how a prompt becomes text (see `render_prompt`)
+ChatTemplate = Literal["tokenizer", "vicuna"]  # how a conversation becomes text: by the tokenizer's own, or as Vicuna's
+PromptTemplate = Literal["auto", ChatTemplate, "none"]  # how a prompt does (see `render_prompt`)
 REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
 Order = Annotated[int, at_least(2), at_most(4)]  # n of an n-gram
 
@@ -40,7 +41,7 @@ class SourceConfig(Settings):
     streaming: bool = True
     layout: Layout = "auto"
     column: str | None = None
-    template: Literal["tokenizer", "vicuna"] = "tokenizer"
+    template: ChatTemplate = "tokenizer"
     max_records: Count | None = None
 
     def __post_init__(self) -> None:

@@ -84,6 +84,7 @@ class StopConfig(Settings):
 
 
 Draw = Literal["with_replacement", "without_replacement", "top_k"]
+DRAWS = get_args(Draw)
 _GROWN = ("opt_tree", "token_graph")  # structures that grow where q is large
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.versions import PACKAGES
+
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("conf", "data_prep", "draft_models", "inference", "outrider", "train")
 ENTRIES = {
     "data_prep/build_trigrams.py",
     "data_prep/generate_responses.py",

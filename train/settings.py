@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from data_prep.settings import DataConfig
-from draft_models.settings import EARLY_EXIT, SMALL_LM, TARGET, Dtype, Model, RehearsedConfig, TargetConfig
+from draft_models.settings import (
+    EARLY_EXIT,
+    SMALL_LM,
+    TARGET,
+    Divergence,
+    Dtype,
+    FloatDtype,
+    Model,
+    RehearsedConfig,
+    TargetConfig,
+)
 from outrider.errors import require
 from outrider.settings import Count, Named, Positive, RunConfig, Settings, Share, at_least, free
 from train.fit_settings import FitConfig
@@ -71,7 +81,7 @@ class EesdConfig(TargetConfig):
     # the paper's, on the text's tokens; kl: from the whole target, run as well
     objective: Literal["cross_entropy", "kl"] = "cross_entropy"
     # of the target's layers, which are not trained
-    frozen_dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    frozen_dtype: FloatDtype = "bfloat16"
     seq_len: Width = 2048  # tokens of a row
     eval_rows: Count = free(64)  # held-out rows behind eval_top1
     eval_batch_rows: Count = free(4)  # held-out rows run together
@@ -139,7 +149,7 @@ class CalibrateConfig(RehearsedConfig):
         return replace(self, checkpoint=str(models / EARLY_EXIT), target=None, revision=None, **given)
 
 
-Objective = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
+Objective = Literal["cross_entropy", Divergence]
 OBJECTIVES = get_args(Objective)
 
 

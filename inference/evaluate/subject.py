@@ -23,9 +23,9 @@ from inference.evaluate.report import describe_machine
 from inference.fused_layers import can_pack
 from inference.generation_config import Inherited, inherit, read_generation_config
 from inference.runtime import Runtime, make_runtime
-from inference.settings import EvaluateConfig
+from inference.settings import EvaluateConfig, number
 from inference.stop_strings import StopStrings
-from inference.structures.shapes import read_shape
+from inference.structures.shapes import find_shape
 from outrider.errors import UserError, reason, require
 from outrider.versions import code_version
 
@@ -160,9 +160,8 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafter
         where = config.where(kind)
         if where is not None:
             drafters[kind.name] = kind.load_maker().load(where, target, config.methods, **placed)
-    for shape in (m.structure.shape for m in config.methods.values() if m.structure.kind == "static"):
-        if shape not in ("eagle", "binary"):
-            read_shape(shape)  # a bad one shows now, not once the target is loaded
+    for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
+        find_shape(tree.shape, number(tree.nodes))  # a bad one shows now, not once the target is loaded
     return {name: model for name, model in drafters.items() if model is not None}
 
 

@@ -16,14 +16,12 @@ from inference.settings import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, Sto
 from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
 from inference.structures.opt_tree import opt_tree
 from inference.structures.shapes import (
-    EAGLE_25,
     Extends,
     ToProbs,
-    binary_shape,
     chain,
+    find_shape,
     k_config,
     plain_probs,
-    read_shape,
     static,
 )
 from inference.structures.token_graph import GraphTree, token_graph
@@ -226,10 +224,7 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
             return Tree(chosen, MOST_NODES, sizes.max_depth, count_candidates=True, sizes=sizes)
         rows = sum(level_sizes(settings.widths))
         return Tree(partial(build, widths=settings.widths), rows, len(settings.widths), count_candidates=True)
-    if settings.shape == "binary":
-        shape = binary_shape(number(settings.nodes))
-    else:
-        shape = EAGLE_25 if settings.shape == "eagle" else read_shape(settings.shape)
+    shape = find_shape(settings.shape, number(settings.nodes))
     return Tree(partial(static, shape=shape), len(shape), shape.depth)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from inference.sampling import invert
+from inference.settings import DRAWS, Draw
 from inference.stopping import Step, StopRule
 from inference.tree import ROOT, DraftTree, chain_parents
 from outrider.errors import UserError, require_choice
@@ -25,7 +26,6 @@ from outrider.files import read_json
 
 # Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
 ToProbs = Callable[[Tensor, Sequence[int]], Tensor]
-K_CONFIG_MODES = ("with_replacement", "without_replacement", "top_k")
 
 
 class Extends(Protocol):
@@ -98,7 +98,7 @@ def k_config(
     limit: int,
     rule: StopRule | None = None,
     widths: Sequence[int] = (4, 2, 2),
-    mode: str = "without_replacement",
+    mode: Draw = "without_replacement",
     to_probs: ToProbs | None = None,
     generator: random.Random | None = None,
 ) -> DraftTree:
@@ -108,7 +108,7 @@ def k_config(
     x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i); "top_k": the most probable tokens, deterministic.
     The sampled modes transfer once per level, top_k never. At most Σ_i Π_{j≤i} widths[j] rows.
     """
-    require_choice("mode", mode, K_CONFIG_MODES)
+    require_choice("mode", mode, DRAWS)
     if mode == "top_k":
         return static(source, root, full_shape(tuple(widths)), limit=limit, rule=rule, to_probs=to_probs)
     if generator is None:
@@ -332,3 +332,10 @@ def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _P
 def cat_levels(levels: Sequence[Tensor], root: Tensor) -> Tensor:
     """All levels' nodes; without any, an empty tensor like `root`."""
     return torch.cat(list(levels)) if levels else root[:0]
+
+
+def find_shape(name: str, nodes: int) -> Shape:
+    """The shape called "binary", of so many nodes, or "eagle", else the one in the file `name`. Raises `UserError`."""
+    if name == "binary":
+        return binary_shape(nodes)
+    return EAGLE_25 if name == "eagle" else read_shape(name)
