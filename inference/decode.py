@@ -22,10 +22,12 @@ from outrider.errors import UserError
 class Round:
     """What one pass of the target committed. The first round of a generation is the prefill.
 
-    tokens: committed ids, never beyond the first EOS or the budget; drafted: proposed tokens; accepted: how
-    many of `tokens` came from the draft; depth: the draft's, so how many could have. Seconds: of the whole
-    round, and of its parts (draft: the drafter's forward passes; structure: everything else that it does; verify: the
-    target's pass and its transfer, in plain decoding the pass alone).
+    tokens: committed ids, never beyond the first EOS or the budget.
+    drafted: proposed tokens. accepted: how many of `tokens` came from the draft.
+    depth: the draft's, so how many could have.
+
+    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: everything else
+    that the drafter does. verify: the target's pass and its transfer; in plain decoding the pass alone.
     """
 
     tokens: tuple[int, ...]
@@ -49,7 +51,7 @@ def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, 
 def until(
     rounds: Iterator[Round], prompt: Sequence[int], first_end: Callable[[Sequence[int], int], int | None]
 ) -> Iterator[Round]:
-    """`rounds` up to and including the token with which the text ends; those behind it were never decoded.
+    """`rounds` up to and including the token with which the text ends; those after it were never decoded.
 
     first_end: of the last n tokens of a text, prompt included, how many there are when it ends, None where it does
     not (see `StopStrings.first_end`).

@@ -12,9 +12,9 @@ from outrider.errors import UserError
 class StopStrings:
     """Finds the token with which the first of `stops` is complete, as `generate(stop_strings=stops)` does.
 
-    The rule (`StopStringCriteria`) is a function of the last `span` tokens, prompt and new text alike: their pieces,
-    joined, hold a stop string whose end lies in the last piece. What a tokenizer's `decode` makes of a longer text,
-    where it cleans up spaces for one, is no part of it. Raises `UserError` for stops that no token can end.
+    The rule (`StopStringCriteria`) is a function of the last `span` tokens, prompt and new text alike. Their pieces,
+    joined, must hold a stop string whose end lies in the last piece. What a tokenizer's `decode` makes of a longer text
+    is no part of it: it may clean up spaces, for example. Raises `UserError` for stops that no token can end.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase):

@@ -94,11 +94,14 @@ class Model:
     ) -> Iterator[str]:
         """Pieces of the text that follows `prompt`, each as soon as a round has decided it.
 
-        prompt: a text to continue, or a conversation, to which the tokenizer's chat template is put. The options are
-        transformers' and mean the same; top_k=0 keeps all tokens. What the target's own generation config says of
-        greedy decoding holds unless an option says otherwise. seed: of sampling; it gives the same text again. The
-        text ends with an end token, which is not shown, or with one of stop_strings, which is. Raises `UserError` for
-        options that do not go together, and where the context is too short.
+        prompt: a text to continue, or a conversation, to which the tokenizer's chat template is put.
+        The options are transformers' and mean the same; top_k=0 keeps all tokens. What the target's own generation
+        config says of greedy decoding holds unless an option says otherwise.
+        seed: of sampling. The same seed gives the same text again.
+
+        The text ends with an end token, which is not shown, or with one of stop_strings, which is.
+
+        Raises `UserError` for options that do not go together, and where the context is too short.
         """
         sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
         turns, template = ([prompt], "none") if isinstance(prompt, str) else (prompt, "auto")
@@ -203,9 +206,12 @@ def load(
     """A target with a drafter, ready to decode.
 
     source: the directory of an early-exit drafter, which knows its target, or else a target: a directory or Hub name.
-    method: a preset of conf/method, such as "eesd_beta", or settings of your own; None: eesd_beta for a drafter,
-    vanilla with a small_lm, ngrams with a table, prompt_lookup with neither. target: where the drafter's target is now.
-    small_lm, table, drafters: as evaluate-checkpoint's options. Raises `UserError` for what is missing or unusable.
+    method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_beta for a drafter,
+    vanilla with a small_lm, ngrams with a table, prompt_lookup with neither.
+    target: where the drafter's target is now.
+    small_lm, table, drafters: as evaluate-checkpoint's options.
+
+    Raises `UserError` for what is missing or unusable.
     """
     is_drafter = (Path(source) / META_FILE).is_file()
     require(is_drafter or target is None, "target", target, f"None: {source} is no drafter (it has no {META_FILE})")

@@ -26,9 +26,9 @@ from outrider.processes import join_processes
 class TopKRows:
     """Rows as `data_prep.text.rows` makes them, in memory (about 6 k bytes a token), and beside each label the law.
 
-    An item has, besides input_ids, labels, positions and documents, int64 [T] each: top_ids int64 [T, k],
-    top_logprobs float32 [T, k] and tail float32 [T], the target's k likeliest next tokens and the probability of all
-    others (see `linear_topk_divergence`). Labels are only where a law is known. `key` identifies the content.
+    An item has input_ids, labels, positions and documents, int64 [T] each. Besides, it has the target's k likeliest
+    next tokens and the probability of all others (see `linear_topk_divergence`): top_ids int64 [T, k], top_logprobs
+    float32 [T, k] and tail float32 [T]. Labels are only where a law is known. `key` identifies the content.
     """
 
     def __init__(self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int) -> None:

@@ -77,7 +77,7 @@ def heldout_prompt(row: dict[str, Tensor], length: int = 128) -> list[int]:
 
 
 def packed_hidden(stack: LayerStack, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-    """A causal LM's hidden states behind its last norm [B, T, d], for packed rows [B, T]."""
+    """A causal LM's hidden states after its last norm [B, T, d], for packed rows [B, T]."""
     stack.reserve(positions.shape[1])
     masks = stack.packed_masks(positions, documents)
     hidden = stack.embed(input_ids, positions)

@@ -1,11 +1,11 @@
 """Sizes of drafts chosen from measured costs and observed acceptance, for the most tokens a second.
 
-A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `rest`) and
-emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r), where E[A] comes
-from what was accepted before in this generation (`Evidence`), over a prior measured together with the costs. Plain
-numbers on the host: nothing here touches the device.
+A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `rest`). It
+emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r). E[A] comes from
+what was accepted before in this generation (`Evidence`), over a prior measured together with the costs. Everything is
+plain numbers on the host: nothing here touches the device.
 
-A choice never looks at what this round has drawn: under sampling it follows from earlier rounds, or from q where the
+A choice never looks at what this round has drawn. Under sampling it follows from earlier rounds, or from q where the
 candidates are the likeliest ones, so the emitted law stays exact. Under greedy decoding no choice can change a token.
 """
 
@@ -135,7 +135,7 @@ class BestLength:
 
 
 def trials_in_chain(drafted: int, accepted: int) -> Trials:
-    """Every position that was put to the test: those behind a wrong one were not."""
+    """Every position that was put to the test: those after a wrong one were not."""
     return ((index, 1.0, index < accepted) for index in range(min(accepted + 1, drafted)))
 
 
@@ -211,10 +211,11 @@ class TreeGrowth:
     ) -> tuple[int, int]:
         """A level came out of feeding `fed` rows, the likeliest nodes first.
 
-        steps, places: of its nodes, q after the parent and the parent's place in the level before. best: (−p̂, depth
-        from 0) of the likeliest nodes so far, ascending, which are the first ones of every level. Returns how many of
-        `best` to submit if drafting ended here, and how many of this level's nodes, the likeliest first, to feed for
-        another one; 0 of them: verify now.
+        steps, places: of its nodes, q after the parent and the parent's place in the level before.
+        best: (−p̂, depth from 0) of the likeliest nodes so far, ascending. They are the first ones of every level.
+
+        Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for
+        another one, the likeliest first. 0 of them: verify now.
         """
         sizes, costs = self._sizes, self._sizes.costs
         self._spent += costs.step[fed]

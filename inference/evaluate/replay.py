@@ -1,13 +1,13 @@
 """Replay: recorded greedy generations stand in for a target.
 
-Under greedy decoding the text does not depend on the drafter, so a recording gives the exact τ of any drafter that
+Under greedy decoding the text does not depend on the drafter. So a recording gives the exact τ of any drafter that
 sees nothing but tokens, without the target's weights. The loop is the one that decodes,
-`inference.decode.decode_rounds`: a recording takes the place of the session, and its choices that of logits.
+`inference.decode.decode_rounds`. A recording takes the place of the session, and its choices that of logits.
 
 Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
 "choices": [{"turns": [answer, …]}]}. They hold text, so the ids that the target emitted are recovered by tokenising.
-The prompt is Vicuna's: system and question up to "ASSISTANT:" is one piece of text, every answer is taken as it
-continues that text after a space, the end token follows, and the next question begins a new piece, as Hugging Face
+The prompt is Vicuna's. System and question up to "ASSISTANT:" are one piece of text. An answer is taken as it
+continues that text after a space. The end token follows. The next question begins a new piece, as Hugging Face
 tokenizers cut at special tokens. An answer is tokenised on its own where its space merges with what came before.
 """
 

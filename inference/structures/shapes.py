@@ -1,10 +1,11 @@
 """Draft structures: functions from a source and the last committed token to a `DraftTree`.
 
-Every structure feeds `root` [1] alone in its first `extend` (row 0), then one `extend` per level with the nodes
-that get children. Nodes stand in level order (copies of a token graph behind all others), so parents come
-before children and a caller may feed the nodes without a row in index order. `limit` bounds the nodes on a
-path; at limit 0 nothing is drafted and nothing is fed. `rule`, where there is one, is asked after every level: a draft
-that it stops at depth d is the one that limit=d would have given.
+Every structure feeds `root` [1] alone in its first `extend` (row 0). Then it makes one `extend` per level, with the
+nodes that get children. Nodes stand in level order, copies of a token graph after all others. So parents come before
+children, and a caller may feed the nodes without a row in index order.
+
+`limit` bounds the nodes on a path. At limit 0 nothing is drafted and nothing is fed. `rule`, where there is one, is
+asked after every level. A draft that it stops at depth d is the one that limit=d would have given.
 """
 
 import random
