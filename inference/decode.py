@@ -77,9 +77,10 @@ def autoregressive(
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
-    """Plain decoding, one token a pass; yields a `Round` per pass. Raises `UserError` as `speculative` does.
+    """Plain decoding, one token a pass. Yields a `Round` per pass. Raises `UserError` as `speculative` does.
 
-    chooser: how tokens are chosen from logits; None: greedily. runtime: how passes run; None: eagerly.
+    chooser: how tokens are chosen from logits; None: greedily.
+    runtime: how passes run; None: eagerly.
     """
     chooser = chooser or Chooser()
     with closing(_new_session(runtime, stack, 0, prompt, max_new_tokens, spare=0)) as session:
@@ -121,8 +122,11 @@ def speculative(
 ) -> Iterator[Round]:
     """Speculative decoding: the tokens, or under sampling their law, are `autoregressive`'s whatever is drafted.
 
-    drafter: a fresh one; chooser: how tokens are chosen from logits, None: greedily; runtime: how passes run, None:
-    eagerly. Raises `UserError` for an impossible length, and where the target's logits are not finite numbers.
+    drafter: a fresh one.
+    chooser: how tokens are chosen from logits; None: greedily.
+    runtime: how passes run; None: eagerly.
+
+    Raises `UserError` for an impossible length, and where the target's logits are not finite numbers.
     """
     session = _new_session(runtime, stack, drafter.split, prompt, max_new_tokens, spare=drafter.max_rows)
     with closing(session):

@@ -145,7 +145,7 @@ def inherit(
 ) -> Inherited:
     """What the target `source` brings along, where neither `sampling` nor `stops` says otherwise.
 
-    eos: the ids that end a text; vocabulary: its size; ignore: take nothing over. Raises `UserError` naming field and
+    eos: the ids that end a text. vocabulary: its size. ignore: take nothing over. Raises `UserError` naming field and
     value for what no arm can decode by, and for values that transformers cannot use.
     """
     own = read_generation_config(source, revision)

@@ -33,8 +33,8 @@ class StopStrings:
     def first_end(self, text: Sequence[int], new: int) -> int | None:
         """How many of the last `new` tokens of `text` there are when the text first ends; None: it goes on.
 
-        text: the prompt's tokens and all new ones. The rule is asked once, about all tokens that can be a stop's end,
-        but for the first few tokens of a text; most often there is none.
+        text: the prompt's tokens and all new ones. Except for the first few tokens of a text, the rule is asked once,
+        about all tokens that can be a stop's end. Most often there is none.
         """
         before = len(text) - new
         counts = [count for count in range(1, new + 1) if text[before + count - 1] in self._may_end]

@@ -134,9 +134,9 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Matching:
-    """The naive rule, for any candidates however chosen; at every node of a deterministic tree it is sample-and-match.
+    """The naive rule, for any candidates however chosen. At every node of a deterministic tree it is sample-and-match.
 
-    Works on one gathered number per candidate; only the last row is touched as a whole.
+    It works on one gathered number per candidate. Only the last row is touched as a whole.
     """
 
     def acceptance(

@@ -1,7 +1,7 @@
 """The one way anything is trained here: `fit`, from an empty directory or a checkpoint to the last step.
 
-The loop itself is in train/loop.py. Around it stand checkpoints that are complete or absent and hold only what is
-trained, a data order that is a pure function of (seed, step), evaluations, and one line per logging step.
+The loop itself is in train/loop.py. Around it stand four things: checkpoints that are complete or absent and hold only
+what is trained; a data order that is a pure function of (seed, step); evaluations; one line per logging step.
 """
 
 import shutil

@@ -38,10 +38,11 @@ Trials = Iterator[tuple[int, float, bool]]  # index, how many trials, whether on
 
 @dataclass(frozen=True)
 class Tuning:
-    """What choices start from: costs, and a prior: for each index the trials made and how many of them were right.
+    """What choices start from: costs, and a prior. The prior says for each index the trials made and how many were
+    right.
 
-    An index is a position in a chain, the how-manieth candidate of a node in a k-config tree, or a band of q, of which
-    the trials are Σ q over candidates at nodes the target went through: as many accepted ones as q promises.
+    An index is a position in a chain, the how-manieth candidate of a node in a k-config tree, or a band of q. The
+    trials of a band are Σ q over candidates at nodes the target went through: as many accepted ones as q promises.
     """
 
     costs: Costs
@@ -197,8 +198,9 @@ class TreeGrowth:
     """One round's choices; told every level that was drafted.
 
     What a node is worth is the product of q along its path, every q times how far its like was to be trusted (accepted
-    / Σ q; a greedy target takes a q of 0.8 more often than that, and one of 0.1 less). The next level is expected to
-    hold for each node fed one child, worth as much less than its parent as this level is less than the last.
+    / Σ q). Example: a greedy target takes a q of 0.8 more often than that, and one of 0.1 less. The next level is
+    expected to hold one child for each node fed. The child is worth as much less than its parent as this level is less
+    than the last.
     """
 
     def __init__(self, sizes: TreeSizes, trust: Sequence[float]):

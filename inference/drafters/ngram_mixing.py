@@ -31,8 +31,11 @@ _ELSEWHERE = 1e-5  # probability of a token that no source knows, to learn by
 
 
 class Weights(NamedTuple):
-    """λ by source and class: float64 [3 + K, CLASSES]; the prior it began as; hits and trials seen, as expected
-    numbers; scratch for one token: integers int64 [2, 3 + K], numbers float64 [2, 3 + K]."""
+    """λ by source and class: float64 [3 + K, CLASSES], and with it:
+
+    the prior it began as; hits and trials seen, as expected numbers; scratch for one token (integers int64 [2, 3 + K],
+    numbers float64 [2, 3 + K]).
+    """
 
     now: np.ndarray
     prior: np.ndarray

@@ -1,8 +1,8 @@
 """Searches for the draft tree over tri-gram probabilities: ADED's PUCT search, and best-first by path probability.
 
 A state is the last n − 1 tokens (two for tri-grams). What may follow it are the successors in the table, and those in
-the overlay, whose probabilities stand for the table's; in order of probability, the overlay first among equals. All of
-it is compiled and works in arrays that are allocated once.
+the overlay, whose probabilities stand for the table's. They are in order of probability, the overlay first among
+equals. All of it is compiled and works in arrays that are allocated once.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Evaluating a checkpoint: all arms over all prompts, spread over the processes of a launcher, and one report.
 
-Results are kept prompt by prompt (`prompt_results`) and the report is made of what was kept, so a run that
-was stopped goes on where it was, with as many processes as it then has.
+Results are kept prompt by prompt (`prompt_results`) and the report is made of what was kept. So a run that was stopped
+goes on where it was, with as many processes as it then has.
 """
 
 import itertools
@@ -239,10 +239,10 @@ def measure_prompt(
     models: Models,
     bench: Bench,
 ) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
-    """Every turn of a prompt through every arm, and what was left out; a later turn's history is the target's answer.
+    """Every turn of a prompt through every arm, and what was left out. A later turn's history is the target's answer.
 
-    first: the ids of the first turn. position: the prompt's among all; it and the turn say which arm goes first,
-    whichever process is at work.
+    first: the ids of the first turn.
+    position: the prompt's among all. It and the turn say which arm goes first, whichever process is at work.
     """
     results: list[PromptResult] = []
     names = [prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{n}" for n in range(1, len(prompt.turns) + 1)]

@@ -220,9 +220,9 @@ def recordings(
 
 
 def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """Replay every method of `config` over recorded answers; writes report.json and report.md to `config.out_dir`.
+    """Replay every method of `config` over recorded answers, and write report.json and report.md to `config.out_dir`.
 
-    Gives τ, in all and by category, and the time to draft a round; there is no target to be faster than.
+    They give τ, in all and by category, and the time to draft a round. There is no target to be faster than.
     """
     processes = join_processes().num_processes
     require(processes == 1, "target", "replay", f"one process, not {processes}: it takes seconds")

@@ -16,8 +16,10 @@ from inference.structures.factory import CANDIDATE, CHOSEN, TRIED
 def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM).
 
-    tau: tokens per target pass, bonus included, prefill excluded; acceptance_rate v_d: accepted / drafted;
-    draft_share r_d: accepted / all output tokens; harmonic_mean of the two.
+    tau: tokens per target pass, bonus included, prefill excluded.
+    acceptance_rate v_d: accepted / drafted.
+    draft_share r_d: accepted / all output tokens.
+    harmonic_mean: of the two.
     """
     generations = list(generations)
     rounds = [r for g in generations for r in g.rounds]

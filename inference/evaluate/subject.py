@@ -34,7 +34,7 @@ from outrider.versions import code_version
 class Subject:
     """The target as far as it is known before its weights are read, and how it is to run.
 
-    eos: the ids that end a text; stops: the strings that do; inherited: what its generation config brings along.
+    eos: the ids that end a text. stops: the strings that do. inherited: what its generation config brings along.
     """
 
     target: OpenTarget

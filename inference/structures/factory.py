@@ -69,10 +69,13 @@ class Structure(Protocol):
 
     @property
     def totals(self) -> Mapping[str, float]:
-        """Sums over the rounds observed: expected_tau (OPT-Tree's E(A)), drafted_by_source (a token graph's nodes
-        before unmerging), graph_success (rounds in which a copy was accepted), for a k-config tree `TRIED` nodes
-        and `CANDIDATE`k of them at which the k-th draw was accepted, and where sizes are chosen `CHOSEN`max_depth=3
-        rounds of 3 levels, or `CHOSEN`widths=[4,2] rounds of such trees."""
+        """Sums over the rounds observed.
+
+        expected_tau: OPT-Tree's E(A). drafted_by_source: a token graph's nodes before unmerging. graph_success: rounds
+        in which a copy was accepted. For a k-config tree, `TRIED` nodes and `CANDIDATE`k of them at which the k-th draw
+        was accepted. Where sizes are chosen, for example `CHOSEN`max_depth=3 rounds of 3 levels, or
+        `CHOSEN`widths=[4,2] rounds of such trees.
+        """
         ...
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -152,7 +155,7 @@ def make_rule(
 ) -> StopRule:
     """The stop rule of `stop`, fresh: what it learns belongs to one generation, like its `streams`.
 
-    head: for rule=calibrated; tuning: for max_draft=auto; default: what a max_draft of null means.
+    head: for rule=calibrated. tuning: for max_draft=auto. default: what a max_draft of null means.
     """
     if stop.max_draft == AUTO:
         return BestLength(_required(tuning))

@@ -42,7 +42,7 @@ class Extends(Protocol):
 def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Extends, row: int = 0) -> bool:
     """Ask `rule`, where there is one, whether a level of depth `drafted` is the last one.
 
-    tokens: those of the level, the node that stands for it first; logits [n, V] after the rows just fed; row: the one
+    tokens: those of the level, the node that stands for it first. logits [n, V]: after the rows just fed. row: the one
     of them that node was taken from (see `Step`).
     """
     return rule is not None and rule.stop(Step(drafted, tokens[:1], logits[row : row + 1], source, row))
@@ -103,10 +103,13 @@ def k_config(
     to_probs: ToProbs | None = None,
     generator: random.Random | None = None,
 ) -> DraftTree:
-    """MCSD's tree: every node of level i gets up to widths[i] children; fewer where q has fewer tokens left.
+    """MCSD's tree: every node of level i gets up to widths[i] children, fewer where q has fewer tokens left.
 
-    mode "with_replacement": i.i.d. draws, equal ones share a node (`DraftTree.draws`); "without_replacement":
-    x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i); "top_k": the most probable tokens, deterministic.
+    mode: how the children come about.
+    - "with_replacement": i.i.d. draws; equal ones share a node (`DraftTree.draws`).
+    - "without_replacement": x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i).
+    - "top_k": the most probable tokens, deterministic.
+
     The sampled modes transfer once per level, top_k never. At most Σ_i Π_{j≤i} widths[j] rows.
     """
     require_choice("mode", mode, DRAWS)
