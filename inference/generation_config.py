@@ -88,9 +88,9 @@ def _suppress_at_begin(tokens: Any, text: _Text) -> LogitsProcessor:
     return SuppressTokensAtBeginLogitsProcessor(tokens, begin, device=text.device)
 
 
-# The fields that act on the choice of a token: the value that does nothing, as None does, and what it makes of a value;
-# None: nothing, for want of an end token. In the order in which `generate` applies them; the last one comes after the
-# warpers there, none of which minds that all scores are shifted.
+# The fields that act on the choice of a token: the value that does nothing, as None does, and what it makes of a value.
+# It makes None where an end token is wanting. They stand in the order in which `generate` applies them. The last one
+# comes after the warpers there, none of which minds that all scores are shifted.
 _ACTING: dict[str, tuple[Any, Callable[[Any, _Text], LogitsProcessor | None]]] = {
     "sequence_bias": (None, lambda bias, _: SequenceBiasLogitsProcessor(bias)),
     "encoder_repetition_penalty": (1, lambda p, text: EncoderRepetitionPenaltyLogitsProcessor(p, text.prompt)),

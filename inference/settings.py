@@ -28,7 +28,8 @@ from outrider.settings import (
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)
 # A size that is chosen from costs measured at start and from acceptance (see inference/auto/). Greedy tokens never
-# depend on it, nor does the law of sampled ones; but which tokens a seed draws does, and so on the machine's speed.
+# depend on it, nor does the law of sampled ones. Which tokens a seed draws depends on it, and so on the machine's
+# speed.
 AUTO: Final = "auto"
 Size = Count | Literal["auto"]
 MOST_NODES = 63  # that "auto" considers: with the root 64 rows

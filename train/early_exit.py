@@ -39,7 +39,7 @@ from train.watch import MovedNorms, decode_metrics, heldout_prompts, target_choi
 
 @rehearsable
 def train_early_exit(config: EesdConfig) -> None:
-    """Train an exit layer as `config` says; the drafter is `config.out_dir` itself (see `draft_models.checkpoint`).
+    """Train an exit layer as `config` says. The drafter is `config.out_dir` itself (see `draft_models.checkpoint`).
 
     With `decode_prompts` it holds the weights with the highest τ of all evaluations, else the last ones. Raises
     `UserError` for an unusable target, data set or directory, before any weight is read.

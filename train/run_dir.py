@@ -88,7 +88,9 @@ def finished(
 ) -> bool:
     """Whether a run of the same `identity` has already left its report in `out_dir`: nothing is to be done then.
 
-    `report`: name of a JSON file, written last, whose "settings" are the identity; `settings`: as for `open_run`.
+    report: name of a JSON file, written last, whose "settings" are the identity.
+    settings: as for `open_run`.
+
     Raises `UserError` for an `out_dir` that cannot be written or holds a finished run that is not to be resumed.
     """
     require_writable(out_dir)

@@ -84,8 +84,8 @@ class TopKRows:
 def load_top_k_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> TopKRows:
     """The training split of the first `config.max_records` responses in the files that `config.path` names.
 
-    A response without a law, or whose text is not tokenised as it was generated, is left out; the counts are printed.
-    Raises `UserError` where none is left, or where they were made with different k.
+    A response without a law is left out. So is one whose text is not tokenised as it was generated. The counts are
+    printed. Raises `UserError` where none is left, or where they were made with different k.
     """
     counts = Counter(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised"), 0))
     examples = list(_examples(config, tokenizer, seq_len, counts))

@@ -25,8 +25,8 @@ def decode_metrics(
 ) -> dict[str, float]:
     """Greedy continuations of `prompts` by the target `stack`, drafted by `model`, `WATCHED_DRAFT` tokens a round.
 
-    tau: tokens per target pass, the bonus included; accept_<i>: share of the rounds that drafted an i-th token in
-    which it was accepted.
+    tau: tokens per target pass, the bonus included.
+    accept_<i>: share of the rounds that drafted an i-th token in which it was accepted.
     """
     generations = []
     for prompt in prompts:

@@ -24,8 +24,8 @@ from inference.tree import ROOT, DraftTree, OptimalTree
 
 LONGEST_CHAIN, DEEPEST = 15, 16  # what "auto" considers, with MOST_NODES
 WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-config tree that "auto" considers
-# Trials that the prior, and the estimate one index before, count for: how often a chain is right is up to the text, how
-# far to trust a q of some size, or a further candidate, more up to the drafter.
+# Trials that the prior, and the estimate one index before, count for. How often a chain is right is up to the text. How
+# far to trust a q of some size, or a further candidate, is more up to the drafter.
 OWN, NEIGHBOUR = 1.0, 10.0
 TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
 BANDS = 14  # of q, two to an octave
@@ -287,8 +287,9 @@ def round_seconds(widths: Sequence[int], costs: Costs) -> float:
 class BestWidths:
     """widths=auto of a k-config tree, chosen anew before every round from the acceptance at nodes of earlier ones.
 
-    Candidate i of a node is right with probability h_i where those before it were not, so one of k is with
-    α_k = 1 − Π_{i≤k} (1 − h_i), and a tree of widths k_1, k_2, … emits 1 + α_{k_1} + α_{k_1} α_{k_2} + … tokens.
+    Candidate i of a node is right with probability h_i where those before it were not. So one of k is right with
+    probability α_k = 1 − Π_{i≤k} (1 − h_i). A tree of widths k_1, k_2, … emits 1 + α_{k_1} + α_{k_1} α_{k_2} + …
+    tokens. Example: h = (0.5, 0.5) gives α_2 = 0.75, so the widths 2, 2 emit 1 + 0.75 + 0.5625 tokens.
     """
 
     def __init__(self, tuning: Tuning):

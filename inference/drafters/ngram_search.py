@@ -164,9 +164,9 @@ def best_first(level, known, ids, stop, vocabulary, depth, nodes, states):  # ty
 
 _INTEGERS = "token parent depth first last sibling visits chosen at end head entry ahead"
 _NUMBERS = "prob score value prospect total ahead_prob"
-# A node of the search tree. Children are first visited in order of probability, so those visited are a linked list
-# (first, sibling, last) and the rest are found at `at` and `entry` (see `following`; at −1: not expanded), the next of
-# them being `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
+# A node of the search tree. Children are first visited in order of probability. So those visited are a linked list
+# (first, sibling, last), and the rest are found at `at` and `entry` (see `following`; at −1: not expanded). The next of
+# them is `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
 _SEARCH_NODE = np.dtype(
     [("state", np.uint64)]
     + [(name, np.int64) for name in _INTEGERS.split()]

@@ -186,9 +186,9 @@ def prepare_methods(
 class Bench:
     """The arms of an evaluation, warm.
 
-    profilers: our arms once more, with a clock that waits for the device. judged: the positions of the prompts that
-    are judged besides those with a mismatch (see `lossless`); judge: makes the arms for that, None where
-    equal texts are all that counts.
+    profilers: our arms once more, with a clock that waits for the device.
+    judged: the positions of the prompts that are judged besides those with a mismatch (see `lossless`).
+    judge: makes the arms for that; None where equal texts are all that counts.
     """
 
     arms: dict[str, Arm]

@@ -189,10 +189,11 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
 def recordings(
     prompts: Sequence[Prompt], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary
 ) -> list[Recording]:
-    """Every turn of every prompt with its recorded answer; earlier turns are the later ones' context.
+    """Every turn of every prompt with its recorded answer. Earlier turns are the later ones' context.
 
     Every answer is taken to end with the end token. One that the recorder cut at its own limit did not, but the text
-    does not show it: its last token is then not the target's.
+    does not show it. Its last token is then not the target's.
+
     Raises `UserError` for a prompt without an answer to each of its turns.
     """
     found = []

@@ -107,7 +107,7 @@ def bootstrap_median(
 ) -> tuple[float, list[float]]:
     """The median of `values` and the 95 % bootstrap interval of it, resampling with replacement.
 
-    units: by value, what it is an observation of; all values of a unit are drawn together (a cluster bootstrap: Davison
+    units: by value, what it is an observation of. All values of a unit are drawn together (a cluster bootstrap: Davison
     and Hinkley 1997, §3.8). None: each is one of its own.
     """
     names = {name: place for place, name in enumerate(dict.fromkeys(units or range(len(values))))}

@@ -106,7 +106,7 @@ class Chain:
 class Tree:
     """A tree structure with its settings bound. `totals` sums up what the papers report of theirs, over rounds.
 
-    rule: asked after every level whether it is the last; it learns from the tree's depth and the accepted path as it
+    rule: asked after every level whether it is the last. It learns from the tree's depth and the accepted path as it
     does from a chain and its accepted tokens.
     """
 

@@ -111,8 +111,8 @@ def _assemble(
 def _largest(probs: Tensor, weights: Tensor | None, count: int, chunk: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` largest of probs [m, V] · weights [m, 1], descending: values, rows, columns (each [count] or fewer).
 
-    They lie in the `count` chunks with the largest maxima, so one pass over probs finds the chunks and the rest
-    looks at count · chunk numbers. V is padded with zeros, which come last.
+    They lie in the `count` chunks with the largest maxima. So one pass over probs finds the chunks, and the rest looks
+    at count · chunk numbers. V is padded with zeros, which come last.
     """
     if probs.shape[-1] % chunk:
         probs = F.pad(probs, (0, -probs.shape[-1] % chunk))

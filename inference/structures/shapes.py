@@ -67,8 +67,8 @@ def chain(
 ) -> DraftTree:
     """One token after the other until `rule` stops or `limit` tokens are there.
 
-    Without a generator each token is the most probable one and the draft is deterministic; with one it is drawn
-    from q, which the tree records. `to_probs` None: logits as they are (greedy), plain softmax (sampled).
+    Without a generator each token is the most probable one, and the draft is deterministic. With one it is drawn from
+    q, which the tree records. `to_probs` None: logits as they are (greedy), plain softmax (sampled).
     """
     tokens = [root]
     q: dict[int, Tensor] = {}
@@ -265,9 +265,9 @@ def static(
     rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> DraftTree:
-    """A tree of fixed shape; a node's rank says the how-manieth most probable child of its parent it is.
+    """A tree of fixed shape. A node's rank says the how-manieth most probable child of its parent it is.
 
-    Deterministic and without any transfer. `to_probs` None ranks the logits as they are. Paths longer than
+    It is deterministic and without any transfer. `to_probs` None ranks the logits as they are. Paths longer than
     `limit`, and ranks that the vocabulary does not have, are left out. At most len(shape) rows.
     """
     if limit < 1:

@@ -211,8 +211,8 @@ def _children(
 def unmerge(graph: TokenGraph, node_budget: int) -> None:
     """Turn the graph into a tree: below every merged node, copy the successors of its first occurrence (GSD §5.4).
 
-    Copies carry the q of what they copy and are added by descending p̂ while there are fewer than `node_budget`
-    nodes; no path gets longer than the graph's limit. Copies have no row: the source was never fed them.
+    Copies carry the q of what they copy. They are added by descending p̂ while there are fewer than `node_budget`
+    nodes. No path gets longer than the graph's limit. Copies have no row: the source was never fed them.
     """
     originals = [graph.children[graph.merged.get(node, node)] for node in range(len(graph.tokens))]
     waiting: list[tuple[float, int, int, int]] = []  # (−p̂, tie-break, parent, node to copy)

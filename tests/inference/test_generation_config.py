@@ -195,7 +195,7 @@ def same_scores(small: PreTrainedModel, temperature: float, chance: Random) -> b
         assert torch.equal(scores, logits), fields
         return True
     found = sampler.scores(logits, texts)
-    if run.renormalize_logits and temperature:  # behind the warpers there: all scores of a row are shifted alike
+    if run.renormalize_logits and temperature:  # after the warpers there: all scores of a row are shifted alike
         found = found.log_softmax(-1)
     torch.testing.assert_close(found, scores, rtol=1e-5, atol=1e-5, equal_nan=True, msg=str(fields))
     if not run.renormalize_logits:
