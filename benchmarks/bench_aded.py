@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from data_prep.text.chat import VICUNA_SYSTEM
 from data_prep.text.prompts import read_prompts
 from draft_models.ngrams.table import TrigramTable
 from inference.decode import Round
@@ -53,7 +52,7 @@ def turns_of(args: argparse.Namespace, transcripts: str, table: TrigramTable) ->
     vocabulary = load_vocabulary(args.tokenizer)
     table.require_tokenizer(vocabulary.vocabulary_digest, args.table[0])
     prompts = read_prompts(args.prompts, limit=args.questions)
-    return recordings(prompts, read_transcripts(transcripts), vocabulary, VICUNA_SYSTEM)
+    return recordings(prompts, read_transcripts(transcripts), vocabulary)
 
 
 def run(name: str, config: NgramConfig, table: TrigramTable, turns: Sequence[Recording]) -> list[Generation]:

@@ -1,7 +1,7 @@
 """Hydra glue: compose a command's YAML over its dataclass, validate it, hand the frozen dataclass over.
 
 The dataclass is the single home of names, types, defaults and checks; YAML files only choose. Nothing
-behind an entry script sees a DictConfig.
+that an entry script calls sees a DictConfig.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ def register(name: str, schema: type) -> None:
 def build(schema: type[Config], composed: DictConfig) -> Config:
     """The composed config as an instance of `schema`; raises `UserError` naming a missing or impossible key.
 
-    A value that begins with ~/ is a path at home: no shell has expanded it behind a "key=".
+    A value that begins with ~/ is a path at home: no shell has expanded it after a "key=".
     """
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)

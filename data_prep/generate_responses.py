@@ -4,7 +4,7 @@ accelerate launch data_prep/generate_responses.py target=MODEL data=sharegpt out
 """
 
 from conf import entry
-from data_prep.settings import GenerateConfig
+from data_prep.responses.settings import GenerateConfig
 
 
 @entry("generate_responses", GenerateConfig)

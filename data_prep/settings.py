@@ -1,4 +1,4 @@
-"""Where training text comes from and how it is read; light, so that a config error shows at once."""
+"""Where text comes from and how it is read; light, so that a config error shows at once."""
 
 import os
 from collections.abc import Iterator
@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from draft_models.settings import TARGET, Dtype, Model, RehearsedConfig, TargetConfig
-from inference.settings import SamplingConfig
+from draft_models.settings import TARGET, Dtype, RehearsedConfig
 from outrider.errors import UserError, require
-from outrider.settings import Count, Named, RunConfig, Seed, Settings, above, at_least, at_most, below, free
+from outrider.settings import Count, Named, RunConfig, Settings, above, at_least, at_most, below, free
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca"]
+ChatTemplate = Literal["tokenizer", "vicuna"]  # how a conversation becomes text: by the tokenizer's own, or as Vicuna's
+PromptTemplate = Literal["auto", ChatTemplate, "none"]  # how a prompt does (see `render_prompt`)
 REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
 Order = Annotated[int, at_least(2), at_most(4)]  # n of an n-gram
-NotNegative = Annotated[int, at_least(0)]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SourceConfig(Settings):
     streaming: bool = True
     layout: Layout = "auto"
     column: str | None = None
-    template: Literal["tokenizer", "vicuna"] = "tokenizer"
+    template: ChatTemplate = "tokenizer"
     max_records: Count | None = None
 
     def __post_init__(self) -> None:
@@ -116,55 +116,6 @@ class DataConfig(SourceConfig):
                 own = {f.name: getattr(part, f.name) for f in fields(SourceConfig)}
                 own |= {"heldout_fraction": self.heldout_fraction, "cache_dir": self.cache_dir}
                 yield name, part.weight, DataConfig(**own)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig(TargetConfig):
-    """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
-
-    # model directory or Hub name: a causal LM of transformers whose forward takes past_key_values
-    target: Model = free()
-    # whose user turns, or beginnings of plain texts, are the prompts; held-out records are left out; it may grow
-    data: DataConfig = free()
-    # conversations: answer all user turns, each after the target's own answers, or the first
-    turns: Literal["all", "first"] = "all"
-    prefix_tokens: Count = 64  # plain text: tokens of a text to continue; of a text shorter than twice that, half
-    max_new_tokens: Count = 512  # per answer
-    greedy_tokens: NotNegative = 4  # the first of every answer are the likeliest tokens, the rest are sampled
-    temperature: float = 1.0  # of the sampled tokens
-    top_k: int = 0  # sample among the k likeliest tokens; 0: all
-    top_p: float = 1.0  # sample among the likeliest tokens that together have this probability; 1: all
-    keep_truncated: bool = True  # false: drop answers that reached max_new_tokens without an end
-    top_k_logits: NotNegative = 0  # also keep the target's k largest log-probabilities at every token, for distillation
-    batch_size: Count = free(32)  # prompts decoded together by one process
-    # prompts in one file; a killed process repeats at most shard_size + batch_size - 1
-    shard_size: Count = free(512)
-    dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
-    device_map: str | None = free(None)  # auto spreads a large target over all GPUs of one process
-    seed: Seed = 0  # with a prompt's id it decides the answer
-    out_dir: str = free("runs/generate_responses")  # where everything goes
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        weights = {name: weight for name, weight, _ in self.data.parts()}
-        require(
-            len(set(weights.values())) <= 1,
-            "data.mix weights",
-            weights,
-            "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
-        )
-        _ = self.sampling  # has checks of its own
-
-    def small(self, models: Path) -> Self:
-        """A few short answers of a tiny target."""
-        limits = self.cut(prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8)
-        given: dict[str, Any] = {**limits, "data": self.data.small(models)}
-        return replace(self, target=str(models / TARGET), revision=None, **given)
-
-    @property
-    def sampling(self) -> SamplingConfig:
-        """How tokens after the greedy ones are drawn."""
-        return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conf import register
 from conf.options import markdown
-from data_prep.settings import ConvertConfig, GenerateConfig, TrigramConfig
+from data_prep.responses.settings import GenerateConfig
+from data_prep.settings import ConvertConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig

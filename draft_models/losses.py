@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draft_models.settings import Divergence
 from draft_models.target.anatomy import LogitRule
 
 PLAIN = LogitRule()
 IGNORE = -100  # label of a position that is not supervised
 HALF_PRECISION_ZERO = 2.0**-25  # what float16 rounds to 0 is smaller than this, and 0 has no logarithm
-DIVERGENCES = ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation")
+DIVERGENCES = get_args(Divergence)
 
 # (logits of some rows, which rows, whether a gradient is wanted) → (summed loss, its gradient by the logits)
 _Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]

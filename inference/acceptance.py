@@ -15,11 +15,13 @@ from inference.verify import Matching, NodeRule, RandomChance, Rejection, verify
 class Chooser:
     """Chooses the next token after the text, and verifies drafts, for one generation.
 
-    sampler: logits → probabilities (None: plain greedy); generator: its coins, where the sampler samples. naive:
-    verify sampled candidates as if they were chosen, by sampling from p (MCNS) instead of rejection. Text is
-    kept only for processors that read it. plain: it is the likeliest token that is chosen, by the logits alone.
+    sampler: logits → probabilities; None: plain greedy.
+    generator: its coins, where the sampler samples.
+    naive: verify sampled candidates as if they were chosen, by sampling from p (MCNS) instead of rejection.
+    plain: the likeliest token is chosen, by the logits alone.
 
-    Where the target's logits are not finite numbers, what is chosen is no token of the vocabulary.
+    The text is kept only for processors that read it. Where the target's logits are not finite numbers, what is chosen
+    is no token of the vocabulary.
     """
 
     def __init__(self, sampler: Sampler | None = None, generator: random.Random | None = None, *, naive: bool = False):

@@ -13,10 +13,10 @@ def can_capture(device: torch.device) -> bool:
 
 
 class GraphPool:
-    """CUDA graphs that share a stream and their scratch memory; they run one after the other, and live as long as this.
+    """CUDA graphs that share a stream and their scratch memory. They run one after the other, and live as long as this.
 
-    PyTorch frees cuBLAS's workspace of a stream with the first graph of that stream that goes: hence a stream for each
-    pool, and no graph that goes before the others.
+    PyTorch frees cuBLAS's workspace of a stream with the first graph of that stream that goes. Hence there is a stream
+    for each pool, and no graph goes before the others.
     """
 
     def __init__(self) -> None:

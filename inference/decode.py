@@ -22,10 +22,12 @@ from outrider.errors import UserError
 class Round:
     """What one pass of the target committed. The first round of a generation is the prefill.
 
-    tokens: committed ids, never beyond the first EOS or the budget; drafted: proposed tokens; accepted: how
-    many of `tokens` came from the draft; depth: the draft's, so how many could have. Seconds: of the whole
-    round, and of its parts (draft: the drafter's forward passes; structure: everything else that it does; verify: the
-    target's pass and its transfer, in plain decoding the pass alone).
+    tokens: committed ids, never beyond the first EOS or the budget.
+    drafted: proposed tokens. accepted: how many of `tokens` came from the draft.
+    depth: the draft's, so how many could have.
+
+    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: everything else
+    that the drafter does. verify: the target's pass and its transfer; in plain decoding the pass alone.
     """
 
     tokens: tuple[int, ...]
@@ -49,7 +51,7 @@ def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, 
 def until(
     rounds: Iterator[Round], prompt: Sequence[int], first_end: Callable[[Sequence[int], int], int | None]
 ) -> Iterator[Round]:
-    """`rounds` up to and including the token with which the text ends; those behind it were never decoded.
+    """`rounds` up to and including the token with which the text ends; those after it were never decoded.
 
     first_end: of the last n tokens of a text, prompt included, how many there are when it ends, None where it does
     not (see `StopStrings.first_end`).
@@ -75,9 +77,10 @@ def autoregressive(
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
-    """Plain decoding, one token a pass; yields a `Round` per pass. Raises `UserError` as `speculative` does.
+    """Plain decoding, one token a pass. Yields a `Round` per pass. Raises `UserError` as `speculative` does.
 
-    chooser: how tokens are chosen from logits; None: greedily. runtime: how passes run; None: eagerly.
+    chooser: how tokens are chosen from logits; None: greedily.
+    runtime: how passes run; None: eagerly.
     """
     chooser = chooser or Chooser()
     with closing(_new_session(runtime, stack, 0, prompt, max_new_tokens, spare=0)) as session:
@@ -119,8 +122,11 @@ def speculative(
 ) -> Iterator[Round]:
     """Speculative decoding: the tokens, or under sampling their law, are `autoregressive`'s whatever is drafted.
 
-    drafter: a fresh one; chooser: how tokens are chosen from logits, None: greedily; runtime: how passes run, None:
-    eagerly. Raises `UserError` for an impossible length, and where the target's logits are not finite numbers.
+    drafter: a fresh one.
+    chooser: how tokens are chosen from logits; None: greedily.
+    runtime: how passes run; None: eagerly.
+
+    Raises `UserError` for an impossible length, and where the target's logits are not finite numbers.
     """
     session = _new_session(runtime, stack, drafter.split, prompt, max_new_tokens, spare=drafter.max_rows)
     with closing(session):

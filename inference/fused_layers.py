@@ -20,8 +20,8 @@ ROWS = 8  # the row count the layout is chosen for; it serves 1 to 32 rows nearl
 class PackedLinear(nn.Module):
     """A linear layer without gradient whose weight is in oneDNN's blocked layout.
 
-    PyTorch's plain path hands few-row products to a BLAS that reads a [out, in] weight at well under memory
-    speed and gets slower with every row; the blocked layout reads it once, whatever the number of rows.
+    PyTorch's plain path hands few-row products to a BLAS. That reads a [out, in] weight at well under memory speed and
+    gets slower with every row. The blocked layout reads it once, whatever the number of rows.
     """
 
     def __init__(self, linear: nn.Linear):

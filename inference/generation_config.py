@@ -1,8 +1,8 @@
 """What of the target's generation config acts when it decodes greedily, taken over into every arm.
 
-A model comes with more than weights: Qwen2.5-Instruct, for one, with a repetition penalty of 1.05, which its user's
-`model.generate(do_sample=False)` obeys. So do all arms here. transformers' `generate` runs the target's own config, in
-which only lengths, end tokens and sampling are replaced (`generate_settings`); ours make the same logits processors
+A model comes with more than weights. Example: Qwen2.5-Instruct has a repetition penalty of 1.05, and
+`model.generate(do_sample=False)` obeys it. So do all arms here. transformers' `generate` runs the target's own config,
+in which only lengths, end tokens and sampling are replaced (`generate_settings`). Ours make the same logits processors
 from the same fields, in `generate`'s order (`make_processors`). What is another way of decoding altogether is refused.
 """
 
@@ -88,9 +88,9 @@ def _suppress_at_begin(tokens: Any, text: _Text) -> LogitsProcessor:
     return SuppressTokensAtBeginLogitsProcessor(tokens, begin, device=text.device)
 
 
-# The fields that act on the choice of a token: the value that does nothing, as None does, and what it makes of a value;
-# None: nothing, for want of an end token. In the order in which `generate` applies them; the last one comes behind the
-# warpers there, none of which minds that all scores are shifted.
+# The fields that act on the choice of a token: the value that does nothing, as None does, and what it makes of a value.
+# It makes None where an end token is wanting. They stand in the order in which `generate` applies them. The last one
+# comes after the warpers there, none of which minds that all scores are shifted.
 _ACTING: dict[str, tuple[Any, Callable[[Any, _Text], LogitsProcessor | None]]] = {
     "sequence_bias": (None, lambda bias, _: SequenceBiasLogitsProcessor(bias)),
     "encoder_repetition_penalty": (1, lambda p, text: EncoderRepetitionPenaltyLogitsProcessor(p, text.prompt)),
@@ -145,7 +145,7 @@ def inherit(
 ) -> Inherited:
     """What the target `source` brings along, where neither `sampling` nor `stops` says otherwise.
 
-    eos: the ids that end a text; vocabulary: its size; ignore: take nothing over. Raises `UserError` naming field and
+    eos: the ids that end a text. vocabulary: its size. ignore: take nothing over. Raises `UserError` naming field and
     value for what no arm can decode by, and for values that transformers cannot use.
     """
     own = read_generation_config(source, revision)

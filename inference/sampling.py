@@ -45,10 +45,11 @@ _IGNORE_CONTEXT = (
 class Sampler:
     """`config` and the user's `processors`, ready to apply.
 
-    own: what the target's generation config asks for (see `inference.generation_config`), before what `config` does. As
-    in `generate`, a processor of the user replaces the one of its type among those, the others come before the warpers,
-    and greedy decoding has no warpers. A processor must be a function of its arguments: one that remembers earlier
-    calls would mix branches.
+    own: what the target's generation config asks for (see `inference.generation_config`), before what `config` does.
+
+    As in `generate`, a processor of the user replaces the one of its type among those. The others come before the
+    warpers, and greedy decoding has no warpers. A processor must be a function of its arguments: one that remembers
+    earlier calls would mix branches.
     """
 
     def __init__(
@@ -133,9 +134,12 @@ def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tenso
 def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
     """Draw from each row of weights [m, V] ≥ 0 by its inverse distribution function.
 
-    uniforms: float64 [m, k] in [0, 1), or one number for a single draw from each row. Returns tokens [m, k]: the
-    first one at which the row's running sum exceeds that share of its total; −1 only where a row has no weight at all.
-    The sums are in float64: a token's share is off by some V · 2⁻⁵³ of the total at most. No transfer from a GPU.
+    uniforms: float64 [m, k] in [0, 1), or one number for a single draw from each row.
+    Returns tokens [m, k]: the first one at which the row's running sum exceeds that share of its total, −1 only where a
+    row has no weight at all. Example: weights (1, 3) and uniform 0.5 give token 1, as 1 is not more than 2 but 4 is.
+
+    The sums are in float64. A token's share is off by some V · 2⁻⁵³ of the total at most. There is no transfer from a
+    GPU.
     """
     sums = _running_sums(weights)
     found = torch.searchsorted(sums, sums[:, -1:] * uniforms, right=True).clamp_(max=weights.shape[-1] - 1)

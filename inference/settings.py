@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
+from data_prep.settings import PromptTemplate
 from draft_models.settings import TARGET, Dtype, RehearsedConfig
 from inference.drafters.registry import KINDS, Kind
 from outrider.errors import require, require_choice
@@ -24,11 +25,11 @@ from outrider.settings import (
     require_default,
 )
 
-PromptTemplate = Literal["auto", "tokenizer", "vicuna", "none"]
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)
 # A size that is chosen from costs measured at start and from acceptance (see inference/auto/). Greedy tokens never
-# depend on it, nor does the law of sampled ones; but which tokens a seed draws does, and so on the machine's speed.
+# depend on it, nor does the law of sampled ones. Which tokens a seed draws depends on it, and so on the machine's
+# speed.
 AUTO: Final = "auto"
 Size = Count | Literal["auto"]
 MOST_NODES = 63  # that "auto" considers: with the root 64 rows
@@ -84,6 +85,7 @@ class StopConfig(Settings):
 
 
 Draw = Literal["with_replacement", "without_replacement", "top_k"]
+DRAWS = get_args(Draw)
 _GROWN = ("opt_tree", "token_graph")  # structures that grow where q is large
 
 

@@ -12,9 +12,9 @@ from outrider.errors import UserError
 class StopStrings:
     """Finds the token with which the first of `stops` is complete, as `generate(stop_strings=stops)` does.
 
-    The rule (`StopStringCriteria`) is a function of the last `span` tokens, prompt and new text alike: their pieces,
-    joined, hold a stop string whose end lies in the last piece. What a tokenizer's `decode` makes of a longer text,
-    where it cleans up spaces for one, is no part of it. Raises `UserError` for stops that no token can end.
+    The rule (`StopStringCriteria`) is a function of the last `span` tokens, prompt and new text alike. Their pieces,
+    joined, must hold a stop string whose end lies in the last piece. What a tokenizer's `decode` makes of a longer text
+    is no part of it: it may clean up spaces, for example. Raises `UserError` for stops that no token can end.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase):
@@ -33,8 +33,8 @@ class StopStrings:
     def first_end(self, text: Sequence[int], new: int) -> int | None:
         """How many of the last `new` tokens of `text` there are when the text first ends; None: it goes on.
 
-        text: the prompt's tokens and all new ones. The rule is asked once, about all tokens that can be a stop's end,
-        but for the first few tokens of a text; most often there is none.
+        text: the prompt's tokens and all new ones. Except for the first few tokens of a text, the rule is asked once,
+        about all tokens that can be a stop's end. Most often there is none.
         """
         before = len(text) - new
         counts = [count for count in range(1, new + 1) if text[before + count - 1] in self._may_end]

@@ -26,15 +26,16 @@ class HasHidden(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One drafted token as a stop rule sees it; tensors stay on the device until a rule looks at them.
+    """One drafted token as a stop rule sees it. Tensors stay on the device until a rule looks at them.
 
-    Of a tree's level it is the node that the target will most likely go through as far as the structure knows: the
-    largest p̂ of an OPT-Tree or token graph; where no p̂ is computed the level's first node, which is what a chain would
-    have drafted: in a fixed shape the likeliest child of the likeliest child …, in a drawn k-config tree the first draw
-    under the first draw ….
+    Of a tree's level it is the node that the target will most likely go through, as far as the structure knows. In an
+    OPT-Tree or token graph that is the largest p̂. Where no p̂ is computed it is the level's first node, which is what
+    a chain would have drafted. In a fixed shape that is the likeliest child of the likeliest child …. In a drawn
+    k-config tree it is the first draw under the first draw ….
 
-    drafted: how many tokens the path to it has, this one included: the draft's depth so far; token [1]; logits [1, V]
-    it was taken from; source: has the hidden states behind them, at `row` of those it was fed last.
+    drafted: how many tokens the path to it has, this one included, which is the draft's depth so far.
+    token [1]; logits [1, V] that it was taken from.
+    source: has the hidden states that the logits were computed from, at `row` of those it was fed last.
     """
 
     drafted: int
@@ -99,12 +100,13 @@ class Confidence:
 class BetaThompson:
     """Thompson sampling on "is the next draft token right?" with a Beta posterior (EESD, Algorithm 2).
 
-    After each drafted token θ ~ Beta(α, β) and χ ~ Bernoulli(θ); χ = 0 ends the draft. With |Q_d| tokens (of a
-    tree: levels) drafted and |Q_v| accepted, α += r and β += n − r, where n = min(|Q_v| + 1, |Q_d|) were tested and
+    After each drafted token θ ~ Beta(α, β) and χ ~ Bernoulli(θ). χ = 0 ends the draft. Say |Q_d| tokens (of a tree:
+    levels) were drafted and |Q_v| accepted. Then n = min(|Q_v| + 1, |Q_d|) were tested, α += r and β += n − r, and
 
-    - update="natural": r = |Q_v|, each tested token is one Bernoulli trial;
-    - update="printed": r = max(|Q_v| − 1, 0) as in the paper, clamped because α must stay positive. It
-      charges a failure even to a fully accepted draft, so it drafts shorter.
+    - update="natural": r = |Q_v|. Each tested token is one Bernoulli trial. Example: of 5 tokens 3 are accepted, so 4
+      were tested, α += 3 and β += 1;
+    - update="printed": r = max(|Q_v| − 1, 0) as in the paper, clamped because α must stay positive. It charges a
+      failure even to a fully accepted draft, so it drafts shorter.
     """
 
     def __init__(self, max_draft: int, alpha: float, beta: float, update: str, generator: random.Random):
@@ -127,12 +129,15 @@ class BetaThompson:
 class CalibratedThompson:
     """Thompson sampling with a model's word and the sample's (EESD, Algorithm 3).
 
-    θ ~ N(μ, σ²) clamped to [0, 1], with μ = w θ_M + (1 − w) θ̂, w = σ_S²/(nσ_M² + σ_S²), σ² = σ_M²σ_S²/(σ_S² + nσ_M²):
+    θ ~ N(μ, σ²) clamped to [0, 1], with μ = w θ_M + (1 − w) θ̂, w = σ_S²/(nσ_M² + σ_S²), σ² = σ_M²σ_S²/(σ_S² + nσ_M²).
     θ_M is the calibration head's probability for this very token, θ̂ what has been observed, n the number of
-    verifications, so the head rules at first and experience later. mean="sample": θ̂ is the share of tested
-    tokens that were right, θ̂_0 counting as one; mean="printed": the paper's running mean, which only ever sees
-    successes and so rises to 1. evidence="model" keeps n at 0 (the head alone), "sample" takes σ_M to infinity (what
-    was observed alone): the paper's ablations. One transfer per drafted token.
+    verifications. So the head rules at first and experience later: w = 1 at n = 0.
+
+    mean="sample": θ̂ is the share of tested tokens that were right, θ̂_0 counting as one. mean="printed": the paper's
+    running mean, which only ever sees successes and so rises to 1.
+
+    evidence="model" keeps n at 0 (the head alone). evidence="sample" takes σ_M to infinity (what was observed alone).
+    These are the paper's ablations. There is one transfer per drafted token.
     """
 
     def __init__(

@@ -12,14 +12,17 @@ ROOT = -1  # the parent of a first draft token: the last committed token
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A draft of n nodes; parents come before children, siblings have different tokens.
+    """A draft of n nodes. Parents come before children, siblings have different tokens.
 
-    tokens [n] int64; parents: index of each node's parent, `ROOT` for a child of the root. A chain is the
-    tree with parents (−1, 0, 1, …). rows: under which row number the source was fed each node, −1 where it
-    never was. path_probs [n]: p̂, the product of q along each node's path, where the structure computed it.
-    q: for sampled drafts, the distribution [V] that the children of a node (or `ROOT`) were drawn from, in
-    order of their index; empty for a deterministic draft, whose candidates are point masses. draws: drawn with
-    replacement, the child that each draw of a node hit, in order: equal draws are one node, listed again.
+    tokens [n] int64.
+    parents: index of each node's parent, `ROOT` for a child of the root. A chain is the tree with parents (−1, 0, 1,
+    …).
+    rows: under which row number the source was fed each node, −1 where it never was.
+    path_probs [n]: p̂, the product of q along each node's path, where the structure computed it.
+    q: for sampled drafts, the distribution [V] that the children of a node (or `ROOT`) were drawn from, in order of
+    their index. It is empty for a deterministic draft, whose candidates are point masses.
+    draws: of draws with replacement, the child that each draw of a node hit, in order. Equal draws are one node, listed
+    again. Example: a root that drew the tokens 7, 9, 7 has the children 0 and 1, and the draws (0, 1, 0).
     """
 
     tokens: Tensor
@@ -53,7 +56,7 @@ class OptimalTree(DraftTree):
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """The depths of the root, 0, and of every node, which stands behind its parent: n + 1 of them."""
+    """The depths of the root, which is 0, and of every node, n + 1 of them. A node stands after its parent."""
     found = [0]
     for parent in parents:
         found.append(found[parent + 1] + 1)

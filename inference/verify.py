@@ -1,17 +1,20 @@
 """Verification rules: pure functions from a draft and the target's opinion to what is accepted.
 
-Under sampling all rules are one recursion. At a node whose target distribution is p, with candidates x_1, x_2, …
-drawn from q_1, q_2, …: start from r = p; accept x_i with probability min(1, r(x_i) / q_i(x_i)), else
-r ← norm(max(r − q_i, 0)); if all are rejected, emit a sample from r. Whatever the q_i are, the emitted token has
-law p exactly. The rules differ in what they take q_i to be:
+Under sampling all rules are one recursion. Take a node whose target distribution is p, with candidates x_1, x_2, …
+drawn from q_1, q_2, …. Start from r = p. Accept x_i with probability min(1, r(x_i) / q_i(x_i)), else set
+r ← norm(max(r − q_i, 0)). If all are rejected, emit a sample from r. The emitted token has law p exactly, whatever the
+q_i are. Example: p = (0.5, 0.5), q = (1, 0), one candidate. It is accepted with probability 0.5; else r = (0, 1), and
+the other token is emitted.
+
+The rules differ in what they take q_i to be:
 
 - with replacement: q_i = q, the candidates are independent draws (one candidate: Leviathan et al. 2023);
 - without replacement: q_1 = q, q_{i+1} = norm(q_i with x_i removed);
 - naive: q_i = the point mass on x_i, so r loses one token at a time. That is sampling from p and accepting the sample
-  if it is among the candidates; it needs no q and is the rule for candidates that were chosen, not drawn.
+  if it is among the candidates. It needs no q and is the rule for candidates that were chosen, not drawn.
 
-(MCSD §3.) The arrays are torch tensors in production. Rejection and matching use only what torch tensors
-and numpy arrays have in common, so that tests run this code on arrays of fractions and sum over every random branch.
+(MCSD §3.) The arrays are torch tensors in production. Rejection and matching use only what torch tensors and numpy
+arrays have in common. So tests run this code on arrays of fractions and sum over every random branch.
 """
 
 import random
@@ -131,9 +134,9 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Matching:
-    """The naive rule, for any candidates however chosen; at every node of a deterministic tree it is sample-and-match.
+    """The naive rule, for any candidates however chosen. At every node of a deterministic tree it is sample-and-match.
 
-    Works on one gathered number per candidate; only the last row is touched as a whole.
+    It works on one gathered number per candidate. Only the last row is touched as a whole.
     """
 
     def acceptance(
@@ -174,14 +177,14 @@ def verify_sampled(
 ) -> tuple[list[int], int]:
     """Verification under sampling: apply `rule` from the root down, then to the children of what it accepted.
 
-    tokens, parents [n]: the draft tree, siblings in draw order; q, p: as in `NodeRule.acceptance`, p being
-    normalised. Returns (accepted nodes in order, the next token). The emitted tokens have exactly the law of
-    sampling from p one by one.
+    tokens, parents [n]: the draft tree, siblings in draw order. q, p: as in `NodeRule.acceptance`, p being normalised.
+    Returns (accepted nodes in order, the next token). The emitted tokens have exactly the law of sampling from p one by
+    one.
 
     draws: for candidates drawn with replacement, the child that each draw of a parent hit (`DraftTree.draws`).
-    at_once: find the acceptance probabilities of all nodes in one batch, so that a round takes two transfers
-    from the device; otherwise only those of visited nodes, one transfer each, which is less work. Default: at
-    once unless p is on the CPU.
+    at_once: find the acceptance probabilities of all nodes in one batch, so that a round takes two transfers from the
+    device. Otherwise only those of visited nodes are found, which is less work, but one transfer each. Default: at once
+    unless p is on the CPU.
     """
     children: dict[int, Sequence[int]] = dict(draws or {})
     if not children:

@@ -94,15 +94,18 @@ class Model:
     ) -> Iterator[str]:
         """Pieces of the text that follows `prompt`, each as soon as a round has decided it.
 
-        prompt: a text to continue, or a conversation, to which the tokenizer's chat template is put. The options are
-        transformers' and mean the same; top_k=0 keeps all tokens. What the target's own generation config says of
-        greedy decoding holds unless an option says otherwise. seed: of sampling; it gives the same text again. The
-        text ends with an end token, which is not shown, or with one of stop_strings, which is. Raises `UserError` for
-        options that do not go together, and where the context is too short.
+        prompt: a text to continue, or a conversation, to which the tokenizer's chat template is put.
+        The options are transformers' and mean the same; top_k=0 keeps all tokens. What the target's own generation
+        config says of greedy decoding holds unless an option says otherwise.
+        seed: of sampling. The same seed gives the same text again.
+
+        The text ends with an end token, which is not shown, or with one of stop_strings, which is.
+
+        Raises `UserError` for options that do not go together, and where the context is too short.
         """
         sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids = _render(self.tokenizer, turns, not isinstance(prompt, str))
+        turns, template = ([prompt], "none") if isinstance(prompt, str) else (prompt, "auto")
+        ids = render_prompt(turns, self.tokenizer, template)
         rounds = self._decode(ids, sampling, max_new_tokens, tuple(stop_strings), Streams(seed).within(self.name))
         return self._pieces(rounds)
 
@@ -125,7 +128,7 @@ class Model:
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
             config = replace(self.config, out_dir=folder, **options)
             with suppress(SystemExit):  # not lossless: the report says so
-                evaluate_checkpoint(config, asked, _render)
+                evaluate_checkpoint(config, asked)
             report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
         return report
 
@@ -204,9 +207,12 @@ def load(
 
     source: the directory of an early-exit drafter, which knows its target, or else a target: a directory, Hub name or
     GGUF file.
-    method: a preset of conf/method, such as "eesd_beta", or settings of your own; None: eesd_beta for a drafter,
-    vanilla with a small_lm, ngrams with a table, prompt_lookup with neither. target: where the drafter's target is now.
-    small_lm, table, drafters: as evaluate-checkpoint's options. Raises `UserError` for what is missing or unusable.
+    method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_beta for a drafter,
+    vanilla with a small_lm, ngrams with a table, prompt_lookup with neither.
+    target: where the drafter's target is now.
+    small_lm, table, drafters: as evaluate-checkpoint's options.
+
+    Raises `UserError` for what is missing or unusable.
     """
     is_drafter = (Path(source) / META_FILE).is_file()
     require(is_drafter or target is None, "target", target, f"None: {source} is no drafter (it has no {META_FILE})")
@@ -235,10 +241,6 @@ def preset(name: str) -> MethodConfig:
         raise UserError(f"method={name}: no such preset; there are {', '.join(sorted(known))}")
     method: MethodConfig = construct(MethodConfig, OmegaConf.to_container(OmegaConf.load(known[name])))
     return method
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, turns: Messages, chat: bool) -> list[int]:
-    return render_prompt(turns, tokenizer, "auto" if chat else "none")
 
 
 def _sampling(

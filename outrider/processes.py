@@ -64,9 +64,9 @@ def only_run_of(state: PartialState, folder: Path, what: str) -> Iterator[None]:
 def _leave() -> None:
     """Let the communication threads finish before the interpreter shuts down.
 
-    gloo's threads drop the tensors of a collective after it has returned and need the interpreter for it; one
-    that asks too late aborts a process that had succeeded. Nothing joins them: DistributedDataParallel keeps
-    its process group alive, destroyed or not.
+    gloo's threads drop the tensors of a collective after it has returned, and need the interpreter for it. One that
+    asks too late aborts a process that had succeeded. Nothing joins them: DistributedDataParallel keeps its process
+    group alive, destroyed or not.
     """
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

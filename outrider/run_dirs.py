@@ -128,7 +128,7 @@ def changes(
 def check_identity(before: Any, now: Mapping[str, Any], where: Path, config: Settings | None = None) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
-    An option of `config`, the settings of now, that `before` lacks is new: it had its default then. Entries of
+    An option of `config`, the settings of now, that `before` lacks is new. It had its default then. Entries of
     `_RECORDED_LATER` that `before` lacks are no reason to refuse, but a warning says so.
     """
     if not isinstance(before, Mapping):

@@ -16,7 +16,7 @@ import numpy as np
 class Streams:
     """The streams of one generation, or of a whole run (prompt "", repeat 0).
 
-    prompt: the prompt's id; repeat: the how-manieth time it is continued; path: what all of them are for, such as the
+    prompt: the prompt's id. repeat: the how-manieth time it is continued. path: what all of them are for, such as the
     name of an arm (see `within`).
     """
 

@@ -32,8 +32,8 @@ def code_version() -> str:
 def code_history(before: Any, where: Path) -> list[str]:
     """The versions of the code by which a run that goes on in `where` was made, `before` and now.
 
-    Another version than the last is said on one line and not refused: a run of a week is to survive the repair of
-    something that it does not use, and whoever reads the line knows whether it is that.
+    Another version than the last is said on one line and not refused. A run of a week is to survive the repair of
+    something that it does not use. Whoever reads the line knows whether it is that.
     """
     now = code_version()
     before = before if isinstance(before, list) else []  # whatever a damaged record says

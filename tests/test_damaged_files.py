@@ -153,7 +153,7 @@ def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = on_target(folder, checkpoint=str(file.parent), target=None, methods={"m": MethodConfig()})
 
     def read() -> None:
-        heldout_fraction(config, 0.5)
+        heldout_fraction(config)
         subject = find_subject(config)
         load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
         run_settings(config, subject, [])

@@ -23,8 +23,8 @@ BEST_FOLDER = "best"
 class Best:
     """The trained weights with the highest τ so far, in one file that is the old one or all of the new.
 
-    They count for this very `run` only; a killed run finds them again. Evaluations are a function of the step, so
-    those a resumed run repeats change nothing.
+    They count for this very `run` only. A killed run finds them again. Evaluations are a function of the step, so those
+    that a resumed run repeats change nothing.
     """
 
     def __init__(self, folder: Path, run: Mapping[str, Any], config: Settings | None = None):

@@ -230,8 +230,8 @@ class CalibrationModel(nn.Module):
     def forward(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, labels: Tensor) -> Batch:
         """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy + l2 · ‖weights‖² each, a convex problem.
 
-        Inputs are rows of `Examples`. Thousands of weights stand against tens of thousands of tokens, so without
-        l2 a head is surer than it should be.
+        Inputs are rows of `Examples`. Thousands of weights stand against tens of thousands of tokens. So without l2 a
+        head is surer than it should be.
         """
         keep = labels != IGNORE
         target = (target_hidden[keep].float() - self.mean_target) / self.scale_target

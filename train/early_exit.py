@@ -39,7 +39,7 @@ from train.watch import MovedNorms, decode_metrics, heldout_prompts, target_choi
 
 @rehearsable
 def train_early_exit(config: EesdConfig) -> None:
-    """Train an exit layer as `config` says; the drafter is `config.out_dir` itself (see `draft_models.checkpoint`).
+    """Train an exit layer as `config` says. The drafter is `config.out_dir` itself (see `draft_models.checkpoint`).
 
     With `decode_prompts` it holds the weights with the highest τ of all evaluations, else the last ones. Raises
     `UserError` for an unusable target, data set or directory, before any weight is read.
@@ -146,10 +146,13 @@ def save_drafter(
 class Watch:
     """What is watched while training, on the main process: the number that training is for.
 
-    top1: share of held-out supervised positions at which the drafter's argmax is the text's next token; norms_moved
-    (`MovedNorms`). With `decode_prompts` the whole target is loaded too, for more: top1_target, the same share against
-    the target's own argmax, and real decoding's tau and acceptance by position (`decode_metrics`); `best` then keeps
-    the weights. Make it before `fit`: DeepSpeed shares out every module made after it has begun.
+    top1: share of held-out supervised positions at which the drafter's argmax is the text's next token.
+    norms_moved: see `MovedNorms`.
+    With `decode_prompts` the whole target is loaded too, for more:
+    top1_target: the same share against the target's own argmax.
+    tau and acceptance by position: real decoding's (`decode_metrics`). `best` then keeps the weights.
+
+    Make it before `fit`: DeepSpeed shares out every module made after it has begun.
     """
 
     def __init__(

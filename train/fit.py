@@ -1,7 +1,7 @@
 """The one way anything is trained here: `fit`, from an empty directory or a checkpoint to the last step.
 
-The loop itself is in train/loop.py. Around it stand checkpoints that are complete or absent and hold only what is
-trained, a data order that is a pure function of (seed, step), evaluations, and one line per logging step.
+The loop itself is in train/loop.py. Around it stand four things: checkpoints that are complete or absent and hold only
+what is trained; a data order that is a pure function of (seed, step); evaluations; one line per logging step.
 """
 
 import shutil
@@ -57,22 +57,24 @@ def fit(
     evaluate: Evaluate | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> FitResult:
-    """Train `model` in place on `rows`; call it on every process.
+    """Train `model` in place on `rows`. Every process calls it.
 
-    model: `forward(**row batch)` returns {"loss_sum": scalar}, the loss SUMMED over the supervised
-    positions (labels != IGNORE); the loop divides by their number in the global batch. Only parameters that
-    require a gradient are trained, saved and restored.
-    identity: JSON-able, what besides `config` decides the result (data, model, their seeds); a resumed run
-    must agree on it. That the code is another version's is warned about, and recorded in every checkpoint.
+    model: `forward(**row batch)` returns {"loss_sum": scalar}, the loss SUMMED over the supervised positions (labels !=
+    IGNORE). The loop divides it by their number in the global batch. Only parameters that require a gradient are
+    trained, saved and restored.
+    identity: JSON-able, what decides the result besides `config`: data, model, their seeds. A resumed run must agree on
+    it. Another version of the code is warned about, and recorded in every checkpoint.
     settings: what `identity` is made of (see `run_dir.open_run`).
-    evaluate: called with the model in eval mode, without gradients, and the steps it has been trained for, on every
-    process, every `eval_every` steps and at the end; its numbers are logged as eval_<name>.
-    on_step: told, on every process, the number (from 0) of each optimizer step before it begins.
+    evaluate: called on every process, every `eval_every` steps and at the end. The model is then in eval mode, without
+    gradients. It gets the steps that the model has been trained for. Its numbers are logged as eval_<name>.
+    on_step: told the number (from 0) of each optimizer step before it begins, on every process.
 
-    Leaves in `out_dir`, which the caller keeps other runs out of: checkpoint-<step> directories and log.jsonl. A
-    killed run continued with `resume=True` ends with the bits of an uninterrupted one (same machine, same number of
-    processes). Raises `UserError` when the loss stops being finite, when a batch has no supervised token, and when a
-    checkpoint cannot be written.
+    Leaves checkpoint-<step> directories and log.jsonl in `out_dir`, which the caller keeps other runs out of. A killed
+    run continued with `resume=True` ends with the bits of an uninterrupted one, on the same machine with as
+    many processes.
+
+    Raises `UserError` when the loss stops being finite, when a batch has no supervised token, and when a checkpoint
+    cannot be written.
     """
     if not len(rows):
         raise UserError("data: no rows to train on; check the data set, its split and the length limits")

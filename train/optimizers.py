@@ -60,8 +60,8 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
         return adamw
     if not matrices:
         raise UserError("optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw")
-    # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)), so
-    # muon_lr keeps its meaning across widths; "match_rms_adamw" would tie it to AdamW's scale instead.
+    # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)). So muon_lr
+    # keeps its meaning across widths. "match_rms_adamw" would tie it to AdamW's scale instead.
     muon = torch.optim.Muon(
         matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
     )

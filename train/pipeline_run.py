@@ -38,9 +38,10 @@ class Record:
 def run_pipeline(config: PipelineConfig) -> None:
     """Run the steps that are not done yet, in order, and write `SUMMARY`.
 
-    A step is done when its product is there and it was made from the products that are there now. Raises `UserError`
-    for a directory that holds a run not to be resumed or made with other options, and for a step that fails, naming
-    it and its log; the summary then says how far it came.
+    A step is done when its product is there and it was made from the products that are there now.
+
+    Raises `UserError` for a directory that holds a run not to be resumed or made with other options. Also raises it for
+    a step that fails, naming it and its log; the summary then says how far it came.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("pipeline: started as several processes; start one, its steps are processes of their own")

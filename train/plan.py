@@ -46,7 +46,7 @@ class Plan:
 def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> Plan:
     """The plan of `config` for a target of this shape.
 
-    Matrices cost 2 operations a parameter and token forward and 4 backward, frozen ones 2; attention over seq_len
+    Matrices cost 2 operations a parameter and token forward and 4 backward, frozen ones 2. Attention over seq_len
     tokens costs 2 · 2 · seq_len/2 · d a token and layer forward, as keys and values are seen half on average.
     """
     layers = list(exit_layers(target, exit_layer))

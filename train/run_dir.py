@@ -1,9 +1,9 @@
 """The protocol of a training run's out_dir: what a complete checkpoint is, and when a run may use it.
 
-A checkpoint is a directory `checkpoint-<step>` that got its name by a rename after its last byte was
-written, so whatever carries such a name is complete. A command holds its out_dir while it runs (see
-`outrider.run_dirs.only_run`); what is half-written lies in a directory of one process's own all the same.
-Light: an entry asks here before heavy imports.
+A checkpoint is a directory `checkpoint-<step>`. It got its name by a rename after its last byte was written, so
+whatever carries such a name is complete. A command holds its out_dir while it runs (see `outrider.run_dirs.only_run`).
+What is half-written lies in a directory of one process's own all the same. This module is light: an entry asks here
+before heavy imports.
 """
 
 import os
@@ -33,7 +33,7 @@ def checkpoints(out_dir: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps behind `checkpoint`."""
+    """Optimizer steps that led to `checkpoint`."""
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
@@ -59,10 +59,11 @@ def require_free(out_dir: Path, resume: bool) -> None:
 def open_run(out_dir: Path, identity: Mapping[str, Any], resume: bool, settings: Settings | None = None) -> Path | None:
     """Make `out_dir` ready and say where the run starts: its newest checkpoint, or None for the beginning.
 
-    `identity`: JSON-able, everything that decides the result (configs, data, seeds); `settings`: the config that it
-    is made of, for options newer than the run (see `check_identity`). Raises `UserError` when
-    the directory cannot be written, when it holds another run's checkpoints and `resume` is off, or when the
-    run to resume was started with something else, naming each difference.
+    identity: JSON-able, everything that decides the result: configs, data, seeds.
+    settings: the config that it is made of, for options newer than the run (see `check_identity`).
+
+    Raises `UserError` when the directory cannot be written, when it holds another run's checkpoints and `resume` is
+    off, and when the run to resume was started with something else; each difference is named.
     """
     require_free(out_dir, resume)
     found = checkpoints(out_dir)
@@ -87,7 +88,9 @@ def finished(
 ) -> bool:
     """Whether a run of the same `identity` has already left its report in `out_dir`: nothing is to be done then.
 
-    `report`: name of a JSON file, written last, whose "settings" are the identity; `settings`: as for `open_run`.
+    report: name of a JSON file, written last, whose "settings" are the identity.
+    settings: as for `open_run`.
+
     Raises `UserError` for an `out_dir` that cannot be written or holds a finished run that is not to be resumed.
     """
     require_writable(out_dir)

@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from data_prep.settings import DataConfig
-from draft_models.settings import EARLY_EXIT, SMALL_LM, TARGET, Dtype, Model, RehearsedConfig, TargetConfig
+from draft_models.settings import (
+    EARLY_EXIT,
+    SMALL_LM,
+    TARGET,
+    Divergence,
+    Dtype,
+    FloatDtype,
+    Model,
+    RehearsedConfig,
+    TargetConfig,
+)
 from outrider.errors import require
 from outrider.settings import Count, Named, Positive, RunConfig, Settings, Share, at_least, free
 from train.fit_settings import FitConfig
@@ -38,7 +48,7 @@ class ToyTargetConfig(RunConfig):
     max_positions: Count = 2048  # the context that the model says it has
     minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
     compile: bool | None = free(None)  # the layers, by torch.compile; null: on a GPU, where a C compiler is at hand
-    eval_rows: NotNegative = free(200)  # held-out rows of seq_len tokens behind the final bits per byte; 0: all
+    eval_rows: NotNegative = free(200)  # held-out rows of seq_len tokens that give the final bits per byte; 0: all
     sample_tokens: NotNegative = free(160)  # greedy text printed at the end; 0: none
 
     def __post_init__(self) -> None:
@@ -71,11 +81,11 @@ class EesdConfig(TargetConfig):
     # the paper's, on the text's tokens; kl: from the whole target, run as well
     objective: Literal["cross_entropy", "kl"] = "cross_entropy"
     # of the target's layers, which are not trained
-    frozen_dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    frozen_dtype: FloatDtype = "bfloat16"
     seq_len: Width = 2048  # tokens of a row
-    eval_rows: Count = free(64)  # held-out rows behind eval_top1
+    eval_rows: Count = free(64)  # held-out rows that give eval_top1
     eval_batch_rows: Count = free(4)  # held-out rows run together
-    # held-out prompts behind eval_tau, which chooses the drafter; 0 never loads the target
+    # held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target
     decode_prompts: NotNegative = 0
     decode_tokens: Count = 64  # new ones of each of those prompts
     plan: bool = free(False)  # only say what it would read, hold and compute; needs no weights
@@ -139,7 +149,7 @@ class CalibrateConfig(RehearsedConfig):
         return replace(self, checkpoint=str(models / EARLY_EXIT), target=None, revision=None, **given)
 
 
-Objective = Literal["cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
+Objective = Literal["cross_entropy", Divergence]
 OBJECTIVES = get_args(Objective)
 
 
@@ -205,7 +215,7 @@ class FinetuneConfig(TargetConfig):
     lora_alpha: Positive | None = None  # null: 2 · lora_rank
     frozen_dtype: Dtype = "auto"  # of the target; auto: float32 on a CPU, else its own
     seq_len: Width = 2048  # tokens of a row
-    decode_prompts: Count = 16  # held-out prompts behind eval_tau, which chooses the drafter
+    decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the drafter
     decode_tokens: Annotated[int, at_least(2)] = 64  # new ones of each of those prompts; the first is the prefill's
     out_dir: str = free("runs/finetune_drafter")  # where everything goes
 

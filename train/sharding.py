@@ -1,7 +1,7 @@
 """Models whose parameters a launcher has shared out over the processes: DeepSpeed ZeRO-3 and PyTorch's FSDP2.
 
-Everything here is called on every process, does nothing to a model that is whole, and knows the two only by
-the marks they leave on a parameter: `ds_id`, or the type `DTensor`.
+Everything here is called on every process and does nothing to a model that is whole. It knows the two only by the marks
+they leave on a parameter: `ds_id`, or the type `DTensor`.
 """
 
 import copy

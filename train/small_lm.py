@@ -49,7 +49,7 @@ REPORT_FILE = "finetune_drafter.json"  # written last
 
 @rehearsable
 def finetune_drafter(config: FinetuneConfig) -> None:
-    """Train a small LM as `config` says; the drafter is `config.out_dir` itself, a Hugging Face directory.
+    """Train a small LM as `config` says. The drafter is `config.out_dir` itself, a Hugging Face directory.
 
     It holds the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
     target, drafter, data set or directory, before any weight is read.

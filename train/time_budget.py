@@ -55,9 +55,10 @@ def steps_for_minutes(
     """Optimizer steps that take about `minutes` here, at least 1 and at most those `config` asks for.
 
     Compilation, evaluations and checkpoints come on top. The first call measures the steps of a model that `build`
-    makes, which is then thrown away, and leaves the number in `out_dir`; with `resume` it is read from there, so
-    schedules remain functions of the step and a run continued elsewhere ends where it was to end. Call it on every
-    process. clock: seconds; None: real ones, the device's work included.
+    makes, which is then thrown away. It leaves the number in `out_dir`, and with `resume` the number is read from
+    there. So schedules remain functions of the step, and a run continued elsewhere ends where it was to end.
+
+    clock: seconds; None: real ones, the device's work included. Call it on every process.
     """
     file, process = out_dir / STEPS_FILE, join_processes()
     run_dir.require_free(out_dir, resume)

@@ -26,9 +26,9 @@ from outrider.processes import join_processes
 class TopKRows:
     """Rows as `data_prep.text.rows` makes them, in memory (about 6 k bytes a token), and beside each label the law.
 
-    An item has, besides input_ids, labels, positions and documents, int64 [T] each: top_ids int64 [T, k],
-    top_logprobs float32 [T, k] and tail float32 [T], the target's k likeliest next tokens and the probability of all
-    others (see `linear_topk_divergence`). Labels are only where a law is known. `key` identifies the content.
+    An item has input_ids, labels, positions and documents, int64 [T] each. Besides, it has the target's k likeliest
+    next tokens and the probability of all others (see `linear_topk_divergence`): top_ids int64 [T, k], top_logprobs
+    float32 [T, k] and tail float32 [T]. Labels are only where a law is known. `key` identifies the content.
     """
 
     def __init__(self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int) -> None:
@@ -84,8 +84,8 @@ class TopKRows:
 def load_top_k_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> TopKRows:
     """The training split of the first `config.max_records` responses in the files that `config.path` names.
 
-    A response without a law, or whose text is not tokenised as it was generated, is left out; the counts are printed.
-    Raises `UserError` where none is left, or where they were made with different k.
+    A response without a law is left out. So is one whose text is not tokenised as it was generated. The counts are
+    printed. Raises `UserError` where none is left, or where they were made with different k.
     """
     counts = Counter(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised"), 0))
     examples = list(_examples(config, tokenizer, seq_len, counts))

@@ -25,8 +25,8 @@ def decode_metrics(
 ) -> dict[str, float]:
     """Greedy continuations of `prompts` by the target `stack`, drafted by `model`, `WATCHED_DRAFT` tokens a round.
 
-    tau: tokens per target pass, the bonus included; accept_<i>: share of the rounds that drafted an i-th token in
-    which it was accepted.
+    tau: tokens per target pass, the bonus included.
+    accept_<i>: share of the rounds that drafted an i-th token in which it was accepted.
     """
     generations = []
     for prompt in prompts:
@@ -77,7 +77,7 @@ def heldout_prompt(row: dict[str, Tensor], length: int = 128) -> list[int]:
 
 
 def packed_hidden(stack: LayerStack, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-    """A causal LM's hidden states behind its last norm [B, T, d], for packed rows [B, T]."""
+    """A causal LM's hidden states after its last norm [B, T, d], for packed rows [B, T]."""
     stack.reserve(positions.shape[1])
     masks = stack.packed_masks(positions, documents)
     hidden = stack.embed(input_ids, positions)

@@ -206,9 +206,9 @@ class _Runs(NamedTuple):
 def count_order(
     shards: Shards, order: int, vocabulary: int, work: Path, memory: int, min_count: int, max_successors: int | None
 ) -> dict[str, Described]:
-    """Write the array files of one order to work/table; what table.json says of them, by name.
+    """Write the array files of one order to work/table. Returns what table.json says of them, by name.
 
-    memory: bytes for blocks and ranges; a shard's ids, and a 1024th of the n-grams, are taken at once in any case.
+    memory: bytes for blocks and ranges. A shard's ids, and a 1024th of the n-grams, are taken at once in any case.
     Temporary files come and go in work/runs.
     """
     runs = _write_runs(shards, order, vocabulary, memory, work / "runs")

@@ -46,8 +46,11 @@ class Encoder(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A document as text, or a piece of a long one; `ends`: the EOS token follows it, as it follows what a target
-    generates; `continues`: the document of the passage before it goes on."""
+    """A document as text, or a piece of a long one.
+
+    ends: the EOS token follows it, as it follows what a target generates. continues: the document of the passage before
+    it goes on.
+    """
 
     text: str
     ends: bool

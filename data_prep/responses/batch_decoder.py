@@ -91,10 +91,10 @@ class Generator:
         self._takes_positions = "position_ids" in takes
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
-        """Continue each prompt (at least one token); draws: uniform numbers in [0, 1), one per token it may emit.
+        """Continue each prompt (at least one token).
 
-        A batch too large for the device's memory is halved, and so are those after it; a single prompt that is too
-        large fails alone.
+        draws: uniform numbers in [0, 1), one per token it may emit. A batch too large for the device's memory is
+        halved, and so are those after it. A single prompt that is too large fails alone.
         """
         if len(prompts) <= self._fits:
             try:

@@ -24,7 +24,8 @@ from data_prep.responses.directory import (
     prompt_id,
     summarise,
 )
-from data_prep.settings import DataConfig, GenerateConfig
+from data_prep.responses.settings import GenerateConfig
+from data_prep.settings import DataConfig
 from data_prep.text.chat import adds_bos, render_prompt
 from data_prep.text.records import Message, Record
 from data_prep.text.sources import read_records

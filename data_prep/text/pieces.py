@@ -18,8 +18,8 @@ import numpy as np
 PIECE = 2**18  # characters tokenised at once
 _AROUND = 256  # characters on either side of a cut by which it is judged
 _TRIED = 8  # places of each kind
-# A cut is (end of a piece, begin of the next); a space between words may belong to neither, where a tokenizer puts one
-# in front of every text it is given.
+# A cut is (end of a piece, begin of the next). A space between words may belong to neither: some tokenizers put one in
+# front of every text they are given.
 _LINE, _SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=\S) (?=\S)")
 _PLACES = ((_LINE, 1, 1), (_SPACE, 0, 0), (_SPACE, 0, 1))
 

@@ -24,7 +24,7 @@ RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # what generate-responses
 _SETTLED = 2 * 10**9  # nanoseconds: a file written later may be written again under the same time stamp
 
 # Left out: tests and their data, installed packages, and generated tables. The character maps in encodings
-# are near-copies of each other, so held-out ones would be known from training; pydoc_data is one long string.
+# are near-copies of each other, so held-out ones would be known from training. pydoc_data is one long string.
 _NOT_LIBRARY = {
     "site-packages",
     "dist-packages",

@@ -13,12 +13,13 @@ SHOWN = (1, 2, 4, 8, 16, 32, 64)  # the widths a report lists, and those that a 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a round; item w of a curve is a pass over w rows, w = 0 … WIDEST.
+    """Seconds of the parts of a round. Item w of a curve is a pass over w rows, w = 0 … WIDEST.
 
-    step: one draft step (a forward pass of the drafter, and what the structure does with its logits); verify: what
-    the target runs over the root and the draft, the choice of tokens included, which for an early-exit drafter is
-    the layers that the draft has not been through; rest: bookkeeping at the end of a round; plain: one token of
-    autoregressive decoding.
+    step: one draft step: a forward pass of the drafter, and what the structure does with its logits.
+    verify: what the target runs over the root and the draft, the choice of tokens included. For an early-exit drafter
+    that is the layers that the draft has not been through.
+    rest: bookkeeping at the end of a round.
+    plain: one token of autoregressive decoding.
     """
 
     step: tuple[float, ...]
@@ -39,10 +40,11 @@ class Costs:
 def curve(samples: Iterable[tuple[int, float]], *, padded: bool = False) -> tuple[float, ...]:
     """Seconds at widths 0 … `WIDEST`, from `samples` (width, seconds).
 
-    What is `typical` at each of the measured widths, pooled between powers of two (3 and 4, 5 to 8, …), where those
-    that would fall with the width are averaged; linear between, beyond the last as steep as before it (level where
-    that is the only one) and below the first as at the first. padded: passes take as long as the next power of two,
-    which is measured then.
+    Each measured width has its `typical` seconds, pooled between powers of two (3 and 4, 5 to 8, …). Widths whose
+    seconds would fall as the width grows are averaged. Between measured widths the curve is linear. Beyond the last it
+    is as steep as before it, or level where that is the only one. Below the first it is as at the first.
+
+    padded: passes take as long as the next power of two, which is measured then.
     """
     pools: dict[int, list[tuple[int, float]]] = {}
     for width, seconds in samples:

@@ -1,11 +1,11 @@
 """Sizes of drafts chosen from measured costs and observed acceptance, for the most tokens a second.
 
-A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `rest`) and
-emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r), where E[A] comes
-from what was accepted before in this generation (`Evidence`), over a prior measured together with the costs. Plain
-numbers on the host: nothing here touches the device.
+A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `rest`). It
+emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r). E[A] comes from
+what was accepted before in this generation (`Evidence`), over a prior measured together with the costs. Everything is
+plain numbers on the host: nothing here touches the device.
 
-A choice never looks at what this round has drawn: under sampling it follows from earlier rounds, or from q where the
+A choice never looks at what this round has drawn. Under sampling it follows from earlier rounds, or from q where the
 candidates are the likeliest ones, so the emitted law stays exact. Under greedy decoding no choice can change a token.
 """
 
@@ -24,8 +24,8 @@ from inference.tree import ROOT, DraftTree, OptimalTree
 
 LONGEST_CHAIN, DEEPEST = 15, 16  # what "auto" considers, with MOST_NODES
 WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-config tree that "auto" considers
-# Trials that the prior, and the estimate one index before, count for: how often a chain is right is up to the text, how
-# far to trust a q of some size, or a further candidate, more up to the drafter.
+# Trials that the prior, and the estimate one index before, count for. How often a chain is right is up to the text. How
+# far to trust a q of some size, or a further candidate, is more up to the drafter.
 OWN, NEIGHBOUR = 1.0, 10.0
 TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
 BANDS = 14  # of q, two to an octave
@@ -38,10 +38,11 @@ Trials = Iterator[tuple[int, float, bool]]  # index, how many trials, whether on
 
 @dataclass(frozen=True)
 class Tuning:
-    """What choices start from: costs, and a prior: for each index the trials made and how many of them were right.
+    """What choices start from: costs, and a prior. The prior says for each index the trials made and how many were
+    right.
 
-    An index is a position in a chain, the how-manieth candidate of a node in a k-config tree, or a band of q, of which
-    the trials are Σ q over candidates at nodes the target went through: as many accepted ones as q promises.
+    An index is a position in a chain, the how-manieth candidate of a node in a k-config tree, or a band of q. The
+    trials of a band are Σ q over candidates at nodes the target went through: as many accepted ones as q promises.
     """
 
     costs: Costs
@@ -135,7 +136,7 @@ class BestLength:
 
 
 def trials_in_chain(drafted: int, accepted: int) -> Trials:
-    """Every position that was put to the test: those behind a wrong one were not."""
+    """Every position that was put to the test: those after a wrong one were not."""
     return ((index, 1.0, index < accepted) for index in range(min(accepted + 1, drafted)))
 
 
@@ -197,8 +198,9 @@ class TreeGrowth:
     """One round's choices; told every level that was drafted.
 
     What a node is worth is the product of q along its path, every q times how far its like was to be trusted (accepted
-    / Σ q; a greedy target takes a q of 0.8 more often than that, and one of 0.1 less). The next level is expected to
-    hold for each node fed one child, worth as much less than its parent as this level is less than the last.
+    / Σ q). Example: a greedy target takes a q of 0.8 more often than that, and one of 0.1 less. The next level is
+    expected to hold one child for each node fed. The child is worth as much less than its parent as this level is less
+    than the last.
     """
 
     def __init__(self, sizes: TreeSizes, trust: Sequence[float]):
@@ -211,10 +213,11 @@ class TreeGrowth:
     ) -> tuple[int, int]:
         """A level came out of feeding `fed` rows, the likeliest nodes first.
 
-        steps, places: of its nodes, q after the parent and the parent's place in the level before. best: (−p̂, depth
-        from 0) of the likeliest nodes so far, ascending, which are the first ones of every level. Returns how many of
-        `best` to submit if drafting ended here, and how many of this level's nodes, the likeliest first, to feed for
-        another one; 0 of them: verify now.
+        steps, places: of its nodes, q after the parent and the parent's place in the level before.
+        best: (−p̂, depth from 0) of the likeliest nodes so far, ascending. They are the first ones of every level.
+
+        Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for
+        another one, the likeliest first. 0 of them: verify now.
         """
         sizes, costs = self._sizes, self._sizes.costs
         self._spent += costs.step[fed]
@@ -284,8 +287,9 @@ def round_seconds(widths: Sequence[int], costs: Costs) -> float:
 class BestWidths:
     """widths=auto of a k-config tree, chosen anew before every round from the acceptance at nodes of earlier ones.
 
-    Candidate i of a node is right with probability h_i where those before it were not, so one of k is with
-    α_k = 1 − Π_{i≤k} (1 − h_i), and a tree of widths k_1, k_2, … emits 1 + α_{k_1} + α_{k_1} α_{k_2} + … tokens.
+    Candidate i of a node is right with probability h_i where those before it were not. So one of k is right with
+    probability α_k = 1 − Π_{i≤k} (1 − h_i). A tree of widths k_1, k_2, … emits 1 + α_{k_1} + α_{k_1} α_{k_2} + …
+    tokens. Example: h = (0.5, 0.5) gives α_2 = 0.75, so the widths 2, 2 emit 1 + 0.75 + 0.5625 tokens.
     """
 
     def __init__(self, tuning: Tuning):

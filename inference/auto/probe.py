@@ -68,7 +68,7 @@ def tune(
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> tuple[dict[str, MethodConfig], dict[str, Tuning]]:
-    """`methods` ready to run, and what those with sizes of "auto" need besides, measured by decoding behind `prompt`.
+    """`methods` ready to run, and what those with sizes of "auto" need besides, measured by decoding after `prompt`.
 
     Of an OPT-Tree whose δ is null and whose depth is given, δ becomes μ = seconds of a draft step / of a decoding
     step. generation, eos: what acts on the choice of tokens, as in `make_arms`; no text ends early here.

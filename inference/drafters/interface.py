@@ -15,8 +15,9 @@ from inference.tree import DraftTree
 class Drafter(ABC):
     """Drafts a tree a round and is told what came of it; of one generation.
 
-    split: how many of the target's first layers it shares; the session is split there. max_rows: how many rows a round
-    may add to the caches, besides the root. totals: sums over rounds, for the report (see `Structure.totals`).
+    split: how many of the target's first layers it shares. The session is split there.
+    max_rows: how many rows a round may add to the caches, besides the root.
+    totals: sums over rounds, for the report (see `Structure.totals`).
     """
 
     split: int = 0

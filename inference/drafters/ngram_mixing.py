@@ -1,11 +1,13 @@
 """The better drafter's distribution: what followed the longest contexts, in the text so far and in the corpus.
 
-Every context that is known is one source of evidence: those of 1 to K tokens in the text, longest first, then those
-of 3, 2 and 1 tokens in the table. A source gives its share λ of the probability that is left, and leaves the rest to
-the next:  P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…)).  λ depends on how often the context was seen (N) and on how sure it
-is (m, the share of its likeliest successor): a priori λ = m^α · N / (N + κ), with (α, κ) one pair for the text and one
-for the corpus; then by what came true in this generation, per source and class of (N, m). That is one step of
-expectation–maximisation per token, the prior counting as `strength` tokens.
+Every context that is known is one source of evidence. First come those of 1 to K tokens in the text, longest first,
+then those of 3, 2 and 1 tokens in the table. A source gives its share λ of the probability that is left, and leaves
+the rest to the next:  P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…)).
+
+λ depends on how often the context was seen (N) and on how sure it is (m, the share of its likeliest successor). A
+priori λ = m^α · N / (N + κ), with one pair (α, κ) for the text and one for the corpus. Then λ follows what came true
+in this generation, per source and class of (N, m). That is one step of expectation–maximisation per token, the prior
+counting as `strength` tokens.
 """
 
 from typing import NamedTuple
@@ -29,8 +31,11 @@ _ELSEWHERE = 1e-5  # probability of a token that no source knows, to learn by
 
 
 class Weights(NamedTuple):
-    """λ by source and class: float64 [3 + K, CLASSES]; the prior it began as; hits and trials seen, as expected
-    numbers; scratch for one token: integers int64 [2, 3 + K], numbers float64 [2, 3 + K]."""
+    """λ by source and class: float64 [3 + K, CLASSES], and with it:
+
+    the prior it began as; hits and trials seen, as expected numbers; scratch for one token (integers int64 [2, 3 + K],
+    numbers float64 [2, 3 + K]).
+    """
 
     now: np.ndarray
     prior: np.ndarray

@@ -1,8 +1,8 @@
 """Searches for the draft tree over tri-gram probabilities: ADED's PUCT search, and best-first by path probability.
 
 A state is the last n − 1 tokens (two for tri-grams). What may follow it are the successors in the table, and those in
-the overlay, whose probabilities stand for the table's; in order of probability, the overlay first among equals. All of
-it is compiled and works in arrays that are allocated once.
+the overlay, whose probabilities stand for the table's. They are in order of probability, the overlay first among
+equals. All of it is compiled and works in arrays that are allocated once.
 """
 
 from typing import NamedTuple
@@ -164,9 +164,9 @@ def best_first(level, known, ids, stop, vocabulary, depth, nodes, states):  # ty
 
 _INTEGERS = "token parent depth first last sibling visits chosen at end head entry ahead"
 _NUMBERS = "prob score value prospect total ahead_prob"
-# A node of the search tree. Children are first visited in order of probability, so those visited are a linked list
-# (first, sibling, last) and the rest wait behind `at` and `entry` (see `following`; at −1: not expanded), the next of
-# them being `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
+# A node of the search tree. Children are first visited in order of probability. So those visited are a linked list
+# (first, sibling, last), and the rest are found at `at` and `entry` (see `following`; at −1: not expanded). The next of
+# them is `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
 _SEARCH_NODE = np.dtype(
     [("state", np.uint64)]
     + [(name, np.int64) for name in _INTEGERS.split()]
@@ -285,9 +285,11 @@ def _sample(level, known, begin, end, total, head, mass, seed):  # type: ignore[
 def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, found, nodes):  # type: ignore[no-untyped-def]
     """ADED's search under ids[:stop]: the tree of the `sentences` best ones of up to `depth` tokens; as `tree_of`.
 
-    Each iteration selects down to a state not expanded yet, expands it, goes to its likeliest child, completes the
-    sentence with sampled successors, and adds its score 1 + Σ P to every node it passed. Of a state's successors in
-    the table the `widest` likeliest count. explore: see `exploration`; as many iterations as it has entries, less one.
+    Each iteration selects down to a state not expanded yet and expands it. It goes to the likeliest child and completes
+    the sentence with sampled successors. Then it adds the score 1 + Σ P to every node that it passed. Of a state's
+    successors in the table the `widest` likeliest count.
+
+    explore: see `exploration`. There are as many iterations as it has entries, less one.
     `found`: int64 [iterations, depth] and float64 [iterations], scratch for the sentences and their scores.
     """
     words, scores = found

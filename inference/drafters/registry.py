@@ -57,10 +57,14 @@ class Maker(ABC):
 class Kind:
     """What settings need to know of a kind of drafter.
 
-    maker: "module:name" of its `Maker`. option: the option of evaluate-checkpoint that says where its model lies,
-    and needs: what has to lie there; None and "": it has no model. shaped: a structure and a stop rule shape its
-    drafts. own: the fields of a method, or of its stop rule as "stop.max_draft", that it reads besides; no kind reads
-    another's. hidden: it has hidden states that a calibration head can read. card: its directory has a README.md.
+    maker: "module:name" of its `Maker`.
+    option: the option of evaluate-checkpoint that says where its model lies; None: it has no model.
+    needs: what has to lie there; "": it has no model.
+    shaped: a structure and a stop rule shape its drafts.
+    own: the fields of a method, or of its stop rule as "stop.max_draft", that it reads besides. No kind reads
+    another's.
+    hidden: it has hidden states that a calibration head can read.
+    card: its directory has a README.md.
     tiny: what `save_tiny_models` calls one of it.
     """
 

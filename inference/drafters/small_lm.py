@@ -32,9 +32,9 @@ from outrider.streams import Streams
 class SmallLMSource:
     """A small LM that shares nothing with the target but the vocabulary.
 
-    It runs as a session of its own, over all its layers or by its own forward. A row that was verified without
-    having been extended is unknown to it; its token waits in `_pending` and goes in, in front of the root, with
-    the next extension. Logits are cut or padded with −∞ to the target's vocabulary size.
+    It runs as a session of its own, over all its layers or by its own forward. A row that was verified without having
+    been extended is unknown to it. Its token waits in `_pending` and goes in with the next extension, in front of the
+    root. Logits are cut or padded with −∞ to the target's vocabulary size.
     """
 
     split = 0

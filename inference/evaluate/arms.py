@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -28,19 +28,6 @@ from outrider.streams import Streams
 
 GREEDY = SamplingConfig()
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
-
-
-class PromptLike(Protocol):
-    """What evaluation needs to know of a prompt (see `data_prep.text.prompts.Prompt`)."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def category(self) -> str: ...
-    @property
-    def turns(self) -> tuple[str, ...]: ...
-    @property
-    def chat(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -134,10 +121,14 @@ def make_arms(
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
-    sampling: how all of them choose tokens; generation: the target's own config, for what else acts on the choice. Of
-    the streams that an arm is given it takes those within its name, one for each use. stops: strings that end a text,
-    which need the `tokenizer`. runtime: how the passes of all but `generate` run; None: eagerly. tunings: of the
-    methods with sizes of "auto" (see `inference.auto.probe`). choosing: puts another chooser in the place of an arm's.
+    sampling: how all of them choose tokens.
+    generation: the target's own config, for what else acts on the choice.
+    stops: strings that end a text. They need the `tokenizer`.
+    runtime: how the passes of all but `generate` run; None: eagerly.
+    tunings: of the methods with sizes of "auto" (see `inference.auto.probe`).
+    choosing: puts another chooser in the place of an arm's.
+
+    Of the streams that an arm is given it takes those within its name, one for each use.
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
     ours: dict[str, Any] = {**options, "runtime": runtime, "clock": clock}

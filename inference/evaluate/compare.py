@@ -1,13 +1,13 @@
 """Evaluating a checkpoint: all arms over all prompts, spread over the processes of a launcher, and one report.
 
-Results are kept prompt by prompt (`prompt_results`) and the report is made of what was kept, so a run that
-was stopped goes on where it was, with as many processes as it then has.
+Results are kept prompt by prompt (`prompt_results`) and the report is made of what was kept. So a run that was stopped
+goes on where it was, with as many processes as it then has.
 """
 
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import Prompt
 from draft_models.card import add_report
 from inference.attention_kernels import KernelChoice
 from inference.auto.policy import Tuning
@@ -28,7 +29,6 @@ from inference.evaluate.arms import (
     Arm,
     Choosing,
     MakeArms,
-    PromptLike,
     PromptResult,
     Skipped,
     make_arms,
@@ -58,8 +58,6 @@ from outrider.processes import from_main, join_processes, only_run_of
 from outrider.settings import construct
 from outrider.streams import Streams
 
-Messages = list[dict[str, str]]
-Render = Callable[[PreTrainedTokenizerBase, Messages, bool], list[int]]
 WARM_UP_TOKENS = 8
 JUDGED = 12  # prompts, evenly spread, that are judged where texts alone do not decide; every mismatch is judged besides
 
@@ -76,33 +74,32 @@ class Prepared:
     kernels: tuple[KernelChoice, ...] = ()
 
 
-def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[PromptLike], render: Render) -> None:
+def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt]) -> None:
     """Compare the methods of `config` on `prompts` and write the report to `config.out_dir`.
 
-    `render(tokenizer, messages, chat)` gives the ids of a conversation that ends with the user's turn. All processes
-    of a launcher call this; each measures its share of the prompts on its own device. With resume=true, prompts
-    that were measured before are left alone. Ends every process with status 1, after writing the report, if any
-    method emitted other tokens than the target. Raises `UserError` for bad input, and where another run is at work.
+    All processes of a launcher call this. Each measures its share of the prompts on its own device. With resume=true,
+    prompts that were measured before are left alone. If any method emitted other tokens than the target, every process
+    ends with status 1 after the report is written.
+
+    Raises `UserError` for bad input, and where another run is at work.
     """
     state = join_processes()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     out_dir = require_writable(config.out_dir)
     with only_run_of(state, out_dir, "results"):
-        wrong = _evaluate(config, prompts, render, out_dir, state)
+        wrong = _evaluate(config, prompts, out_dir, state)
     if wrong:
         if state.is_main_process:
             print(f"error: not lossless: {', '.join(wrong)}; see {out_dir}/generations.jsonl", file=sys.stderr)
         sys.exit(1)
 
 
-def _evaluate(
-    config: EvaluateConfig, prompts: Sequence[PromptLike], render: Render, out_dir: Path, state: PartialState
-) -> list[str]:
+def _evaluate(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path, state: PartialState) -> list[str]:
     """The names of the methods that were not lossless."""
     subject = find_subject(config)
     require_own_device(subject.device, state)
-    turns = [[render(subject.tokenizer, [{"role": "user", "content": t}], p.chat) for t in p.turns] for p in prompts]
+    turns = [[render(config, subject, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
     context = context_length(subject, drafters)
@@ -136,7 +133,8 @@ def _evaluate(
         models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
         for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
-            results, skipped = measure_prompt(config, prompts[position], position, render, subject, models, bench)
+            asked = prompts[position], rendered[position], position
+            results, skipped = measure_prompt(config, *asked, subject, models, bench)
             measured = Measured(position, state.num_processes, results, skipped)
             append_result(out_dir, number + state.process_index, measured)
     state.wait_for_everyone()
@@ -152,6 +150,11 @@ def require_own_device(device: torch.device, state: PartialState) -> None:
     machines = sorted(set(gather_object([describe_machine(str(device))["device"]])))
     if len(machines) > 1:
         raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
+
+
+def render(config: EvaluateConfig, subject: Subject, prompt: Prompt, texts: Sequence[str]) -> list[int]:
+    """The ids of `texts`, turns of the user and the assistant's answers between them, as `prompt` is to be read."""
+    return render_prompt(texts, subject.tokenizer, config.template if prompt.chat else "none")
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
@@ -183,9 +186,9 @@ def prepare_methods(
 class Bench:
     """The arms of an evaluation, warm.
 
-    profilers: our arms once more, with a clock that waits for the device. judged: the positions of the prompts that
-    are judged besides those with a mismatch (see `lossless`); judge: makes the arms for that, None where
-    equal texts are all that counts.
+    profilers: our arms once more, with a clock that waits for the device.
+    judged: the positions of the prompts that are judged besides those with a mismatch (see `lossless`).
+    judge: makes the arms for that; None where equal texts are all that counts.
     """
 
     arms: dict[str, Arm]
@@ -229,25 +232,26 @@ def make_bench(
 
 def measure_prompt(
     config: EvaluateConfig,
-    prompt: PromptLike,
+    prompt: Prompt,
+    first: Sequence[int],
     position: int,
-    render: Render,
     subject: Subject,
     models: Models,
     bench: Bench,
 ) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
-    """Every turn of a prompt through every arm, and what was left out; a later turn's history is the target's answer.
+    """Every turn of a prompt through every arm, and what was left out. A later turn's history is the target's answer.
 
-    position: the prompt's among all; it and the turn say which arm goes first, whichever process is at work.
+    first: the ids of the first turn.
+    position: the prompt's among all. It and the turn say which arm goes first, whichever process is at work.
     """
     results: list[PromptResult] = []
     names = [prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{n}" for n in range(1, len(prompt.turns) + 1)]
-    messages: Messages = []
+    texts: list[str] = []
     sampled = config.sampling.temperature > 0
     context = context_length(subject, models.drafters)
     for number, turn in enumerate(prompt.turns):
-        messages.append({"role": "user", "content": turn})
-        ids = render(subject.tokenizer, messages, prompt.chat)
+        texts.append(turn)
+        ids = first if number == 0 else render(config, subject, prompt, texts)
         if len(ids) + config.max_new_tokens > context:
             tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
             room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
@@ -269,8 +273,7 @@ def measure_prompt(
             streams = Streams(config.seed, result.prompt_id)
             result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge, streams))
         results.append(result)
-        answer = subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)
-        messages.append({"role": "assistant", "content": str(answer)})
+        texts.append(str(subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)))
     return tuple(results), ()
 
 
@@ -318,7 +321,7 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
     return [made["method"] for made in reports if not is_lossless(made)]
 
 
-def require_fits(prompts: Sequence[PromptLike], rendered: Sequence[Sequence[int]], limit: int) -> None:
+def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], limit: int) -> None:
     """Raise `UserError` naming the first prompt that is empty or longer than `limit` tokens."""
     for prompt, ids in zip(prompts, rendered, strict=True):
         if not 1 <= len(ids) <= limit:

@@ -1,19 +1,21 @@
 """Whether an arm decodes the target's own text: token for token, or as near to it as rounding allows.
 
-In float32 and float64 a text equals the reference's or the arm is wrong. In half precision two correct programs part
-where two logits are nearly equal, so a difference alone proves no fault; and an equal text proves little of the next.
-There the arm decodes the reference's text a second time, teacher-forced: the drafts, passes, caches and rejections
-are its own, every choice is the reference's (`Forced`). What it computed on the way, the keys and values of every
-layer and the logits, is compared at every position with the target in twice the precision (`precise`). The unit is
-what transformers' own pass in the arm's precision is off by there: a correct runtime rounds about as much, a fault
-adds to it. One ratio near 1 says this of a row, a layer's keys for example:
+In float32 and float64 a text equals the reference's, or the arm is wrong. In half precision two correct programs part
+where two logits are nearly equal. So a difference alone proves no fault, and an equal text proves little of the next.
 
-    bulk   the geometric mean over all positions and prompts: a fault everywhere, even one below the rounding noise of
-           the logits (RoPE off by 0.2 % is lost in them, but makes the first layer's keys wrong by 12 times it)
-    peak   the largest at any position: a fault somewhere (a cache row kept wrongly, a position that is not seen)
+There the arm decodes the reference's text a second time, teacher-forced. The drafts, passes, caches and rejections are
+its own; every choice is the reference's (`Forced`). What it computed on the way is then compared at every position:
+the keys and values of every layer, and the logits. It is compared with the target in twice the precision (`precise`).
+The unit is what transformers' own pass in the arm's precision is off by there. A correct runtime rounds about as much.
+A fault adds to it. Two ratios near 1 say that a row, a layer's keys for example, is right:
 
-A mismatch of the texts is excused as a tie only in an arm that passes both, and where the precise logits of the two
-tokens are as close as the rounding there allows. When sampling there is no text to equal; bulk and peak hold as well.
+    bulk   the geometric mean over all positions and prompts. It shows a fault everywhere, even one below the rounding
+           noise of the logits. Example: RoPE that is off by 0.2 % is lost in the logits, but makes the first layer's
+           keys wrong by 12 times their rounding
+    peak   the largest at any position. It shows a fault somewhere: a cache row kept wrongly, a position not seen
+
+A mismatch of the texts is excused as a tie in an arm that passes both, where the precise logits of the two tokens are
+as close as the rounding there allows. When sampling there is no text to equal; bulk and peak hold as well.
 """
 
 import math
@@ -42,12 +44,14 @@ WORST = 1e9  # stands for any larger ratio, and for what is not a number
 class Deviation:
     """One arm's run over one reference text, against the precise target. Ratios are to transformers' own rounding.
 
-    bulk: for each row the mean over the positions of the logarithm of the ratio; the rows are keys and values of layer
-    0, of layer 1, …, then the logits. peak: the largest ratio, in row `peak_row` at position `peak_position` of prompt
-    and text. gaps: of the positions at which the arm would have chosen another token than the reference, how much more
-    likely the best token is than either, in logits over the rounding error of logits there; own_gaps: how many such
-    positions transformers' own pass has. mismatch: the same gap where the arm's own text first differs, None where
-    the texts are the same, `WORST` where one of them only goes on longer.
+    bulk: for each row the mean over the positions of the logarithm of the ratio. The rows are keys and values of layer
+    0, of layer 1, …, then the logits.
+    peak: the largest ratio, in row `peak_row` at position `peak_position` of prompt and text.
+    gaps: of the positions at which the arm would have chosen another token than the reference, how much more likely the
+    best token is than either. The unit is the rounding error of logits there.
+    own_gaps: how many such positions transformers' own pass has.
+    mismatch: the same gap where the arm's own text first differs. It is None where the texts are the same, and `WORST`
+    where one of them only goes on longer.
     """
 
     positions: int

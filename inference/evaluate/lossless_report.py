@@ -11,8 +11,8 @@ from inference.evaluate.lossless import Judgement, judge
 def lossless_section(results: Sequence[PromptResult], method: str, *, sampled: bool) -> dict[str, Any]:
     """How many texts were compared token by token, and what came of judging the method and plain decoding.
 
-    None are compared when sampling, where only the law is the same. judged: by arm, see `lossless`; None
-    where equal texts were all that counted.
+    None are compared when sampling, where only the law is the same.
+    judged: by arm, see `lossless`; None where equal texts were all that counted.
     """
     checked = [] if sampled else results
     judgements = {arm: judge_arm(results, arm) for arm in (method, AUTOREGRESSIVE)}

@@ -3,8 +3,8 @@
     run.json              the settings that decide the results, and what was prepared with them, once for all prompts
     results-00000.jsonl   one `Measured` a line, appended by one process of one run
 
-A line counts once it ends: what a killed process left half-written is no result, and nobody writes behind it, since
-every process of every run has a file of its own. Every line, and run.json, carries a digest of itself.
+A line counts once it ends: what a killed process left half-written is no result. Nobody writes after it, since every
+process of every run has a file of its own. Every line, and run.json, carries a digest of itself.
 """
 
 import json

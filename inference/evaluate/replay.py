@@ -1,13 +1,13 @@
 """Replay: recorded greedy generations stand in for a target.
 
-Under greedy decoding the text does not depend on the drafter, so a recording gives the exact τ of any drafter that
+Under greedy decoding the text does not depend on the drafter. So a recording gives the exact τ of any drafter that
 sees nothing but tokens, without the target's weights. The loop is the one that decodes,
-`inference.decode.decode_rounds`: a recording takes the place of the session, and its choices that of logits.
+`inference.decode.decode_rounds`. A recording takes the place of the session, and its choices that of logits.
 
 Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
 "choices": [{"turns": [answer, …]}]}. They hold text, so the ids that the target emitted are recovered by tokenising.
-The prompt is Vicuna's: system and question up to "ASSISTANT:" is one piece of text, every answer is taken as it
-continues that text after a space, the end token follows, and the next question begins a new piece, as Hugging Face
+The prompt is Vicuna's. System and question up to "ASSISTANT:" are one piece of text. An answer is taken as it
+continues that text after a space. The end token follows. The next question begins a new piece, as Hugging Face
 tokenizers cut at special tokens. An answer is tokenised on its own where its space merges with what came before.
 """
 
@@ -23,13 +23,15 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 from tqdm import tqdm
 
+from data_prep.text.chat import VICUNA_SYSTEM
+from data_prep.text.prompts import Prompt
 from draft_models.checkpoint import provenance
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.vocabulary import vocabulary_digest
 from inference.acceptance import Chooser
 from inference.decode import Round, cut, decode_rounds
 from inference.drafters.interface import Drafter
-from inference.evaluate.arms import Drafters, Generation, PromptLike, collect, new_drafter
+from inference.evaluate.arms import Drafters, Generation, collect, new_drafter
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics, structure_statistics
 from inference.evaluate.subject import load_drafters
@@ -185,12 +187,13 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
 
 
 def recordings(
-    prompts: Sequence[PromptLike], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary, system: str
+    prompts: Sequence[Prompt], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary
 ) -> list[Recording]:
-    """Every turn of every prompt with its recorded answer; earlier turns are the later ones' context.
+    """Every turn of every prompt with its recorded answer. Earlier turns are the later ones' context.
 
     Every answer is taken to end with the end token. One that the recorder cut at its own limit did not, but the text
-    does not show it: its last token is then not the target's.
+    does not show it. Its last token is then not the target's.
+
     Raises `UserError` for a prompt without an answer to each of its turns.
     """
     found = []
@@ -204,7 +207,7 @@ def recordings(
             )
         ids = [] if vocabulary.bos is None else [vocabulary.bos]
         for number, (question, answer) in enumerate(zip(prompt.turns, answers[prompt.id], strict=True), 1):
-            opening = f"{system} USER: {question} ASSISTANT:" if number == 1 else f"USER: {question} ASSISTANT:"
+            opening = f"{VICUNA_SYSTEM} USER: {question} ASSISTANT:" if number == 1 else f"USER: {question} ASSISTANT:"
             asked = vocabulary.encode(opening)
             both = vocabulary.encode(f"{opening} {answer}")
             said = both[len(asked) :] if both[: len(asked)] == asked else vocabulary.encode(answer)
@@ -217,26 +220,26 @@ def recordings(
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-def evaluate_replay(config: EvaluateConfig, prompts: Sequence[PromptLike], system: str) -> list[dict[str, Any]]:
-    """Replay every method of `config` over recorded answers; writes report.json and report.md to `config.out_dir`.
+def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Replay every method of `config` over recorded answers, and write report.json and report.md to `config.out_dir`.
 
-    Gives τ, in all and by category, and the time to draft a round; there is no target to be faster than.
+    They give τ, in all and by category, and the time to draft a round. There is no target to be faster than.
     """
     processes = join_processes().num_processes
     require(processes == 1, "target", "replay", f"one process, not {processes}: it takes seconds")
     out_dir = require_writable(config.out_dir)
     with only_run(out_dir, "results"):
-        return _replay(config, prompts, system, out_dir)
+        return _replay(config, prompts, out_dir)
 
 
-def _replay(config: EvaluateConfig, prompts: Sequence[PromptLike], system: str, out_dir: Path) -> list[dict[str, Any]]:
+def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) -> list[dict[str, Any]]:
     assert config.tokenizer is not None
     assert config.transcripts is not None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     vocabulary = load_vocabulary(config.tokenizer)
     drafters = load_drafters(config, vocabulary)
-    turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary, system)
+    turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
     reports = []
     for name, method in config.methods.items():
         generations = replay_turns(

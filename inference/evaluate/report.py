@@ -258,7 +258,7 @@ def _conditions(reports: Sequence[Report]) -> str:
 
 
 def _prefill_table(reports: Sequence[Report]) -> list[str]:
-    """What an answer takes from the prompt on: the prefill, a drafter's own among it, and the decoding behind it."""
+    """What an answer takes from the prompt on: the prefill, a drafter's own among it, and the decoding after it."""
     first = reports[0]
     prefills = first["prefill_seconds"]
     lines = [

@@ -1,6 +1,6 @@
 """What the clock says: speed-ups with their intervals, what a prefill takes, and where a token's time goes.
 
-An interval resamples conversations, whole with all their turns: the turns of one are alike, and would otherwise count
+An interval resamples conversations, whole with all their turns. The turns of one are alike, and would otherwise count
 as if each of them were news. What is said of a baseline is measured like the rest, so that it can be doubted.
 """
 
@@ -86,8 +86,8 @@ def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]
 def time_of_a_plain_token(results: Sequence[PromptResult]) -> dict[str, float | None]:
     """What a token of the autoregressive arm takes on average, and how much of that is not the model's pass.
 
-    host: choosing the token and bringing it to the host, the caches' books, stop strings, the loop itself, in
-    microseconds and as a share. On CUDA by a clock that waits for the device, which makes both longer.
+    host: choosing the token and bringing it to the host, the caches' books, stop strings, the loop itself. It is given
+    in microseconds and as a share. On CUDA a clock that waits for the device takes it, which makes both longer.
     """
     parts = parts_of_time(results, AUTOREGRESSIVE)
     count = sum(len(r.profiles.get(AUTOREGRESSIVE, r.generations[AUTOREGRESSIVE]).rounds) for r in results)

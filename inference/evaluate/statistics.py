@@ -16,8 +16,10 @@ from inference.structures.factory import CANDIDATE, CHOSEN, TRIED
 def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM).
 
-    tau: tokens per target pass, bonus included, prefill excluded; acceptance_rate v_d: accepted / drafted;
-    draft_share r_d: accepted / all output tokens; harmonic_mean of the two.
+    tau: tokens per target pass, bonus included, prefill excluded.
+    acceptance_rate v_d: accepted / drafted.
+    draft_share r_d: accepted / all output tokens.
+    harmonic_mean: of the two.
     """
     generations = list(generations)
     rounds = [r for g in generations for r in g.rounds]
@@ -105,7 +107,7 @@ def bootstrap_median(
 ) -> tuple[float, list[float]]:
     """The median of `values` and the 95 % bootstrap interval of it, resampling with replacement.
 
-    units: by value, what it is an observation of; all values of a unit are drawn together (a cluster bootstrap: Davison
+    units: by value, what it is an observation of. All values of a unit are drawn together (a cluster bootstrap: Davison
     and Hinkley 1997, §3.8). None: each is one of its own.
     """
     names = {name: place for place, name in enumerate(dict.fromkeys(units or range(len(values))))}

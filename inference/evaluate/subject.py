@@ -10,6 +10,8 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from data_prep.settings import DataConfig
+from data_prep.text.prompts import Prompt
 from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_files import load_causal_lm
@@ -17,14 +19,14 @@ from draft_models.target.open_target import OpenTarget, open_target, pick_device
 from draft_models.target.proof import prove
 from draft_models.target.stack import LayerStack
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import Drafters, PromptLike, prepare
+from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.report import describe_machine
 from inference.fused_layers import can_pack
 from inference.generation_config import Inherited, inherit, read_generation_config
 from inference.runtime import Runtime, make_runtime
-from inference.settings import EvaluateConfig
+from inference.settings import EvaluateConfig, number
 from inference.stop_strings import StopStrings
-from inference.structures.shapes import read_shape
+from inference.structures.shapes import find_shape
 from outrider.errors import UserError, reason, require
 from outrider.versions import code_version
 
@@ -33,7 +35,7 @@ from outrider.versions import code_version
 class Subject:
     """The target as far as it is known before its weights are read, and how it is to run.
 
-    eos: the ids that end a text; stops: the strings that do; inherited: what its generation config brings along.
+    eos: the ids that end a text. stops: the strings that do. inherited: what its generation config brings along.
     """
 
     target: OpenTarget
@@ -87,8 +89,9 @@ def find_target(config: EvaluateConfig) -> OpenTarget:
     return open_target_of(config.checkpoint, config.target, config.revision)
 
 
-def heldout_fraction(config: EvaluateConfig, default: float) -> float:
+def heldout_fraction(config: EvaluateConfig) -> float:
     """The share of `python_stdlib` that training has not seen: the checkpoint's own, where it was trained on that."""
+    default = DataConfig.heldout_fraction
     if config.checkpoint is None:
         return default
     data = read_meta(config.checkpoint).training.get("data", {})
@@ -125,7 +128,7 @@ def context_length(subject: Subject, drafters: Drafters) -> int:
     return min([subject.config.max_position_embeddings, *(limit for limit in limits if limit)])
 
 
-def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[PromptLike]) -> dict[str, Any]:
+def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """All that decides the results of an evaluation: its options, what its inputs hold, what it is measured on, and
     the code that measures: results of two versions of it do not mix."""
     asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
@@ -158,9 +161,8 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafter
         where = config.where(kind)
         if where is not None:
             drafters[kind.name] = kind.load_maker().load(where, target, config.methods, **placed)
-    for shape in (m.structure.shape for m in config.methods.values() if m.structure.kind == "static"):
-        if shape not in ("eagle", "binary"):
-            read_shape(shape)  # a bad one shows now, not once the target is loaded
+    for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
+        find_shape(tree.shape, number(tree.nodes))  # a bad one shows now, not once the target is loaded
     return {name: model for name, model in drafters.items() if model is not None}
 
 

@@ -16,14 +16,12 @@ from inference.settings import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, Sto
 from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
 from inference.structures.opt_tree import opt_tree
 from inference.structures.shapes import (
-    EAGLE_25,
     Extends,
     ToProbs,
-    binary_shape,
     chain,
+    find_shape,
     k_config,
     plain_probs,
-    read_shape,
     static,
 )
 from inference.structures.token_graph import GraphTree, token_graph
@@ -71,10 +69,13 @@ class Structure(Protocol):
 
     @property
     def totals(self) -> Mapping[str, float]:
-        """Sums over the rounds observed: expected_tau (OPT-Tree's E(A)), drafted_by_source (a token graph's nodes
-        before unmerging), graph_success (rounds in which a copy was accepted), for a k-config tree `TRIED` nodes
-        and `CANDIDATE`k of them at which the k-th draw was accepted, and where sizes are chosen `CHOSEN`max_depth=3
-        rounds of 3 levels, or `CHOSEN`widths=[4,2] rounds of such trees."""
+        """Sums over the rounds observed.
+
+        expected_tau: OPT-Tree's E(A). drafted_by_source: a token graph's nodes before unmerging. graph_success: rounds
+        in which a copy was accepted. For a k-config tree, `TRIED` nodes and `CANDIDATE`k of them at which the k-th draw
+        was accepted. Where sizes are chosen, for example `CHOSEN`max_depth=3 rounds of 3 levels, or
+        `CHOSEN`widths=[4,2] rounds of such trees.
+        """
         ...
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
@@ -105,7 +106,7 @@ class Chain:
 class Tree:
     """A tree structure with its settings bound. `totals` sums up what the papers report of theirs, over rounds.
 
-    rule: asked after every level whether it is the last; it learns from the tree's depth and the accepted path as it
+    rule: asked after every level whether it is the last. It learns from the tree's depth and the accepted path as it
     does from a chain and its accepted tokens.
     """
 
@@ -154,7 +155,7 @@ def make_rule(
 ) -> StopRule:
     """The stop rule of `stop`, fresh: what it learns belongs to one generation, like its `streams`.
 
-    head: for rule=calibrated; tuning: for max_draft=auto; default: what a max_draft of null means.
+    head: for rule=calibrated. tuning: for max_draft=auto. default: what a max_draft of null means.
     """
     if stop.max_draft == AUTO:
         return BestLength(_required(tuning))
@@ -226,10 +227,7 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
             return Tree(chosen, MOST_NODES, sizes.max_depth, count_candidates=True, sizes=sizes)
         rows = sum(level_sizes(settings.widths))
         return Tree(partial(build, widths=settings.widths), rows, len(settings.widths), count_candidates=True)
-    if settings.shape == "binary":
-        shape = binary_shape(number(settings.nodes))
-    else:
-        shape = EAGLE_25 if settings.shape == "eagle" else read_shape(settings.shape)
+    shape = find_shape(settings.shape, number(settings.nodes))
     return Tree(partial(static, shape=shape), len(shape), shape.depth)
 
 

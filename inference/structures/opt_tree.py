@@ -26,13 +26,15 @@ def opt_tree(
 ) -> OptimalTree:
     """The tree of at most `nodes` nodes with the largest E(A) = 1 + Σ p̂ (OPT-Tree, Algorithm 1).
 
-    Level by level: the next level is the `nodes` largest p̂ among the children of the last one. Drafting ends
-    when a level raised E of the best tree by `delta` or less, or when `rule` stops it. Of the last level only nodes
-    that are in the best tree so far are fed: a child comes behind its parent in the order by (p̂, depth), so
-    descendants of a node outside the best `nodes` can never enter. Nodes with p̂ = 0 are left out. The best tree
-    holds a prefix of every level sorted by p̂, which makes parent closure hold under ties and leaves nothing to
-    gather; so does any prefix of the order, of which `growth` chooses the most rewarding one, and how much of a
-    level is worth feeding. One transfer per level; at most nodes · limit rows.
+    It grows level by level. The next level is the `nodes` largest p̂ among the children of the last one. Drafting ends
+    when a level raised E of the best tree by `delta` or less, or when `rule` stops it. Nodes with p̂ = 0 are left out.
+
+    Of the last level only nodes that are in the best tree so far are fed. In the order by (p̂, depth) a child comes
+    after its parent, so descendants of a node outside the best `nodes` can never enter. The best tree holds a prefix of
+    every level sorted by p̂. That keeps parents in under ties and leaves nothing to gather. Any prefix of the order has
+    the same property. `growth` chooses the most rewarding one, and how much of a level is worth feeding.
+
+    One transfer per level; at most nodes · limit rows.
     """
     to_probs = to_probs or plain_probs
     levels: list[tuple[Tensor, Tensor]] = []  # per level: tokens, p̂, descending
@@ -109,8 +111,8 @@ def _assemble(
 def _largest(probs: Tensor, weights: Tensor | None, count: int, chunk: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` largest of probs [m, V] · weights [m, 1], descending: values, rows, columns (each [count] or fewer).
 
-    They lie in the `count` chunks with the largest maxima, so one pass over probs finds the chunks and the rest
-    looks at count · chunk numbers. V is padded with zeros, which come last.
+    They lie in the `count` chunks with the largest maxima. So one pass over probs finds the chunks, and the rest looks
+    at count · chunk numbers. V is padded with zeros, which come last.
     """
     if probs.shape[-1] % chunk:
         probs = F.pad(probs, (0, -probs.shape[-1] % chunk))

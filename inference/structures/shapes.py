@@ -1,10 +1,11 @@
 """Draft structures: functions from a source and the last committed token to a `DraftTree`.
 
-Every structure feeds `root` [1] alone in its first `extend` (row 0), then one `extend` per level with the nodes
-that get children. Nodes stand in level order (copies of a token graph behind all others), so parents come
-before children and a caller may feed the nodes without a row in index order. `limit` bounds the nodes on a
-path; at limit 0 nothing is drafted and nothing is fed. `rule`, where there is one, is asked after every level: a draft
-that it stops at depth d is the one that limit=d would have given.
+Every structure feeds `root` [1] alone in its first `extend` (row 0). Then it makes one `extend` per level, with the
+nodes that get children. Nodes stand in level order, copies of a token graph after all others. So parents come before
+children, and a caller may feed the nodes without a row in index order.
+
+`limit` bounds the nodes on a path. At limit 0 nothing is drafted and nothing is fed. `rule`, where there is one, is
+asked after every level. A draft that it stops at depth d is the one that limit=d would have given.
 """
 
 import random
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from inference.sampling import invert
+from inference.settings import DRAWS, Draw
 from inference.stopping import Step, StopRule
 from inference.tree import ROOT, DraftTree, chain_parents
 from outrider.errors import UserError, require_choice
@@ -25,7 +27,6 @@ from outrider.files import read_json
 
 # Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
 ToProbs = Callable[[Tensor, Sequence[int]], Tensor]
-K_CONFIG_MODES = ("with_replacement", "without_replacement", "top_k")
 
 
 class Extends(Protocol):
@@ -41,7 +42,7 @@ class Extends(Protocol):
 def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Extends, row: int = 0) -> bool:
     """Ask `rule`, where there is one, whether a level of depth `drafted` is the last one.
 
-    tokens: those of the level, the node that stands for it first; logits [n, V] after the rows just fed; row: the one
+    tokens: those of the level, the node that stands for it first. logits [n, V]: after the rows just fed. row: the one
     of them that node was taken from (see `Step`).
     """
     return rule is not None and rule.stop(Step(drafted, tokens[:1], logits[row : row + 1], source, row))
@@ -66,8 +67,8 @@ def chain(
 ) -> DraftTree:
     """One token after the other until `rule` stops or `limit` tokens are there.
 
-    Without a generator each token is the most probable one and the draft is deterministic; with one it is drawn
-    from q, which the tree records. `to_probs` None: logits as they are (greedy), plain softmax (sampled).
+    Without a generator each token is the most probable one, and the draft is deterministic. With one it is drawn from
+    q, which the tree records. `to_probs` None: logits as they are (greedy), plain softmax (sampled).
     """
     tokens = [root]
     q: dict[int, Tensor] = {}
@@ -98,17 +99,20 @@ def k_config(
     limit: int,
     rule: StopRule | None = None,
     widths: Sequence[int] = (4, 2, 2),
-    mode: str = "without_replacement",
+    mode: Draw = "without_replacement",
     to_probs: ToProbs | None = None,
     generator: random.Random | None = None,
 ) -> DraftTree:
-    """MCSD's tree: every node of level i gets up to widths[i] children; fewer where q has fewer tokens left.
+    """MCSD's tree: every node of level i gets up to widths[i] children, fewer where q has fewer tokens left.
 
-    mode "with_replacement": i.i.d. draws, equal ones share a node (`DraftTree.draws`); "without_replacement":
-    x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i); "top_k": the most probable tokens, deterministic.
+    mode: how the children come about.
+    - "with_replacement": i.i.d. draws; equal ones share a node (`DraftTree.draws`).
+    - "without_replacement": x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i).
+    - "top_k": the most probable tokens, deterministic.
+
     The sampled modes transfer once per level, top_k never. At most Σ_i Π_{j≤i} widths[j] rows.
     """
-    require_choice("mode", mode, K_CONFIG_MODES)
+    require_choice("mode", mode, DRAWS)
     if mode == "top_k":
         return static(source, root, full_shape(tuple(widths)), limit=limit, rule=rule, to_probs=to_probs)
     if generator is None:
@@ -261,9 +265,9 @@ def static(
     rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> DraftTree:
-    """A tree of fixed shape; a node's rank says the how-manieth most probable child of its parent it is.
+    """A tree of fixed shape. A node's rank says the how-manieth most probable child of its parent it is.
 
-    Deterministic and without any transfer. `to_probs` None ranks the logits as they are. Paths longer than
+    It is deterministic and without any transfer. `to_probs` None ranks the logits as they are. Paths longer than
     `limit`, and ranks that the vocabulary does not have, are left out. At most len(shape) rows.
     """
     if limit < 1:
@@ -332,3 +336,10 @@ def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _P
 def cat_levels(levels: Sequence[Tensor], root: Tensor) -> Tensor:
     """All levels' nodes; without any, an empty tensor like `root`."""
     return torch.cat(list(levels)) if levels else root[:0]
+
+
+def find_shape(name: str, nodes: int) -> Shape:
+    """The shape called "binary", of so many nodes, or "eagle", else the one in the file `name`. Raises `UserError`."""
+    if name == "binary":
+        return binary_shape(nodes)
+    return EAGLE_25 if name == "eagle" else read_shape(name)

@@ -135,15 +135,18 @@ def draft_graph(
     rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> TokenGraph:
-    """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3), or `rule` stops it, which
-    lowers the graph's limit; one transfer a level.
+    """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3), or until `rule` stops it.
 
-    A node gets its `out_degree` most probable children (q > 0). It stays a leaf if q < theta_prob, or if
-    q < theta_sibling · the largest q among its siblings, or if it is τ-redundant: its τ-gram ends at an earlier
-    node that is extended. The redundant node is merged into the first such node, unless that would close a
-    cycle; then it counts as new. A pruned earlier occurrence has no successors to share and is passed over; a
-    pruned later one is merged like any other, sharing is free. tau=0 merges nothing. When a level exceeds
-    `node_budget`, its nodes with the largest p̂ stay.
+    A stop lowers the graph's limit. There is one transfer a level.
+
+    A node gets its `out_degree` most probable children (q > 0). It stays a leaf in three cases: q < theta_prob;
+    q < theta_sibling · the largest q among its siblings; or it is τ-redundant, its τ-gram ends at an earlier node that
+    is extended. Example with τ = 2: where two paths both end in "of the", only the first such node is extended.
+
+    The redundant node is merged into the first such node, unless that would close a cycle; then it counts as new. A
+    pruned earlier occurrence has no successors to share and is passed over. A pruned later one is merged like any
+    other, as sharing is free. tau=0 merges nothing. When a level exceeds `node_budget`, its nodes with the largest p̂
+    stay.
     """
     to_probs = to_probs or plain_probs
     graph = TokenGraph(0, limit)
@@ -208,8 +211,8 @@ def _children(
 def unmerge(graph: TokenGraph, node_budget: int) -> None:
     """Turn the graph into a tree: below every merged node, copy the successors of its first occurrence (GSD §5.4).
 
-    Copies carry the q of what they copy and are added by descending p̂ while there are fewer than `node_budget`
-    nodes; no path gets longer than the graph's limit. Copies have no row: the source was never fed them.
+    Copies carry the q of what they copy. They are added by descending p̂ while there are fewer than `node_budget`
+    nodes. No path gets longer than the graph's limit. Copies have no row: the source was never fed them.
     """
     originals = [graph.children[graph.merged.get(node, node)] for node in range(len(graph.tokens))]
     waiting: list[tuple[float, int, int, int]] = []  # (−p̂, tie-break, parent, node to copy)

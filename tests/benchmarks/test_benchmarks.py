@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object)
 
 
 def draft_logits(stack: LayerStack, drafter: EarlyExit, tokens: list[int]) -> torch.Tensor:
-    """The drafter's logits behind each of the last three of `tokens`."""
+    """The drafter's logits after each of the last three of `tokens`."""
     session, source = TargetSession(stack, drafter.exit_layer, 64), EarlyExitSource(drafter)
     prompt, last = tokens[:-3], torch.tensor(tokens[-3:])
     session.feed(torch.tensor(prompt), chain_parents(0, len(prompt)))

@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from conf import CONF_DIR, build, explain, register
-from data_prep.settings import ConvertConfig, GenerateConfig, TrigramConfig
+from data_prep.responses.settings import GenerateConfig
+from data_prep.settings import ConvertConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from train.pipeline_settings import PipelineConfig

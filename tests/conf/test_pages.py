@@ -7,11 +7,15 @@ import runpy
 import shlex
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 from omegaconf import OmegaConf
 
+from outrider import settings
+from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, ROOT, compose_and_build, written_commands
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -67,6 +71,18 @@ def read_command_line(monkeypatch: pytest.MonkeyPatch, script: Path, words: list
 
 def test_every_entry_is_on_a_page() -> None:
     assert {command for command, _ in entries()} == set(COMMANDS)
+
+
+def test_the_example_of_an_option_is_one() -> None:
+    """CONTRIBUTING.md: the three fields are checked as it says there."""
+    [block] = [code for language, code in FENCE.findall((ROOT / "CONTRIBUTING.md").read_text()) if language == "python"]
+    names: dict[str, Any] = {"dataclass": dataclass, "Literal": Literal, "Annotated": Annotated, **vars(settings)}
+    exec(compile(block, "CONTRIBUTING.md", "exec"), names)
+    stopping = names["Stopping"]
+    for given, said in (({"rule": "gamma"}, "fixed, beta"), ({"workers": 0}, "≥ 1"), ({"alpha": 2.0}, "rule=fixed")):
+        with pytest.raises(UserError, match=said):
+            stopping(**given)
+    assert stopping(rule="beta", alpha=2.0, workers=3).deciding() == {"rule": "beta", "alpha": 2.0}
 
 
 @pytest.mark.parametrize(("page", "line"), commands())

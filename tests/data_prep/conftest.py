@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from data_prep.settings import DataConfig, GenerateConfig
+from data_prep.responses.settings import GenerateConfig
+from data_prep.settings import DataConfig
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer
 from tests.tiny import save_target
 

@@ -27,7 +27,7 @@ from draft_models.target.whole_model import PlainLM, RowCache, require_rows
 from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import PlainSession, SmallLMSource
-from inference.evaluate.compare import evaluate_checkpoint
+from inference.evaluate import compare
 from inference.fused_layers import PackedLinear, can_pack, pack_linears
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.structures.factory import make_structure
@@ -203,15 +203,16 @@ def test_a_text_longer_than_its_learned_positions_is_refused(trained: tuple, tmp
         decode(stack, SmallLMSource(load(path)), "k_config", prompt, 9)
 
 
-def test_prompts_are_checked_against_both_models(tmp_path: Path) -> None:
+def test_prompts_are_checked_against_both_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is decoded: 29 tokens and 100 new ones fit the target's 256 positions, not the drafter's 128."""
     target, small = save_target(tmp_path / "target"), save_plain(tmp_path / "small", GPT2)
     config = EvaluateConfig(
         target=str(target), small_lm=str(small), methods={"m": MethodConfig(source="small_lm")}, max_new_tokens=100,
         out_dir=str(tmp_path / "out"),
     )  # fmt: skip
+    monkeypatch.setattr(compare, "render_prompt", lambda *_: random_prompt(29))
     with pytest.raises(UserError, match="29 tokens, expected 1 to 28"):
-        evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)], lambda *_: random_prompt(29))
+        compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)])
 
 
 def test_16_bits(trained: tuple) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -75,7 +76,8 @@ def evaluate(path: Path, out_dir: Path, prompt: list[int] = PROMPT, **options: A
         target=str(path), small_lm=str(path), methods=METHODS, max_new_tokens=NEW, device="cpu", threads=1,
         out_dir=str(out_dir), **options,
     )  # fmt: skip
-    compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)], lambda *_: prompt)
+    with patch.object(compare, "render_prompt", lambda *_: prompt):
+        compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)])
     lines = map(json.loads, (out_dir / "generations.jsonl").read_text().splitlines())
     return {line["arm"]: line["tokens"] for line in lines}
 
@@ -193,7 +195,7 @@ def same_scores(small: PreTrainedModel, temperature: float, chance: Random) -> b
         assert torch.equal(scores, logits), fields
         return True
     found = sampler.scores(logits, texts)
-    if run.renormalize_logits and temperature:  # behind the warpers there: all scores of a row are shifted alike
+    if run.renormalize_logits and temperature:  # after the warpers there: all scores of a row are shifted alike
         found = found.log_softmax(-1)
     torch.testing.assert_close(found, scores, rtol=1e-5, atol=1e-5, equal_nan=True, msg=str(fields))
     if not run.renormalize_logits:

@@ -21,9 +21,8 @@ from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import make_arms
 from inference.sampling import Sampler
-from inference.settings import MethodConfig, SamplingConfig, StructureConfig
+from inference.settings import DRAWS, MethodConfig, SamplingConfig, StructureConfig
 from inference.structures.factory import Structure, make_structure, make_tree
-from inference.structures.shapes import K_CONFIG_MODES
 from inference.tree import DraftTree
 from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
 from outrider.streams import Streams
@@ -241,7 +240,7 @@ def test_draft_and_target_distributions_are_processed_alike(tiny_vocabulary: tup
 def test_the_rule_that_verifies_belongs_to_the_draft(tiny_vocabulary: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn candidates by rejection, with the draws that were repeated; chosen ones, and naive, by matching."""
     stack, drafter, prompt = tiny_vocabulary
-    trees = {draw: StructureConfig(kind="k_config", widths=(6, 2), draw=draw) for draw in K_CONFIG_MODES}
+    trees = {draw: StructureConfig(kind="k_config", widths=(6, 2), draw=draw) for draw in DRAWS}
     shapes = trees | {"chain": STRUCTURES["chain"]}
     methods = {name: replace(method_of(shape), source="small_lm") for name, shape in shapes.items()}
     methods["opt_tree"] = MethodConfig("small_lm", STRUCTURES["opt_tree"])

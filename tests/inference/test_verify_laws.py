@@ -170,7 +170,7 @@ def test_law_of_draws_that_share_a_node(config: tuple[int, ...], at_once: bool) 
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_law_of_families_of_different_sizes(at_once: bool) -> None:
-    """A node that has one child only, for q has one token only, before and behind nodes with two."""
+    """A node that has one child only, for q has one token only, before and after nodes with two."""
     p = everywhere(distribution([1, 4, 3]))
 
     def q(text: tuple[int, ...]) -> Rows:

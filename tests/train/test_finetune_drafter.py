@@ -227,7 +227,7 @@ def test_norms_that_do_not_move_are_warned_of(
 def test_sigkill_then_resume_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, lora: int
 ) -> None:
-    """With on-policy steps, and with the best weights behind the kill or in front of it."""
+    """With on-policy steps, and with the best weights after the kill or before it."""
     fit = replace(FIT, steps=24, save_every=4, eval_every=5)
     run = finetuning(target, corpus, tmp_path / "killed", fit=fit, lora_rank=lora, on_policy=0.5,
                  drafter=DrafterConfig(path=str(small)))  # fmt: skip

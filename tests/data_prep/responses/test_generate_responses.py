@@ -18,7 +18,8 @@ from data_prep.responses import generate as responses_module
 from data_prep.responses.batch_decoder import Generator, uniforms
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.generate import Responder, generate_responses
-from data_prep.settings import DataConfig, GenerateConfig, MixPart
+from data_prep.responses.settings import GenerateConfig
+from data_prep.settings import DataConfig, MixPart
 from data_prep.text.chat import render_prompt
 from data_prep.text.rows import load_rows
 from draft_models.losses import IGNORE

@@ -51,7 +51,7 @@ def text_of(words: int, seed: int = 0) -> str:
 
 
 def llama_like() -> PreTrainedTokenizerFast:
-    """Merges run over the whole text, a space is part of the word behind it, and one is put in front of every text."""
+    """Merges run over the whole text, a space is part of the word after it, and one is put in front of every text."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")  # merges are learnt within words
@@ -106,7 +106,7 @@ def test_pieces_have_the_tokens_of_the_whole_at_its_places(
 def test_a_place_that_would_change_the_tokens_is_passed_over(
     tokenizers: dict[str, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A piece of a Llama tokenizer begins like a word: behind a line end that would be another token."""
+    """A piece of a Llama tokenizer begins like a word: after a line end that would be another token."""
     monkeypatch.setattr(pieces, "PIECE", 240)
     text = "\n".join(["how add"] * 100)
     for name, before, left_out in (("byte-level", "\n", ""), ("llama-like", "w", " ")):

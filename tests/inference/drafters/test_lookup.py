@@ -18,7 +18,7 @@ class FakeSession:
 
 
 def slow_lookup(text: list[int], max_ngram: int, count: int) -> list[int]:
-    """The text behind the latest earlier occurrence of the longest suffix that has one."""
+    """The text after the latest earlier occurrence of the longest suffix that has one."""
     for size in range(min(max_ngram, len(text)), 0, -1):
         for start in range(len(text) - size - 1, -1, -1):
             if text[start : start + size] == text[-size:]:

@@ -33,13 +33,8 @@ METHODS = {
 }
 
 
-def render(tokenizer: object, messages: Sequence[dict[str, str]], chat: bool) -> list[int]:
-    text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages) if chat else messages[0]["content"]
-    return [byte % 250 for byte in text.encode()][-120:]
-
-
 def evaluate(config: EvaluateConfig, prompts: Sequence[Prompt] = QUESTIONS) -> None:
-    compare.evaluate_checkpoint(config, prompts, render)
+    compare.evaluate_checkpoint(config, prompts)
 
 
 def tokens(config: EvaluateConfig) -> dict[tuple[str, str], list[int]]:

@@ -42,27 +42,29 @@ def test_arms_are_warm_and_take_turns_at_being_first(
 
 
 def test_a_conversation_goes_on_with_the_targets_own_answers(
-    models: Path, config: Callable[..., EvaluateConfig]
+    models: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn beyond the context ends it."""
-    seen: list[list[tuple[str, str]]] = []
+    """A turn beyond the context ends it. What is decoded is rendered once."""
+    seen: list[list[str]] = []
 
-    def noted(_: object, messages: Sequence[dict[str, str]], chat: bool) -> list[int]:
-        seen.append([(m["role"], m["content"]) for m in messages])
-        return [byte % 250 for byte in messages[-1]["content"].encode()]
+    def noted(texts: Sequence[str], _: object, template: str) -> list[int]:
+        assert template == "vicuna"
+        seen.append(list(texts))
+        return [byte % 250 for byte in texts[-1].encode()]
 
+    monkeypatch.setattr(compare, "render_prompt", noted)
     auto = MethodConfig(stop=StopConfig(max_draft="auto"))
-    made = config("talk", methods={"auto": auto})
+    made = config("talk", methods={"auto": auto}, template="vicuna")
     turns = ("x" * 246, "and then?", "x" * 247, "never asked")  # of 256 positions, 10 are for the answer
-    compare.evaluate_checkpoint(made, [Prompt("p", "chat", turns, True)], noted)
+    compare.evaluate_checkpoint(made, [Prompt("p", "chat", turns, True)])
     results = read_results(Path(made.out_dir))[0].turns
     assert [r.prompt_id for r in results] == ["p/turn1", "p/turn2"]
     assert [r.conversation for r in results] == ["p", "p"]
     tokenizer = load_tokenizer(str(models / "target"))
     said = [tokenizer.decode(list(r.generations["autoregressive"].tokens), skip_special_tokens=True) for r in results]
-    talk = [("user", turns[0]), ("assistant", said[0]), ("user", turns[1]), ("assistant", said[1]), ("user", turns[2])]
-    alone = [[("user", turn)] for turn in turns]  # to see whether the first fits, and how long the texts may get
-    assert seen == [*alone, talk[:1], talk[:3], talk]
+    talk = [turns[0], said[0], turns[1], said[1], turns[2]]
+    alone = [[turn] for turn in turns]  # to see whether the first fits, and how long the texts may get
+    assert seen == [*alone, talk[:3], talk]
     report = json.loads((Path(made.out_dir) / "report.json").read_text())
     assert set(report["auto"]["chosen"]) == {"max_draft"}
     assert report["skipped"] == [

@@ -226,7 +226,7 @@ def test_prompts_are_held_out_as_training_held_them_out(checkpoint: Path, tmp_pa
             data = DataConfig(source="mix", mix=parts, heldout_fraction=0.01)
         save_pretrained(tmp_path / source, drafter, fingerprint, {"data": data.deciding()}, torch.float32)
         asked = EvaluateConfig(checkpoint=str(tmp_path / source), methods={"m": MethodConfig()})
-        assert heldout_fraction(asked, 0.05) == (0.01 if source == "python_stdlib" else 0.05)
+        assert heldout_fraction(asked) == (0.01 if source == "python_stdlib" else DataConfig.heldout_fraction)
 
 
 def test_end_tokens_and_ignoring_them(checkpoint: Path, command: Callable) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 from sentencepiece import SentencePieceTrainer
 
 from benchmarks import bench_aded
+from data_prep.text.chat import VICUNA_SYSTEM
+from data_prep.text.prompts import Prompt
 from draft_models.ngrams.table import TrigramTable
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.vocabulary import vocabulary_digest
@@ -74,11 +75,8 @@ def test_a_recording_longer_than_the_budget_is_cut() -> None:
         next(replay(drafter, [1], [], max_new_tokens=3))
 
 
-@dataclass(frozen=True)
-class Question:
-    id: str
-    category: str
-    turns: tuple[str, ...]
+def asked(name: str, *turns: str) -> Prompt:
+    return Prompt(name, "c", turns, chat=True)
 
 
 def characters(text: str) -> list[int]:
@@ -87,8 +85,8 @@ def characters(text: str) -> list[int]:
 
 def test_a_conversation_is_the_later_turns_context() -> None:
     vocabulary = Vocabulary(characters, 1, 2, "d")
-    first, second = recordings([Question("7", "c", ("q", "r"))], {"7": ("a", "b")}, vocabulary, "S")
-    assert first.prompt == (1, *characters("S USER: q ASSISTANT:"))
+    first, second = recordings([asked("7", "q", "r")], {"7": ("a", "b")}, vocabulary)
+    assert first.prompt == (1, *characters(f"{VICUNA_SYSTEM} USER: q ASSISTANT:"))
     assert first.answer == (*characters(" a"), 2)
     assert second.prompt == (*first.prompt, *first.answer, *characters("USER: r ASSISTANT:"))
     assert (second.answer, second.id, second.category) == ((*characters(" b"), 2), "7/turn2", "c")
@@ -98,7 +96,7 @@ def test_an_answer_whose_space_merges_is_taken_alone() -> None:
     def merging(text: str) -> list[int]:
         return characters(text.replace(": ", ";"))
 
-    (only,) = recordings([Question("7", "c", ("q",))], {"7": ("a",)}, Vocabulary(merging, None, 2, "d"), "S")
+    (only,) = recordings([asked("7", "q")], {"7": ("a",)}, Vocabulary(merging, None, 2, "d"))
     assert only.answer == (*characters("a"), 2)
     assert only.id == "7"
 
@@ -213,10 +211,10 @@ def test_transcripts_are_utf8_with_one_record_a_line(tmp_path: Path) -> None:
 
 def test_prompts_of_other_transcripts() -> None:
     with pytest.raises(UserError, match="prompt 8: no answer"):
-        recordings([Question("8", "c", ("q",))], {"7": ("a",)}, Vocabulary(characters, None, 2, "d"), "S")
+        recordings([asked("8", "q")], {"7": ("a",)}, Vocabulary(characters, None, 2, "d"))
     for answers in ((), ("a",), ("a", "b", "c")):
         with pytest.raises(UserError, match=f"prompt 7: 2 turns, but {len(answers)} answers"):
-            recordings([Question("7", "c", ("q", "r"))], {"7": answers}, Vocabulary(characters, None, 2, "d"), "S")
+            recordings([asked("7", "q", "r")], {"7": answers}, Vocabulary(characters, None, 2, "d"))
 
 
 def test_the_benchmark(files: dict[str, str]) -> None:

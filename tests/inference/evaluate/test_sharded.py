@@ -50,9 +50,9 @@ def test_two_processes_equal_one(alone: EvaluateConfig, config: Callable[..., Ev
 def test_what_was_left_out_is_known_to_the_report(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, then: int
 ) -> None:
-    """Whichever process or run left it out: by name and reason, what was asked behind it too."""
-    monkeypatch.setattr(compare, "context_length", lambda *_: 45)  # second turns have 48 tokens and more
-    made = config("short", methods={"chain": METHODS["chain"]})
+    """Whichever process or run left it out: by name and reason, what was asked after it too."""
+    monkeypatch.setattr(compare, "context_length", lambda *_: 215)  # second turns have 220 tokens and more
+    made = config("short", methods={"chain": METHODS["chain"]}, template="vicuna")
     killed_after(made, 2, monkeypatch)
     resumed = replace(made, resume=True)
     if then == 1:
@@ -62,7 +62,7 @@ def test_what_was_left_out_is_known_to_the_report(
     report = json.loads((Path(made.out_dir) / "report.json").read_text())
     assert (report["prompts"], report["turns"]) == (5, 5)
     assert [left_out["prompt_id"] for left_out in report["skipped"]] == ["b/turn2", "d/turn2"]
-    assert all(left_out["reason"].endswith("in a context of 45") for left_out in report["skipped"])
+    assert all(left_out["reason"].endswith("in a context of 215") for left_out in report["skipped"])
     assert "Left out: b/turn2 (" in (Path(made.out_dir) / "report.md").read_text()
     assert report["end_to_end"]["prompts"] == 5
     assert report["autoregressive"]["host_us"] > 0

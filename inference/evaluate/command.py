@@ -1,0 +1,23 @@
+"""evaluate-checkpoint: the prompts are read, then methods are compared on them, or replayed over recorded answers."""
+
+from data_prep.text.prompts import read_prompts
+from draft_models.rehearsal import rehearsable
+from inference.evaluate.compare import evaluate_checkpoint
+from inference.evaluate.replay import evaluate_replay
+from inference.evaluate.subject import heldout_fraction
+from inference.settings import EvaluateConfig
+
+
+@rehearsable
+def evaluate(config: EvaluateConfig) -> None:
+    """What the command does (see `evaluate_checkpoint` and `evaluate_replay`). Raises `UserError`."""
+    prompts = read_prompts(
+        config.prompt_text or config.prompts,
+        limit=config.num_prompts,
+        prompt_chars=config.prompt_chars,
+        heldout_fraction=heldout_fraction(config),
+    )
+    if config.target == "replay":
+        evaluate_replay(config, prompts)
+    else:
+        evaluate_checkpoint(config, prompts)
