@@ -200,7 +200,7 @@ def penalised(sampling: SamplingConfig) -> Callable[[Text], Sequence[float]]:
     sampler = Sampler(sampling)
 
     def law(text: Text) -> Sequence[float]:
-        return sampler.probabilities(MARKOV.p.logits[[text[-1]]], [torch.tensor(text)])[0].double().tolist()
+        return sampler.probabilities(MARKOV.p.table[[text[-1]]], [torch.tensor(text)])[0].double().tolist()
 
     return law
 
