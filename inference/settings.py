@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from draft_models.tiny_architectures import TINY_ARCHITECTURES
 from inference.drafters.registry import KINDS, Kind
 from outrider.errors import require, require_choice
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-ARCHITECTURES = ("llama", "mistral", "opt", "qwen2", "qwen3")  # of the random models of debug=true
+ARCHITECTURES = tuple(TINY_ARCHITECTURES)  # of the random models of debug=true
 RUNTIMES = ("auto", "eager", "graphed")
 # A size that is chosen from costs measured at start and from acceptance (see inference/auto/). Greedy tokens never
 # depend on it, nor does the law of sampled ones; but which tokens a seed draws does, and so on the machine's speed.

@@ -26,6 +26,7 @@ from inference.tree import DraftTree
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_documents
 from tests.table_target import TableModel, TableRuntime
+from tests.tiers import quick_where
 
 DRAWS, LEVEL = 40_000, 1e-4
 ORDER = 3  # tokens before a token that its law is tested apart after
@@ -181,7 +182,7 @@ def test_the_tail_of_chi_square() -> None:
 # ---------------------------------------------------------------------------------------------------------------- laws
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_where(lambda name: name == "chain, fixed", CASES))
 def test_law(name: str) -> None:
     case = CASES[name]
     texts = draw(make_arm(case), case.tokens, DRAWS)
@@ -189,6 +190,7 @@ def test_law(name: str) -> None:
     assert min(p_values(texts, table_law(case.tables))) > LEVEL
 
 
+@pytest.mark.slow
 def test_law_of_plain_sampling() -> None:
     case = CASES["chain, fixed"]
     texts = draw(make_arm(case, name=AUTOREGRESSIVE), case.tokens, DRAWS)
@@ -209,6 +211,7 @@ PROCESSED = ("chain, fixed", "k_config, with_replacement", "k_config, without_re
 
 
 @pytest.mark.parametrize("name", PROCESSED)
+@pytest.mark.slow
 def test_law_behind_processors_that_read_the_text(name: str) -> None:
     """Temperature, top-k and a repetition penalty, by which the law depends on all tokens that the text has had."""
     sampling = SamplingConfig(temperature=0.8, top_k=3, repetition_penalty=1.5)
@@ -339,7 +342,10 @@ FAULTS: dict[str, tuple[Case, Plant, int]] = {  # where, how, and the draws that
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+QUICK = ("residual mirrored", "prompts share")
+
+
+@pytest.mark.parametrize("name", quick_where(lambda name: name in QUICK, FAULTS))
 def test_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, plant, draws = FAULTS[name]
     plant(monkeypatch)

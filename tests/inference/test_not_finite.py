@@ -123,6 +123,7 @@ def test_what_a_generation_leaves_behind_changes_no_other(
 @pytest.mark.parametrize("poison", [NAN, INFINITY])
 @pytest.mark.parametrize("structure", ["chain", "k_config", "opt_tree"])
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.slow
 def test_a_drafted_token_that_is_no_number_changes_no_other(
     models: Models, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, poison: float
 ) -> None:

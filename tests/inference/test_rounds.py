@@ -325,6 +325,7 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
 @pytest.mark.parametrize(
     ("source", "structure"), [("early_exit", "token_graph"), ("small_lm", "k_config"), ("prompt_lookup", "its own")]
 )
+@pytest.mark.slow
 def test_after_a_consumer_breaks_off_the_next_generation_is_right(
     target: Target, runtime: Runtime, source: str, structure: str, end: str
 ) -> None:

@@ -74,6 +74,7 @@ def test_law_of_a_node(rule: NodeRule, k: int, case: str) -> None:
 
 @given(p=weights, q=weights, k=st.integers(1, 3), rule=st.sampled_from([WITH, WITHOUT, NAIVE]))
 @settings(deadline=None, max_examples=60)
+@pytest.mark.slow
 def test_law_of_any_node(p: list[int], q: list[int], k: int, rule: NodeRule) -> None:
     target = everywhere(distribution(p))
     assert node_law(rule, distribution(p), distribution(q), k) == plain(target, 1)
@@ -407,6 +408,7 @@ def test_impossible_and_certain_events() -> None:
 
 
 @pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.slow
 def test_frequencies_in_production(rule: NodeRule) -> None:
     """float32, torch, the real generator: first tokens of 8000 rounds, each frequency within 4.5 σ."""
     p, q = (torch.tensor(row, dtype=torch.float32) for row in ([0.5, 0.0, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2]))

@@ -213,6 +213,7 @@ def test_norms_that_do_not_move_are_warned_of(
 
 
 @pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.slow
 def test_sigkill_then_resume_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, lora: int
 ) -> None:
@@ -232,11 +233,10 @@ def test_sigkill_then_resume_ends_with_the_same_bits(
     assert same(*last)
 
 
-@pytest.mark.parametrize("changes", [{"on_policy": 0.5}, {"lora_rank": 2}])
-def test_two_processes_equal_one(
-    tmp_path: Path, target: Path, small: Path, corpus: DataConfig, changes: dict[str, Any]
-) -> None:
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path: Path, target: Path, small: Path, corpus: DataConfig) -> None:
     """On-policy steps too: what a row samples depends on the row, not on the process that has it."""
+    changes: dict[str, Any] = {"on_policy": 0.5, "lora_rank": 2}
     run = finetuning(target, corpus, tmp_path / "one", drafter=DrafterConfig(path=str(small)), **changes)
     finetune_drafter(run)
     finish(launch("train/finetune_drafter.py", replace(run, out_dir=str(tmp_path / "two")), *TORCHRUN))

@@ -56,6 +56,7 @@ def test_any_accumulation_is_the_plain_loop(tmp_path, micro, clip):
     torch.testing.assert_close(trained_weights(model), _plain_loop(max_grad_norm=clip), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
     output = finish(start_tiny(tmp_path / "two", *TORCHRUN, micro_batch_rows=2, optimizer="adamw"))
     fit_tiny(tmp_path / "one", optimizer="adamw")
@@ -277,6 +278,7 @@ def test_wandb_disabled_does_without_wandb(tmp_path, monkeypatch):
         fit_tiny(tmp_path / "offline", steps=2, wandb=WandbConfig(mode="offline"))
 
 
+@pytest.mark.slow
 def test_wandb_offline_stays_in_out_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     fit_tiny(tmp_path, steps=2, wandb=WandbConfig(mode="offline", name="tiny"))

@@ -17,6 +17,7 @@ from train.trained_weights import WEIGHTS_FILE
 from train.training_state import STATE_FILE
 
 
+@pytest.mark.slow
 def test_sigkill_then_resume_gives_the_same_bits(tmp_path):
     changes = {"steps": 40, "precision": "bf16", "save_every": 5}
     killed = start_tiny(tmp_path / "killed", delay=0.05, **changes)

@@ -353,6 +353,7 @@ def test_a_killed_process_is_reported(model: str) -> None:
         pool._result(dead)
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:
     script = (
         "import sys, time, multiprocessing, pathlib, numpy\n"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from draft_models.early_exit import exit_layers
 from draft_models.target.architectures import layer_windows, load_config
@@ -19,6 +19,7 @@ from draft_models.target.open_target import pick_device, pick_dtype
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import TensorFiles, open_tensors
 from draft_models.target.whole_model import load_plain_lm
+from draft_models.tiny_architectures import tiny_settings
 from outrider.errors import UserError
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
 
@@ -123,11 +124,13 @@ def test_digest_reads_a_scalar_whole(tmp_path: Path) -> None:
 
 
 def test_layer_windows() -> None:
-    kind, extra = ARCHITECTURES["qwen2"]
-    assert layer_windows(kind(**extra, num_hidden_layers=4)) == [None, None, 12, 12]
-    kind, extra = ARCHITECTURES["mistral"]
-    assert layer_windows(kind(**extra, num_hidden_layers=2)) == [12, 12]
-    assert layer_windows(ARCHITECTURES["llama"][0](num_hidden_layers=2)) == [None, None]
+    def windows(architecture: str, layers: int) -> list[int | None]:
+        config = AutoConfig.for_model(architecture, **tiny_settings(architecture, 12), num_hidden_layers=layers)
+        return layer_windows(config)
+
+    assert windows("qwen2", 4) == [None, None, 12, 12]
+    assert windows("mistral", 2) == [12, 12]
+    assert windows("llama", 2) == [None, None]
     other = SimpleNamespace(model_type="llama4", sliding_window=8, layer_types=["full_attention", "chunked_attention"])
     with pytest.raises(UserError, match=r"llama4: layer types \['chunked_attention'\] are not supported"):
         layer_windows(other)

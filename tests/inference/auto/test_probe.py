@@ -169,6 +169,7 @@ def test_a_padding_runtime_has_steps_in_its_costs(models: tuple, monkeypatch: py
 
 @pytest.mark.parametrize("source", ["early_exit", "small_lm"])
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
 def test_greedy_tokens_do_not_depend_on_the_choice(
     models: tuple, monkeypatch: pytest.MonkeyPatch, name: str, source: str
 ) -> None:
