@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+# Of every test that was collected, before any was left out: its file and the names of its marks.
+COLLECTED = pytest.StashKey[list[tuple[str, set[str]]]]()
+
 
 def quick_where(is_quick: Callable[[Any], bool], cases: Iterable[Any]) -> list[Any]:
     """`cases` for `parametrize`, in their order; those of which `is_quick(case)` is false are marked slow.
