@@ -136,6 +136,7 @@ def shard(folder: Path) -> Path:
     return folder / TARGET / "model.safetensors.index.json"
 
 
+@pytest.mark.slow
 def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     index = shard(folder)
 
@@ -147,6 +148,7 @@ def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) 
     require_named(index, read, capsys, 100)
 
 
+@pytest.mark.slow
 def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / EARLY_EXIT / "drafter.json"
     meta = json.loads(file.read_text())

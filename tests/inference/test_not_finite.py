@@ -105,6 +105,7 @@ def draft(
 @pytest.mark.parametrize("runtime", ["graphed", "recorded"], indirect=True)
 @pytest.mark.parametrize("poison", [NAN, INFINITY])
 @pytest.mark.parametrize(("source", "structure"), [("early_exit", "chain"), ("small_lm", "opt_tree")])
+@pytest.mark.slow
 def test_what_a_generation_leaves_behind_changes_no_other(
     models: Models, runtime: Graphed, source: str, structure: str, poison: float
 ) -> None:
@@ -192,6 +193,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("arm", ["plain", "chain", "k_config"])
+@pytest.mark.slow
 def test_logits_that_are_no_numbers_are_an_error(
     models: Models, runtime: Runtime, arm: str, sampler: Sampler | None
 ) -> None:

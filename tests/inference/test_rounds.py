@@ -188,6 +188,7 @@ SHAPES = [(name, False) for name in STRUCTURES if "replacement" not in name] + [
 
 
 @pytest.mark.parametrize(("source", "shape", "runtime"), all_pairs(SOURCES, SHAPES, RUNTIMES), indirect=["runtime"])
+@pytest.mark.slow
 def test_after_every_round_every_cache_equals_a_fresh_prefill(
     target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, shape: tuple[str, bool]
 ) -> None:
@@ -350,6 +351,7 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
 
 
 @pytest.mark.parametrize("source", ["early_exit", "small_lm"])
+@pytest.mark.slow
 def test_two_generations_at_once_on_one_target_and_drafter(target: Target, runtime: Runtime, source: str) -> None:
     """Nothing of a sequence is kept in the models: rounds of two texts may take turns."""
     method = MethodConfig(structure=STRUCTURES["opt_tree"])

@@ -93,6 +93,7 @@ class At:
 
 @every_builder
 @given(q=sources, depth=st.integers(1, LIMIT), seed=st.integers(0, 99))
+@pytest.mark.slow
 def test_a_draft_stopped_at_a_depth_is_the_one_of_that_limit(name: str, q: Q, depth: int, seed: int) -> None:
     """Node for node: everything down to the level after which the rule spoke is submitted, nothing below is fed."""
     source, other, rule = KnownSource(q), KnownSource(q), At(depth)

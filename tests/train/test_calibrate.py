@@ -172,6 +172,7 @@ def test_scores_by_hand() -> None:
     assert reliability(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))[-1]["predicted"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> None:
     calibrate(config(folder, tmp_path / "run"))
     sha = read_meta(folder / "drafter").weights_sha256

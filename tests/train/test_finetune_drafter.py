@@ -27,6 +27,7 @@ from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.processes import join_processes
 from outrider.run_dirs import LOCK_FILE
+from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, TORCHRUN, finetuning, finish, kill_when, launch, log, same
 from train.best import BEST_FOLDER, Best
@@ -42,7 +43,7 @@ def weights(out_dir: Path) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-@pytest.mark.parametrize("start", ["new", "finished", "lora"])
+@pytest.mark.parametrize("start", quick_where(lambda start: start == "lora", ["new", "finished", "lora"]))
 def test_the_drafter_is_an_ordinary_directory_that_helps(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, start: str, capsys: pytest.CaptureFixture
 ) -> None:
@@ -87,7 +88,10 @@ def test_only_adapters_are_trained_and_stored(tmp_path: Path, target: Path, smal
     assert all(name.endswith("_proj.weight") for name in changed)  # not embedding, head or norms
 
 
-@pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"])
+OBJECTIVES = ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation")
+
+
+@pytest.mark.parametrize("objective", quick_where(lambda objective: objective == "forward_kl", OBJECTIVES))
 def test_distillation_makes_the_drafter_like_the_target(tmp_path: Path, corpus: DataConfig, objective: str) -> None:
     """The target predicts its text badly; a drafter that learns from it is accepted more than one that does not."""
     target = save_target(tmp_path / "target", kv_heads=2, num_hidden_layers=2, seed=1)
@@ -243,6 +247,7 @@ def test_two_processes_equal_one(tmp_path: Path, target: Path, small: Path, corp
     assert_close_to_the_same(tmp_path / "one", tmp_path / "two", small)
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_batch(tmp_path: Path, target: Path, small: Path, corpus: DataConfig) -> None:
     run = finetuning(target, corpus, tmp_path / "whole", drafter=DrafterConfig(path=str(small)), on_policy=0.5)
     finetune_drafter(run)

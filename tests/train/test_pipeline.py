@@ -44,7 +44,7 @@ def test_one_command_runs_the_whole_mission(tmp_path):
     """One test, for it takes a minute: what it leaves, what it says, and that nothing of it is done again."""
     out_dir = tmp_path / "run-debug"
     command = [sys.executable, str(ROOT / "train/pipeline.py"), "experiment=gpu_validation", "debug=true"]
-    command += [f"out_dir={tmp_path / 'run'}", "steps.report.more=[max_new_tokens=6]"]
+    command += [f"out_dir={tmp_path / 'run'}", 'steps.report.more=["max_new_tokens=6"]']
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=570, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     for name, step in STEPS.items():

@@ -100,6 +100,7 @@ def test_the_report_says_how_good_it_is(finished):
     assert "⟫" in report["sample"]
 
 
+@pytest.mark.slow
 def test_the_same_settings_give_the_same_bits(finished, tmp_path):
     again = _config(tmp_path)
     train_toy_target(again)
@@ -200,6 +201,7 @@ def test_a_directory_is_whole_once_it_has_a_config(finished, tmp_path, monkeypat
     assert appeared[-1] == "config.json"
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_nothing(finished, tmp_path, monkeypatch):
     config = replace(finished, out_dir=str(tmp_path), fit=replace(finished.fit, gradient_checkpointing=True))
     real, seen = ToyTarget.forward, []

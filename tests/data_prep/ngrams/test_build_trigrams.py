@@ -397,6 +397,7 @@ def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, model: str) -> None:
     write_jsonl(tmp_path / "chat.jsonl", [{"output": text} for text in sentences(20)])
     run = subprocess.run(

@@ -92,6 +92,7 @@ def test_a_correct_runtime_only_rounds(tmp_path: Path, architecture: str, runtim
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
 def test_planted_faults_are_found(subject: Subject, fault: str) -> None:
     """In every arm that the fault can reach; and not in the others."""
     reached = {arm for arm in ARMS if subject.judgement(arm, fault).faults}

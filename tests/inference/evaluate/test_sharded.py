@@ -47,6 +47,7 @@ def test_two_processes_equal_one(alone: EvaluateConfig, config: Callable[..., Ev
 
 
 @pytest.mark.parametrize("then", [1, 2])
+@pytest.mark.slow
 def test_what_was_left_out_is_known_to_the_report(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, then: int
 ) -> None:
