@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test test-fast test-gpu lint format clean
 .NOTPARALLEL:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)
 	$(RUN)python -m pytest -n auto
+
+# The quick tier: every subject, without what is marked slow.
+test-fast: $(STAMP)
+	$(RUN)python -m pytest -n auto -m "not slow and not gpu"
 
 test-gpu: $(STAMP)
 	$(RUN)python -m pytest -m gpu

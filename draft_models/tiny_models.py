@@ -2,20 +2,10 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from draft_models.calibration import CalibrationHead, save_calibration
@@ -26,14 +16,8 @@ from draft_models.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import open_target
 from draft_models.target.vocabulary import vocabulary_digest
+from draft_models.tiny_architectures import tiny_settings
 
-CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, {}),
-    "mistral": (MistralConfig, {"sliding_window": 48}),
-    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2}),
-    "qwen3": (Qwen3Config, {"head_dim": 16}),
-    "opt": (OPTConfig, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-}
 VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
 
 
@@ -62,7 +46,6 @@ def save_tiny_models(folder: Path, architecture: str) -> None:
 
 def save_tiny_model(path: Path, architecture: str, seed: int = 0) -> None:
     """A causal LM of 4 layers with random weights and a byte-level tokenizer, as a Hugging Face directory."""
-    kind, extra = CONFIGS[architecture]
     settings = {
         "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -71,7 +54,9 @@ def save_tiny_model(path: Path, architecture: str, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            kind(**{**settings, **extra}), dtype=torch.float32, trust_remote_code=False
+            AutoConfig.for_model(architecture, **{**settings, **tiny_settings(architecture)}),
+            dtype=torch.float32,
+            trust_remote_code=False,
         )
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draft_models.tiny_models import save_tiny_models
+from tests.tiers import COLLECTED
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # tiny models; workers share the cores
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = [(str(item.path), {mark.name for mark in item.iter_markers()}) for item in items]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -104,10 +104,12 @@ def evaluate_shortly(config: EvaluateConfig) -> None:
 # ----------------------------------------------------------------------------------------------- models
 
 
+@pytest.mark.slow
 def test_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     require_named(folder / TARGET / "config.json", lambda: evaluate_shortly(on_target(folder)), capsys, 100)
 
 
+@pytest.mark.slow
 def test_generation_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def read() -> None:
         config = on_target(folder)
@@ -134,6 +136,7 @@ def shard(folder: Path) -> Path:
     return folder / TARGET / "model.safetensors.index.json"
 
 
+@pytest.mark.slow
 def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     index = shard(folder)
 
@@ -145,6 +148,7 @@ def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) 
     require_named(index, read, capsys, 100)
 
 
+@pytest.mark.slow
 def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / EARLY_EXIT / "drafter.json"
     meta = json.loads(file.read_text())
@@ -394,6 +398,7 @@ def test_shape_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 # ------------------------------------------------------------------------------------------------- commands
 
 
+@pytest.mark.slow
 def test_commands_end_with_status_2_and_one_line(folder: Path, tmp_path: Path) -> None:
     (folder / EARLY_EXIT / "drafter.json").write_bytes(b"[" * 200_000)
     prompts = tmp_path / "prompts.jsonl"

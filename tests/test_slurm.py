@@ -131,6 +131,7 @@ def test_a_restarted_job_resumes_in_its_own_directory(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(("restarts", "requeued"), [("0", True), ("2", True), ("3", False)])
 @pytest.mark.parametrize("script", ["train.sbatch", "evaluate.sbatch"])
+@pytest.mark.slow
 def test_out_of_time(cluster: Cluster, script: str, restarts: str, requeued: bool) -> None:
     """USR1 while the work runs: the job is requeued, the work left alone, and its status is the job's."""
     work = 'echo $$ > "$TMPDIR/work"; for _ in $(seq 100); do [ -f "$TMPDIR/over" ] && exit 7; sleep 0.05; done'

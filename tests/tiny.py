@@ -4,34 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from draft_models import tiny_models
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target.architectures import load_config
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
+from draft_models.tiny_architectures import TINY_ARCHITECTURES, tiny_settings
 from inference.settings import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4
 VOCABULARY = tiny_models.VOCABULARY
-ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
-    "llama": (LlamaConfig, {}),
-    "mistral": (MistralConfig, {"sliding_window": 12}),
-    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
-    "qwen3": (Qwen3Config, {"head_dim": 16}),
-    "opt": (OPTConfig, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
-}
+WINDOW = 12  # of sliding attention: shorter than the tests' texts
+ARCHITECTURES = tuple(TINY_ARCHITECTURES)
 # one small draft of every kind
 STRUCTURES = {
     "chain": StructureConfig(),
@@ -51,14 +37,14 @@ def method_of(structure: StructureConfig, tokens: int = 4) -> MethodConfig:
 def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, kv_heads: int = 4, seed: int = 0,
                 shard: str = "5GB", peak: float = 1.0, **changes: object) -> Path:  # fmt: skip
     """Write a random target with peaked, input-dependent next tokens, and a byte tokenizer, to `path`."""
-    kind, extra = ARCHITECTURES[architecture]
     settings = {
         "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
         "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
         "tie_word_embeddings": tied, "bos_token_id": 256, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
+    config = AutoConfig.for_model(architecture, **{**settings, **tiny_settings(architecture, WINDOW), **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(kind(**{**settings, **extra, **changes})).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

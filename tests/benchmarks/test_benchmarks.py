@@ -144,6 +144,7 @@ def test_judgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.slow
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: int) -> None:
     import bench_peers
 

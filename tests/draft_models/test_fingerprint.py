@@ -54,6 +54,7 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
+@pytest.mark.slow
 def test_any_tensor_of_any_layer_is_checked(trained: Callable[..., Path], architecture: str) -> None:
     """Each in turn replaced by noise of the same size; the error names its layer."""
     folder = trained(architecture, kv_heads=4 if architecture == "opt" else 2)

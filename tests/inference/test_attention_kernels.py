@@ -53,6 +53,7 @@ def test_what_was_not_measured_takes_the_nearest_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("recorded")
+@pytest.mark.slow
 def test_a_longer_prompt_captures_nothing_where_the_longest_is_known(tmp_path: Path) -> None:
     """Only shapes that no text before has met become graphs; and the caches are as large as that text, not twice."""
     _, stack = open_stack(save_target(tmp_path, max_position_embeddings=512))

@@ -223,6 +223,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("qwen2", "static", "products"),
     ],
 )
+@pytest.mark.slow
 def test_graphs_replay_to_the_same_tokens(
     tmp_path: Path, architecture: str, structure: str, kernel: str | None
 ) -> None:

@@ -2,11 +2,14 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from draft_models.calibration import CalibrationHead
 from draft_models.early_exit import EarlyExit
@@ -22,6 +25,8 @@ from inference.stopping import BetaThompson, CalibratedThompson, Confidence, Fix
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.streams import Streams
+from tests.pairwise import all_pairs
+from tests.tiers import quick_where
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 RULES = {
@@ -47,48 +52,64 @@ def tokens_of(rounds: Sequence[Round]) -> list[int]:
     return [token for r in rounds for token in r.tokens]
 
 
+# (architecture, tied, kv_heads, exit_layer, rule, prompt's length)
+MATRIX = all_pairs(ARCHITECTURES, (False, True), (4, 2), (1, 2, LAYERS - 1), RULES, (20, 1))
+
+
+@dataclass(frozen=True)
+class Known:
+    """A saved target, and what `generate` makes of prompts."""
+
+    path: Path
+    model: PreTrainedModel
+    stack: LayerStack
+
+    def text_after(self, prompt: Sequence[int]) -> list[int]:
+        return reference_generate(self.model, prompt, 48)
+
+
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """(architecture, tied, kv_heads) → saved target, with the reference continuation of two prompts."""
-    made = {}
-    for architecture, tied, kv_heads in itertools.product(ARCHITECTURES, (False, True), (4, 2)):
+def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool, int], Known]:
+    """The target of an architecture, tied or not, with so many heads of keys; made when it is asked for first."""
+
+    @cache
+    def make(architecture: str, tied: bool, kv_heads: int) -> Known:
         path = save_target(tmp_path_factory.mktemp("t"), architecture, tied=tied, kv_heads=kv_heads)
-        model, stack = open_stack(path)
-        prompts = [random_prompt(20), random_prompt(1, seed=1)]
-        made[architecture, tied, kv_heads] = (
-            path,
-            stack,
-            [(p, reference_generate(model, p, 48)) for p in prompts],
-        )
-    return made
+        return Known(path, *open_stack(path))
+
+    return make
 
 
-@pytest.mark.parametrize("exit_layer", [1, 2, LAYERS - 1])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_equals_generate(targets: dict, architecture: str, tied: bool, kv_heads: int, exit_layer: int) -> None:
-    path, stack, references = targets[architecture, tied, kv_heads]
-    drafter = make_drafter(path, exit_layer, noise=0.1)
-    for prompt, expected in references:
-        assert tokens_of(list(autoregressive(stack, prompt, max_new_tokens=48))) == expected
-        for name, rule in RULES.items():
-            rounds = decode(stack, drafter, rule(), prompt, max_new_tokens=48)
-            assert tokens_of(rounds) == expected, name
+@pytest.mark.parametrize(
+    ("architecture", "tied", "kv_heads", "exit_layer", "rule", "length"),
+    quick_where(lambda row: row[0] == "llama", MATRIX),
+)
+def test_greedy_equals_generate(
+    known: Callable[..., Known], architecture: str, tied: bool, kv_heads: int, exit_layer: int, rule: str, length: int
+) -> None:
+    target, prompt = known(architecture, tied, kv_heads), random_prompt(length)
+    expected = target.text_after(prompt)
+    assert tokens_of(list(autoregressive(target.stack, prompt, max_new_tokens=48))) == expected
+    drafter = make_drafter(target.path, exit_layer, noise=0.1)
+    assert tokens_of(decode(target.stack, drafter, RULES[rule](), prompt, max_new_tokens=48)) == expected
 
 
-def test_the_matrix_above_accepts_and_rejects(targets: dict) -> None:
+@pytest.mark.slow
+def test_the_matrix_above_accepts_and_rejects(known: Callable[..., Known]) -> None:
     """The equality is worth something only if drafts are accepted, partly accepted and rejected in it."""
     rounds = []
-    for (path, stack, references), exit_layer in itertools.product(targets.values(), (1, LAYERS - 1)):
-        drafter = make_drafter(path, exit_layer, noise=0.1)
-        rounds += decode(stack, drafter, FixedLength(4), references[0][0], max_new_tokens=48)[1:]
+    for architecture, exit_layer in itertools.product(ARCHITECTURES, (1, LAYERS - 1)):
+        target = known(architecture, False, 2)
+        drafter = make_drafter(target.path, exit_layer, noise=0.1)
+        rounds += decode(target.stack, drafter, FixedLength(4), random_prompt(20), max_new_tokens=48)[1:]
     accepted = [r.accepted for r in rounds if r.drafted == 4]
-    assert all(accepted.count(n) >= 5 for n in range(5))
+    assert all(accepted.count(n) >= 3 for n in range(5))
 
 
-def test_the_references_are_not_one_token_repeated(targets: dict) -> None:
-    variety = [len(set(references[0][1])) for _, _, references in targets.values()]
+@pytest.mark.slow
+def test_the_references_are_not_one_token_repeated(known: Callable[..., Known]) -> None:
+    variants = {row[:3] for row in MATRIX}
+    variety = [len(set(known(*variant).text_after(random_prompt(20)))) for variant in variants]
     assert min(variety) > 2
     assert sum(variety) / len(variety) > 8
 
@@ -126,7 +147,7 @@ def test_eos_at_every_position(tmp_path: Path) -> None:
     assert tokens_of(decode(stack, drafter, FixedLength(8), prompt, max_new_tokens=40, eos=eos_list)) == expected
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", quick_where(lambda rule: rule == "fixed-4", RULES))
 def test_max_new_tokens_at_every_offset(tmp_path: Path, rule: str) -> None:
     path = save_target(tmp_path)
     model, stack = open_stack(path)
@@ -137,7 +158,14 @@ def test_max_new_tokens_at_every_offset(tmp_path: Path, rule: str) -> None:
         rounds = decode(stack, drafter, RULES[rule](), prompt, max_new_tokens=count)
         assert tokens_of(rounds) == full[:count]
         assert all(r.drafted <= count for r in rounds)
-        assert tokens_of(list(autoregressive(stack, prompt, max_new_tokens=count))) == full[:count]
+
+
+def test_plain_decoding_ends_at_every_offset(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    model, stack = open_stack(path)
+    full = reference_generate(model, random_prompt(7), 24)
+    for count in range(1, 25):
+        assert tokens_of(list(autoregressive(stack, random_prompt(7), max_new_tokens=count))) == full[:count]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

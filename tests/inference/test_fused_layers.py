@@ -22,6 +22,7 @@ from inference.settings import MethodConfig, StopConfig
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.streams import Streams
+from tests.tiers import quick_where
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -168,7 +169,7 @@ def test_every_linear_is_replaced_and_shared_ones_stay_shared() -> None:
 @needs_onednn
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("own_head", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", quick_where(lambda name: name == "llama", ARCHITECTURES))
 def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied: bool, own_head: bool) -> None:
     path = save_target(tmp_path, architecture, tied=tied, kv_heads=2)
     model, _ = open_stack(path)
@@ -180,7 +181,7 @@ def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied
 
 
 @needs_bf16
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", quick_where(lambda name: name == "llama", ARCHITECTURES))
 def test_bf16_mismatches_are_ties(tmp_path: Path, architecture: str) -> None:
     path = save_target(tmp_path, architecture, kv_heads=2)
     model, _ = open_stack(path, torch.bfloat16)

@@ -120,6 +120,7 @@ def cases(text: list[int]) -> dict[str, tuple[dict[str, Any], list[int]]]:
 
 @pytest.mark.usefixtures("without_plots")
 @pytest.mark.parametrize("name", cases([0] * NEW))
+@pytest.mark.slow
 def test_every_arm_equals_the_users_own_call(
     saying: Callable[..., Path], text: list[int], name: str, tmp_path: Path
 ) -> None:

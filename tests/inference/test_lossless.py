@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from inference.structures.factory import Structure, make_structure, make_tree
 from inference.tree import DraftTree
 from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
 from outrider.streams import Streams
+from tests.pairwise import all_pairs
+from tests.tiers import quick_where
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -64,27 +67,45 @@ def make_source(kind: str, path: Path, small: Path, dtype: torch.dtype = torch.f
     return EarlyExitSource(make_drafter(path, LAYERS - 1 if kind == "early_exit" else 1, noise=0.15, dtype=dtype))
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
-    """A target (windows shorter than the text), a small LM near it, a prompt and its reference continuation."""
-    folder = tmp_path_factory.mktemp("lossless")
-    path = save_target(folder / "target", request.param, kv_heads=2, peak=6.0)
-    model, stack = open_stack(path)
-    small = AutoModelForCausalLM.from_pretrained(path)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in small.parameters():
-            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    small.save_pretrained(folder / "small")
-    load_tokenizer(str(path)).save_pretrained(folder / "small")
-    prompt = random_prompt(20)
-    return path, folder / "small", stack, prompt, reference_generate(model, prompt, 40)
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
+    """By architecture: a target (windows shorter than the text), a small LM near it, a prompt and its continuation."""
+
+    @cache
+    def make(architecture: str) -> tuple:
+        folder = tmp_path_factory.mktemp("lossless")
+        path = save_target(folder / "target", architecture, kv_heads=2, peak=6.0)
+        model, stack = open_stack(path)
+        small = AutoModelForCausalLM.from_pretrained(path)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in small.parameters():
+                parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        small.save_pretrained(folder / "small")
+        load_tokenizer(str(path)).save_pretrained(folder / "small")
+        prompt = random_prompt(20)
+        return path, folder / "small", stack, prompt, reference_generate(model, prompt, 40)
+
+    return make
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("source", ["early_exit", "early_exit, first layer", "small_lm"])
-def test_greedy_equals_generate(target: tuple, source: str, structure: str) -> None:
-    path, small, stack, prompt, expected = target
+@pytest.fixture
+def target(targets: Callable[[str], tuple]) -> tuple:
+    """One with grouped heads and a window."""
+    return targets("mistral")
+
+
+SOURCES = ("early_exit", "early_exit, first layer", "small_lm")
+
+
+MATRIX = all_pairs(ARCHITECTURES, SOURCES, STRUCTURES)
+
+
+@pytest.mark.parametrize(("architecture", "source", "structure"), quick_where(lambda row: row[0] == "mistral", MATRIX))
+def test_greedy_equals_generate(
+    targets: Callable[[str], tuple], architecture: str, source: str, structure: str
+) -> None:
+    path, small, stack, prompt, expected = targets(architecture)
     drafting = structure_of(structure)
     rounds = list(speculative(stack, Shaped(make_source(source, path, small), drafting), prompt, max_new_tokens=40))
     assert tokens_of(rounds) == expected
@@ -116,6 +137,7 @@ def test_what_the_papers_report_of_their_structures(target: tuple) -> None:
             assert drafting.totals == {"drafted_by_source": fed, "graph_success": copies}
 
 
+@pytest.mark.slow
 def test_a_sharper_q_drafts_deeper(target: tuple) -> None:
     path, small, stack, prompt, _ = target
 

@@ -105,6 +105,7 @@ def draft(
 @pytest.mark.parametrize("runtime", ["graphed", "recorded"], indirect=True)
 @pytest.mark.parametrize("poison", [NAN, INFINITY])
 @pytest.mark.parametrize(("source", "structure"), [("early_exit", "chain"), ("small_lm", "opt_tree")])
+@pytest.mark.slow
 def test_what_a_generation_leaves_behind_changes_no_other(
     models: Models, runtime: Graphed, source: str, structure: str, poison: float
 ) -> None:
@@ -123,6 +124,7 @@ def test_what_a_generation_leaves_behind_changes_no_other(
 @pytest.mark.parametrize("poison", [NAN, INFINITY])
 @pytest.mark.parametrize("structure", ["chain", "k_config", "opt_tree"])
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.slow
 def test_a_drafted_token_that_is_no_number_changes_no_other(
     models: Models, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, poison: float
 ) -> None:
@@ -191,6 +193,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("arm", ["plain", "chain", "k_config"])
+@pytest.mark.slow
 def test_logits_that_are_no_numbers_are_an_error(
     models: Models, runtime: Runtime, arm: str, sampler: Sampler | None
 ) -> None:

@@ -26,6 +26,7 @@ from inference.settings import MethodConfig, SamplingConfig, StopConfig, Structu
 from inference.structures.factory import Structure, make_structure
 from inference.tree import DraftTree, chain_parents
 from outrider.streams import Streams
+from tests.pairwise import all_pairs
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -96,12 +97,20 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return _targets[architecture]
 
 
-@pytest.fixture(scope="module", params=["eager", "graphed"])
-def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+RUNTIMES = ("eager", "graphed")
+
+
+@pytest.fixture(scope="module")
+def runtimes() -> Iterator[dict[str, Runtime]]:
     """How passes run; one for all tests, as its buffers are made to be used again. Small buckets: texts cross them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
-        yield Eager() if request.param == "eager" else cuda_graphs.Graphed()
+        yield {"eager": Eager(), "graphed": cuda_graphs.Graphed()}
+
+
+@pytest.fixture(params=RUNTIMES)
+def runtime(request: pytest.FixtureRequest, runtimes: dict[str, Runtime]) -> Runtime:
+    return runtimes[request.param]
 
 
 _expected: dict[tuple[Path, int, int], list[int]] = {}
@@ -175,30 +184,31 @@ def checked(
 
 
 DRAWN = ("chain", "k_config", "k_config, with_replacement")  # the structures that draw their tokens when sampling
-CASES = [(source, name, False) for source in SOURCES for name in STRUCTURES if "replacement" not in name]
-CASES += [(source, name, True) for source in ("early_exit", "small_lm") for name in DRAWN]
+SHAPES = [(name, False) for name in STRUCTURES if "replacement" not in name] + [(name, True) for name in DRAWN]
 
 
-@pytest.mark.parametrize(("source", "structure", "drawn"), CASES)
+@pytest.mark.parametrize(("source", "shape", "runtime"), all_pairs(SOURCES, SHAPES, RUNTIMES), indirect=["runtime"])
+@pytest.mark.slow
 def test_after_every_round_every_cache_equals_a_fresh_prefill(
-    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, drawn: bool
+    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, shape: tuple[str, bool]
 ) -> None:
+    structure, drawn = shape
     streams = Streams(0)
     chooser = Chooser(Sampler(SamplingConfig(temperature=0.7)), streams.of("verify")) if drawn else None
     method = method_of(STRUCTURES[structure])
-    shape, moved, turns = make_structure(method, streams, drawn), [], itertools.count()
-    observe, draft = shape.observe, shape.draft
+    shaping, moved, turns = make_structure(method, streams, drawn), [], itertools.count()
+    observe, draft = shaping.observe, shaping.draft
 
     def note(tree: DraftTree, nodes: list[int]) -> None:
         moved.append(nodes != list(range(len(nodes))))
         observe(tree, nodes)
 
-    monkeypatch.setattr(shape, "observe", note)
+    monkeypatch.setattr(shaping, "observe", note)
     # The third and fourth round draft nothing, so that two tokens and more wait for the drafter.
-    monkeypatch.setattr(shape, "draft", lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3))))
+    monkeypatch.setattr(shaping, "draft", lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3))))
     guesses = source != "early_exit, first layer"  # that one is right next to never
     count = 28 if guesses else 9
-    rounds = list(checked(target, runtime, Shaped(target.source(source), shape), random_prompt(9), count, chooser))
+    rounds = list(checked(target, runtime, Shaped(target.source(source), shaping), random_prompt(9), count, chooser))
     assert len(rounds) > 5
     if guesses:
         assert len({r.accepted for r in rounds[1:] if r.drafted}) >= 2
@@ -213,32 +223,14 @@ def test_after_every_round_of_prompt_lookup(target: Target, runtime: Runtime) ->
 
 # --- equality with generate -------------------------------------------------------------------------------------------
 
-# Every source, structure and rule, each with several of the others.
-SAMPLE = [
-    ("llama", "early_exit", "chain", "confidence"),
-    ("llama", "small_lm", "opt_tree", "beta"),
-    ("llama", "early_exit, first layer", "chain", "beta"),
-    ("mistral", "small_lm", "chain", "beta, printed"),
-    ("mistral", "early_exit", "token_graph", "confidence"),
-    ("mistral", "early_exit, first layer", "static", "fixed"),
-    ("qwen2", "small_lm", "chain", "confidence"),
-    ("qwen2", "early_exit", "k_config", "beta, printed"),
-    ("qwen2", "early_exit", "chain", "fixed, one"),
-    ("qwen3", "small_lm", "chain", "beta"),
-    ("qwen3", "small_lm", "static", "confidence"),
-    ("qwen3", "early_exit, first layer", "opt_tree", "fixed, one"),
-    ("opt", "early_exit", "token_graph", "beta"),
-    ("opt", "small_lm", "k_config", "fixed"),
-]
+GREEDY = [name for name in STRUCTURES if "replacement" not in name]
 
 
-def test_the_sample_covers_everything() -> None:
-    architectures, sources, structures, rules = (set(column) for column in zip(*SAMPLE, strict=True))
-    assert (architectures, sources, rules) == (set(ARCHITECTURES), set(SOURCES), set(RULES))
-    assert structures == set(STRUCTURES) - {"k_config, with_replacement"}  # that one only when sampling
-
-
-@pytest.mark.parametrize(("target", "source", "structure", "rule"), SAMPLE, indirect=["target"])
+@pytest.mark.parametrize(
+    ("target", "source", "structure", "rule", "runtime"),
+    all_pairs(ARCHITECTURES, SOURCES, GREEDY, RULES, RUNTIMES),
+    indirect=["target", "runtime"],
+)
 def test_float64_greedy_equals_generate(
     target: Target, runtime: Runtime, source: str, structure: str, rule: str
 ) -> None:
@@ -300,12 +292,16 @@ FAULTS: dict[str, tuple[Place, int]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("source", "structure"), [("early_exit", "opt_tree"), ("small_lm", "chain")])
+@pytest.mark.parametrize(
+    ("shaped", "fault", "runtime"),
+    all_pairs([("early_exit", "opt_tree"), ("small_lm", "chain")], FAULTS, RUNTIMES),
+    indirect=["runtime"],
+)
 def test_after_an_exception_in_a_round_the_next_generation_is_right(
-    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, fault: str
+    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, shaped: tuple[str, str], fault: str
 ) -> None:
     """The same stack, source and structure are used again, for a shorter text and for a longer one."""
+    source, structure = shaped
     drafter, chooser = target.source(source), Chooser()
     # Drafts of one token are often right as a whole, which leaves a token waiting for the drafter.
     shape = make_structure(method_of(STRUCTURES[structure], 1), Streams(0))
@@ -330,6 +326,7 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
 @pytest.mark.parametrize(
     ("source", "structure"), [("early_exit", "token_graph"), ("small_lm", "k_config"), ("prompt_lookup", "its own")]
 )
+@pytest.mark.slow
 def test_after_a_consumer_breaks_off_the_next_generation_is_right(
     target: Target, runtime: Runtime, source: str, structure: str, end: str
 ) -> None:
@@ -354,6 +351,7 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
 
 
 @pytest.mark.parametrize("source", ["early_exit", "small_lm"])
+@pytest.mark.slow
 def test_two_generations_at_once_on_one_target_and_drafter(target: Target, runtime: Runtime, source: str) -> None:
     """Nothing of a sequence is kept in the models: rounds of two texts may take turns."""
     method = MethodConfig(structure=STRUCTURES["opt_tree"])

@@ -209,6 +209,7 @@ def test_the_head_decides_the_length_at_first() -> None:
     assert [sure.stop(step(drafted)) for drafted in (1, 49, 50)] == [False, False, True]  # max_draft is 50
 
 
+@pytest.mark.slow
 def test_a_sure_head_is_doubted_by_its_sigma() -> None:
     """θ ~ N(1, σ²), cut off at 1: a draft goes on with E min(1, θ) = 1 − σ / √(2π)."""
     for sigma in (0.1, 0.5):

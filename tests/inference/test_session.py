@@ -30,6 +30,7 @@ def assert_same_content(actual: KVCache, expected: KVCache) -> None:
 
 @pytest.mark.parametrize("exit_layer", [1, LAYERS - 1])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.slow
 def test_after_every_round_each_cache_equals_a_fresh_prefill(
     tmp_path: Path, architecture: str, exit_layer: int
 ) -> None:
@@ -89,6 +90,7 @@ def trees(draw: st.DrawFn) -> list[int]:
     ends=st.none() | st.sets(st.integers(0, 10), min_size=1),
 )
 @example(parents=[-1, 0, 0, 2], cut=3, window=6, ends={3})  # a row in between is left out
+@pytest.mark.slow
 def test_every_row_of_a_tree_sees_its_own_path(
     tmp_path_factory: pytest.TempPathFactory, parents: list[int], cut: int, window: int | None, ends: set[int] | None
 ) -> None:

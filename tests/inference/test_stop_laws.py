@@ -80,6 +80,7 @@ def drafted_by(
 
 @pytest.mark.parametrize("decision", DECISIONS)
 @pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])
+@pytest.mark.slow
 def test_the_law_is_the_targets_whatever_a_rule_looks_at(widths: tuple[int, ...] | None, decision: str) -> None:
     for seed in range(2):
         p, q = random_model(seed, 2 + seed), random_model(seed + 10, 2 + seed)

@@ -113,6 +113,7 @@ KINDS: dict[str, tuple[Callable[[Sequence[str]], PreTrainedTokenizerFast], list[
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_equals_generate(target: SimpleNamespace, kind: str) -> None:
     """Any tokens, any stops: parts of the text around the prompt's end or later, from within a token, or none of it."""
     make, pool = KINDS[kind]
@@ -172,6 +173,7 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         ),  # with a token of no text in between: transformers looks back two tokens
     ],
 )
+@pytest.mark.slow
 def test_where_in_the_text(varied: SimpleNamespace, stops: list[str], count: int, texts: dict[int, str]) -> None:
     """texts: what the tokens of the text are to say, by place: 0 is the prompt's last, 1 the first new one."""
     tokens = [f"<{i}>" for i in range(tiny.VOCABULARY)]

@@ -93,6 +93,7 @@ class At:
 
 @every_builder
 @given(q=sources, depth=st.integers(1, LIMIT), seed=st.integers(0, 99))
+@pytest.mark.slow
 def test_a_draft_stopped_at_a_depth_is_the_one_of_that_limit(name: str, q: Q, depth: int, seed: int) -> None:
     """Node for node: everything down to the level after which the rule spoke is submitted, nothing below is fed."""
     source, other, rule = KnownSource(q), KnownSource(q), At(depth)
@@ -107,6 +108,7 @@ def test_a_draft_stopped_at_a_depth_is_the_one_of_that_limit(name: str, q: Q, de
 
 @every_builder
 @given(q=untied, seed=st.integers(0, 99))
+@pytest.mark.slow
 def test_a_rule_sees_the_node_that_stands_for_the_level(name: str, q: Q, seed: int) -> None:
     """Its logits, and its hidden state by the number of the row; it has the level's largest p̂ where that is known."""
     source, rule = KnownSource(q), At(99)

@@ -74,6 +74,7 @@ def test_law_of_a_node(rule: NodeRule, k: int, case: str) -> None:
 
 @given(p=weights, q=weights, k=st.integers(1, 3), rule=st.sampled_from([WITH, WITHOUT, NAIVE]))
 @settings(deadline=None, max_examples=60)
+@pytest.mark.slow
 def test_law_of_any_node(p: list[int], q: list[int], k: int, rule: NodeRule) -> None:
     target = everywhere(distribution(p))
     assert node_law(rule, distribution(p), distribution(q), k) == plain(target, 1)
@@ -81,6 +82,7 @@ def test_law_of_any_node(p: list[int], q: list[int], k: int, rule: NodeRule) -> 
 
 @given(p=weights, q=weights, rule=st.sampled_from([WITHOUT, NAIVE]))
 @settings(deadline=None, max_examples=30)
+@pytest.mark.slow
 def test_candidates_beyond_the_support_change_nothing(p: list[int], q: list[int], rule: NodeRule) -> None:
     """A draft padded to four children has q_i = 0 at the padding, and token 0 twice: neither crashes nor biases."""
     padded = node_law(rule, distribution(p), distribution(q), 4, replace=False, pad=True)
@@ -121,6 +123,7 @@ def test_naive_is_sampling_from_p_and_looking(p: list[int], candidates: list[int
     [((1, 1), True), ((1, 1, 1), False), ((1, 1, 1), True), ((2, 2), True), ((3, 2), False), ((2, 1, 1), True)],
     ids=str,
 )
+@pytest.mark.slow
 def test_joint_law_of_a_sampled_tree(rule: NodeRule, config: tuple[int, ...], at_once: bool) -> None:
     """Every prefix of a round and the token after it: p(x_1) p(x_2 | x_1) … A chain is Leviathan's method."""
     size = 2 if config in {(3, 2), (2, 1, 1)} and rule != WITHOUT else 3
@@ -284,6 +287,7 @@ def acceptance(rule: NodeRule, p: Rows, q: Rows, k: int) -> Fraction:
 
 @given(p=weights, q=weights, k=st.integers(1, 3))
 @settings(deadline=None, max_examples=40)
+@pytest.mark.slow
 def test_acceptance_without_beats_with_beats_naive(p: list[int], q: list[int], k: int) -> None:
     without, with_, naive = (acceptance(rule, distribution(p), distribution(q), k) for rule in (WITHOUT, WITH, NAIVE))
     assert without >= with_ >= naive
@@ -407,6 +411,7 @@ def test_impossible_and_certain_events() -> None:
 
 
 @pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.slow
 def test_frequencies_in_production(rule: NodeRule) -> None:
     """float32, torch, the real generator: first tokens of 8000 rounds, each frequency within 4.5 σ."""
     p, q = (torch.tensor(row, dtype=torch.float32) for row in ([0.5, 0.0, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2]))

@@ -78,11 +78,11 @@ def tiny_config(**changes: object) -> FitConfig:
     return FitConfig(**{**options, **changes})  # type: ignore[arg-type]
 
 
-def main(out_dir: str, changes: str, delay: str, resume: str) -> None:
+def main(out_dir: str, changes: str, delay: str) -> None:
     dtype = torch.float32 if "precision" in json.loads(changes) else torch.float64
     model = TinyModel(dtype, float(delay))
     torch.set_num_threads(1)
-    fit(model, tiny_rows(), tiny_config(**json.loads(changes)), Path(out_dir), resume=resume == "resume")
+    fit(model, tiny_rows(), tiny_config(**json.loads(changes)), Path(out_dir))
 
 
 if __name__ == "__main__":

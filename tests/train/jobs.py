@@ -80,13 +80,18 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def launch(script: str, config: Any, *launcher: str, threads: int = 1) -> subprocess.Popen[str]:
     """`python script` with every option as `config` has it, in a process of its own, or those of a launcher."""
     return subprocess.Popen(
-        [sys.executable, *launcher, str(ROOT / script), *_overrides("", asdict(config))],
+        [sys.executable, *launcher, str(ROOT / script), *options_of(config)],
         env={**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
     )
+
+
+def options_of(config: Any) -> list[str]:
+    """The command line that says every option of `config`."""
+    return list(_overrides("", asdict(config)))
 
 
 def _overrides(prefix: str, value: Any) -> Iterator[str]:

@@ -1,5 +1,10 @@
-"""One process of a launcher that may share a model out: trains the tiny one (see test_sharding.py)."""
+"""One process of a launcher that may share a model out: trains the tiny one, then what commands train.
 
+See test_sharding.py. All in one process, since starting it takes longer than all of its trainings.
+"""
+
+import importlib
+import json
 import os
 import shutil
 import sys
@@ -10,6 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import nn
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from outrider.errors import UserError
 from outrider.processes import join_processes
@@ -67,7 +73,20 @@ def adjust_launcher() -> None:
     AcceleratorState.__init__ = with_gpus
 
 
+def run_command(module: str, *overrides: str) -> None:
+    """A command's entry, with these words on its command line.
+
+    As in a process of its own: transformers hears of ZeRO-3 when the training begins, after the models were loaded, and
+    FSDP of the layers to share out.
+    """
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state()
+    sys.argv = [module, *overrides]
+    importlib.import_module(module).main()
+
+
 def main(folder: str, alone: str = "") -> None:
+    """alone: what no launcher is needed for. Else also the commands in the folder's commands.json."""
     torch.set_num_threads(1)
     adjust_launcher()
     state, out = join_processes(), Path(folder)
@@ -82,6 +101,8 @@ def main(folder: str, alone: str = "") -> None:
     state.wait_for_everyone()
     train(out / "resumed", resume=True)
     train(out / "bf16", precision="bf16")
+    for words in json.loads((out / "commands.json").read_text()):
+        run_command(*words)
     try:
         fit(TinyModel(torch.float32), tiny_rows(), tiny_config(), out / "muon")
     except UserError as error:

@@ -172,6 +172,7 @@ def test_scores_by_hand() -> None:
     assert reliability(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))[-1]["predicted"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> None:
     calibrate(config(folder, tmp_path / "run"))
     sha = read_meta(folder / "drafter").weights_sha256
@@ -285,6 +286,7 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
     assert identities[0] == identities[1] != identities[-1]  # which a resumed fit would refuse
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(folder: Path, tmp_path: Path) -> None:
     """They share out what is to be captured, and the rows of a step."""
     one = config(folder, tmp_path / "one", fit=replace(FIT, epochs=None, steps=8))
@@ -316,6 +318,7 @@ def test_a_full_disk_leaves_the_previous_head(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {WEIGHTS_FILE, META_FILE}
 
 
+@pytest.mark.slow
 def test_sigkill_then_resume_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
     fit = replace(FIT, epochs=None, steps=30, save_every=10)
     calibrate(config(folder, tmp_path / "straight", fit=fit))

@@ -119,6 +119,7 @@ def accelerate_launch() -> Sequence[str]:
 
 
 @pytest.mark.parametrize("launcher", [torchrun, accelerate_launch])
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path: Path, corpus: DataConfig, launcher: Callable[[], Sequence[str]]) -> None:
     path = save_target(tmp_path / "target")
     train_early_exit(distilling(path, corpus, tmp_path / "one"))

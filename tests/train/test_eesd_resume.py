@@ -29,6 +29,7 @@ def weights(out_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(out_dir / WEIGHTS_FILE)
 
 
+@pytest.mark.slow
 def test_sigkill_then_resume_ends_with_the_same_bits(tmp_path: Path, corpus: DataConfig) -> None:
     path = save_target(tmp_path / "target")
     long = replace(FIT, steps=120, save_every=20)

@@ -27,6 +27,7 @@ from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.processes import join_processes
 from outrider.run_dirs import LOCK_FILE
+from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, TORCHRUN, finetuning, finish, kill_when, launch, log, same
 from train.best import BEST_FOLDER, Best
@@ -43,7 +44,7 @@ def weights(out_dir: Path) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-@pytest.mark.parametrize("start", ["new", "finished", "lora"])
+@pytest.mark.parametrize("start", quick_where(lambda start: start == "lora", ["new", "finished", "lora"]))
 def test_the_drafter_is_an_ordinary_directory_that_helps(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, start: str, capsys: pytest.CaptureFixture
 ) -> None:
@@ -88,7 +89,10 @@ def test_only_adapters_are_trained_and_stored(tmp_path: Path, target: Path, smal
     assert all(name.endswith("_proj.weight") for name in changed)  # not embedding, head or norms
 
 
-@pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"])
+OBJECTIVES = ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation")
+
+
+@pytest.mark.parametrize("objective", quick_where(lambda objective: objective == "forward_kl", OBJECTIVES))
 def test_distillation_makes_the_drafter_like_the_target(tmp_path: Path, corpus: DataConfig, objective: str) -> None:
     """The target predicts its text badly; a drafter that learns from it is accepted more than one that does not."""
     target = save_target(tmp_path / "target", kv_heads=2, num_hidden_layers=2, seed=1)
@@ -224,6 +228,7 @@ def test_norms_that_do_not_move_are_warned_of(
 
 
 @pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.slow
 def test_sigkill_then_resume_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, lora: int
 ) -> None:
@@ -243,17 +248,17 @@ def test_sigkill_then_resume_ends_with_the_same_bits(
     assert same(*last)
 
 
-@pytest.mark.parametrize("changes", [{"on_policy": 0.5}, {"lora_rank": 2}])
-def test_two_processes_equal_one(
-    tmp_path: Path, target: Path, small: Path, corpus: DataConfig, changes: dict[str, Any]
-) -> None:
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path: Path, target: Path, small: Path, corpus: DataConfig) -> None:
     """On-policy steps too: what a row samples depends on the row, not on the process that has it."""
+    changes: dict[str, Any] = {"on_policy": 0.5, "lora_rank": 2}
     run = finetuning(target, corpus, tmp_path / "one", drafter=DrafterConfig(path=str(small)), **changes)
     finetune_drafter(run)
     finish(launch("train/finetune_drafter.py", replace(run, out_dir=str(tmp_path / "two")), *TORCHRUN))
     assert_close_to_the_same(tmp_path / "one", tmp_path / "two", small)
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_batch(tmp_path: Path, target: Path, small: Path, corpus: DataConfig) -> None:
     run = finetuning(target, corpus, tmp_path / "whole", drafter=DrafterConfig(path=str(small)), on_policy=0.5)
     finetune_drafter(run)

@@ -1,13 +1,8 @@
-"""The training loop: exact normalisation, exact resume, checkpoints that are complete or absent."""
+"""The training loop: exact normalisation, checkpoints that are complete or absent (resuming: test_fit_resume.py)."""
 
-import json
 import math
-import os
 import resource
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,52 +15,16 @@ from torch.utils.data import default_collate
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
-from tests.train.jobs import TORCHRUN, finish, kill_when
+from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
+from tests.train.jobs import TORCHRUN, finish, log
 from train import run_dir
 from train.fit import fit
 from train.fit_settings import WandbConfig
-from train.progress import LOG_FILE, start_wandb, tracker_of
+from train.progress import start_wandb, tracker_of
 from train.row_order import epoch_order, own_share, step_rows
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
-from train.training_state import STATE_FILE
 
-REPOSITORY = Path(__file__).parents[2]
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
-
-
-def _fit(out_dir, model=None, *, resume=False, evaluate=None, identity=None, **changes):
-    model = model or TinyModel()
-    result = fit(
-        model,
-        tiny_rows(),
-        tiny_config(**changes),
-        out_dir,
-        resume=resume,
-        evaluate=evaluate,
-        identity=identity,
-    )
-    return model, result
-
-
-def _job(out_dir, *launcher, resume=False, delay=0.0, **changes):
-    """The tiny run in a process of its own."""
-    script = [str(REPOSITORY / "tests/train/fit_job.py"), str(out_dir), json.dumps(changes), str(delay)]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *launcher, *script, "resume" if resume else "start"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _weights(model):
-    return {name: p.detach().clone() for name, p in trained_parameters(model).items()}
-
-
-def _log(out_dir):
-    return [json.loads(line) for line in (out_dir / LOG_FILE).read_text().splitlines()]
 
 
 # ------------------------------------------------------------------------------------------ the same update
@@ -88,32 +47,33 @@ def _plain_loop(steps=8, batch=8, lr=0.01, **changes):
             group["lr"] = lr * config.lr_scale(step, steps)
         optimizer.step()
         optimizer.zero_grad()
-    return _weights(model)
+    return trained_weights(model)
 
 
 @pytest.mark.parametrize(("micro", "clip"), [(1, 1.0), (4, 0.05), (8, 0.0)])
 def test_any_accumulation_is_the_plain_loop(tmp_path, micro, clip):
-    model, _ = _fit(tmp_path, optimizer="adamw", micro_batch_rows=micro, max_grad_norm=clip)
-    torch.testing.assert_close(_weights(model), _plain_loop(max_grad_norm=clip), rtol=1e-9, atol=1e-12)
+    model, _ = fit_tiny(tmp_path, optimizer="adamw", micro_batch_rows=micro, max_grad_norm=clip)
+    torch.testing.assert_close(trained_weights(model), _plain_loop(max_grad_norm=clip), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
-    output = finish(_job(tmp_path / "two", *TORCHRUN, micro_batch_rows=2, optimizer="adamw"))
-    _fit(tmp_path / "one", optimizer="adamw")
+    output = finish(start_tiny(tmp_path / "two", *TORCHRUN, micro_batch_rows=2, optimizer="adamw"))
+    fit_tiny(tmp_path / "one", optimizer="adamw")
     two, one = (load_file(tmp_path / name / "checkpoint-8" / WEIGHTS_FILE) for name in ("two", "one"))
     torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-12)
     assert output.count("step=8/8 ") == 1  # rank 0 only
-    for entry, reference in zip(_log(tmp_path / "two"), _log(tmp_path / "one"), strict=True):
+    for entry, reference in zip(log(tmp_path / "two"), log(tmp_path / "one"), strict=True):
         assert entry["loss"] == pytest.approx(reference["loss"], rel=1e-9)
         assert entry["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-9)
 
 
 def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
-    _, _ = _fit(tmp_path, steps=2, batch_rows=4, micro_batch_rows=1, lr=1e-12, muon_lr=1e-12)
+    _, _ = fit_tiny(tmp_path, steps=2, batch_rows=4, micro_batch_rows=1, lr=1e-12, muon_lr=1e-12)
     model, rows = TinyModel(), tiny_rows()
     batch = default_collate([rows[i] for i in epoch_order(ROWS, 0, 0)[:8]])
     expected = float(model(**batch)["loss_sum"] / (batch["labels"] != IGNORE).sum())
-    assert _log(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert log(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step="))
     assert line.startswith(f"step=2/2 loss={expected:.4f} lr=")
     assert {part.split("=")[0] for part in line.split()} == {
@@ -135,7 +95,7 @@ def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
             return super().forward(**inputs)
 
     for precision, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        model, _ = _fit(tmp_path / precision, Watched(torch.float32), steps=2, precision=precision)
+        model, _ = fit_tiny(tmp_path / precision, Watched(torch.float32), steps=2, precision=precision)
         assert set(seen) == {expected}
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         seen.clear()
@@ -145,7 +105,7 @@ def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
 
 def test_the_launchers_precision_is_not_taken_silently(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    _fit(tmp_path, steps=1, warmup=0)
+    fit_tiny(tmp_path, steps=1, warmup=0)
     assert "warning: mixed_precision=fp16 in the launcher's config has no effect" in capsys.readouterr().err
 
 
@@ -167,161 +127,13 @@ def test_processes_share_a_step_out(micro, processes):
     assert [row for turn in zip(*shares, strict=True) for batch in turn for row in batch] == rows
 
 
-# --------------------------------------------------------------------------------------------------- resume
-
-
-def test_sigkill_then_resume_gives_the_same_bits(tmp_path):
-    changes = {"steps": 40, "precision": "bf16", "save_every": 5}
-    killed = _job(tmp_path / "killed", delay=0.05, **changes)
-    kill_when(lambda: run_dir.checkpoints(tmp_path / "killed"), killed, later=0.12)  # in the steps after it
-    (newest,) = run_dir.checkpoints(tmp_path / "killed")[-1:]
-    assert run_dir.step_of(newest) < 40
-
-    model, result = _fit(tmp_path / "killed", TinyModel(torch.float32), resume=True, **changes)
-    assert result.resumed_from == run_dir.step_of(newest)
-    straight, _ = _fit(tmp_path / "straight", TinyModel(torch.float32), **changes)
-    final = [tmp_path / name / "checkpoint-40" / WEIGHTS_FILE for name in ("killed", "straight")]
-    assert final[0].read_bytes() == final[1].read_bytes()
-    for name, value in _weights(straight).items():
-        assert torch.equal(_weights(model)[name], value)
-
-
-def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
-    real = os.replace
-
-    def killed(source, target):
-        if Path(target).name == "checkpoint-6":
-            raise KeyboardInterrupt
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        _fit(tmp_path)
-    monkeypatch.undo()
-    assert (run_dir.own_staging(tmp_path) / "checkpoint-6" / WEIGHTS_FILE).exists()
-    assert run_dir.checkpoints(tmp_path)[-1].name == "checkpoint-4"
-    (tmp_path / run_dir.STAGING / "elsewhere-1" / "checkpoint-6").mkdir(parents=True)  # killed on another machine
-    model, result = _fit(tmp_path, resume=True)
-    assert result.resumed_from == 4
-    torch.testing.assert_close(_weights(model), _weights(_fit(tmp_path / "straight")[0]), rtol=0, atol=0)
-    assert not (tmp_path / run_dir.STAGING).exists()
-
-
-def test_what_another_process_is_writing_is_neither_published_nor_removed(tmp_path):
-    """Both may save the same step at once where nothing keeps them apart."""
-    other = tmp_path / run_dir.STAGING / "elsewhere-1"
-
-    def begin_to_save(_model, step):
-        for folder in (other, other.parent):  # where it writes now, and where it did once
-            (folder / f"checkpoint-{step}").mkdir(parents=True)
-            (folder / f"checkpoint-{step}" / "half").touch()
-        return {}
-
-    _fit(tmp_path, evaluate=begin_to_save, eval_every=2, keep_checkpoints=9)
-    assert [run_dir.step_of(checkpoint) for checkpoint in run_dir.checkpoints(tmp_path)] == [2, 4, 6, 8]
-    for checkpoint in run_dir.checkpoints(tmp_path):
-        assert (checkpoint / run_dir.RUN_FILE).exists()
-        assert not (checkpoint / "half").exists()
-        assert (other / checkpoint.name / "half").exists()
-
-
-def test_a_finished_run_returns_at_once_with_its_weights(tmp_path, monkeypatch):
-    found = iter([0.25, 0.5])
-    model, first = _fit(tmp_path, evaluate=lambda *_: {"agreement": next(found)}, eval_every=4)
-    monkeypatch.setattr("train.fit.Engine", None)  # nothing is to be trained
-    again, second = _fit(tmp_path, resume=True)
-    assert second.resumed_from == second.steps == 8
-    assert second.metrics == first.metrics == {"agreement": 0.5}
-    torch.testing.assert_close(_weights(again), _weights(model), rtol=0, atol=0)
-
-
-def test_resume_from_nothing_starts_from_the_beginning(tmp_path):
-    _, result = _fit(tmp_path, resume=True)
-    assert result.resumed_from == 0
-
-
-def test_an_earlier_run_is_not_overwritten(tmp_path):
-    _fit(tmp_path)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    with pytest.raises(UserError, match=r"holds an earlier run \(checkpoint-8\); resume=true"):
-        _fit(tmp_path, lr=0.5)
-    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-
-
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"lr": 0.5}, r"fit\.lr=0\.5 \(was 0\.01\)"),
-        ({"seed": 3}, r"fit\.seed=3 \(was 0\)"),
-        ({"identity": {"data": {"source": "b"}}}, r'data\.source="b" \(was "a"\)'),
-        ({"identity": {"data": {"source": "a", "more": 1}}}, r"data\.more=1 \(was absent\)"),
-    ],
-)
-def test_resume_with_other_settings_is_refused(tmp_path, changes, difference):
-    identity = {"data": {"source": "a"}}
-    _fit(tmp_path, identity=identity)
-    with pytest.raises(UserError, match=difference):
-        _fit(tmp_path, resume=True, **{"identity": identity, **changes})
-
-
-def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
-    _fit(tmp_path, steps=4)
-    os.rename(tmp_path / "checkpoint-4", tmp_path / "gone")
-    _fit(tmp_path, steps=4, resume=True, log_every=1, save_every=1, micro_batch_rows=2)
-    assert [entry["step"] for entry in _log(tmp_path)] == [2, 4, 3, 4]
-    assert (tmp_path / "checkpoint-3").exists()
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
-    """Trainer's: a scheduler beside the optimizer, and the evaluations in its log."""
-    model, first = _fit(tmp_path / "old", evaluate=lambda *_: {"agreement": 0.5})
-    lines = [{"step": 2, "loss": 1.0}, {"step": 8, "eval_agreement": 0.5, "epoch": 1.0}]
-    for checkpoint in run_dir.checkpoints(tmp_path / "old"):
-        (checkpoint / STATE_FILE).unlink()
-        state = {"global_step": run_dir.step_of(checkpoint), "log_history": lines, "epoch": 1.0, "max_steps": 8}
-        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
-        torch.save({"last_epoch": run_dir.step_of(checkpoint)}, checkpoint / "scheduler.pt")
-    assert _fit(tmp_path / "old", resume=True)[1].metrics == first.metrics
-    shutil.rmtree(tmp_path / "old" / "checkpoint-8")
-    again, second = _fit(tmp_path / "old", resume=True, evaluate=lambda *_: {"agreement": 0.5})
-    assert second.resumed_from == 6
-    torch.testing.assert_close(_weights(again), _weights(model), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
-def test_a_damaged_state_names_the_file_and_the_way_on(tmp_path, name):
-    _fit(tmp_path, steps=4)
-    shutil.rmtree(tmp_path / "checkpoint-4")
-    file = tmp_path / "checkpoint-2" / name
-    for content in (file.read_bytes()[:-100], b""):
-        file.write_bytes(content)
-        with pytest.raises(UserError, match=rf"{name}: not readable .*; remove .*checkpoint-2"):
-            _fit(tmp_path, steps=4, resume=True)
-
-
-class _Dropping(TinyModel):
-    """Draws from torch's own random numbers."""
-
-    def forward(self, **inputs):
-        return {"loss_sum": super().forward(**inputs)["loss_sum"] * (1 + torch.rand(()))}
-
-
-def test_random_numbers_go_on_where_they_were(tmp_path):
-    straight, _ = _fit(tmp_path, _Dropping())
-    shutil.rmtree(tmp_path / "checkpoint-8")
-    torch.manual_seed(5)
-    resumed, result = _fit(tmp_path, _Dropping(), resume=True)
-    assert result.resumed_from == 6
-    torch.testing.assert_close(_weights(resumed), _weights(straight), rtol=0, atol=0)
-
-
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
 def test_only_what_is_trained_is_saved(tmp_path):
     model = TinyModel()
     frozen = model.embedding.weight.clone()
-    _fit(tmp_path, model)
+    fit_tiny(tmp_path, model)
     assert load_file(tmp_path / "checkpoint-8" / WEIGHTS_FILE).keys() == TRAINED
     assert torch.equal(model.embedding.weight, frozen)
     moments = torch.load(tmp_path / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
@@ -329,7 +141,7 @@ def test_only_what_is_trained_is_saved(tmp_path):
 
 
 def test_old_checkpoints_are_dropped(tmp_path):
-    _fit(tmp_path, steps=12, keep_checkpoints=3)
+    fit_tiny(tmp_path, steps=12, keep_checkpoints=3)
     assert [p.name for p in run_dir.checkpoints(tmp_path)] == ["checkpoint-8", "checkpoint-10", "checkpoint-12"]
 
 
@@ -343,7 +155,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
 
     try:
         with pytest.raises(UserError, match=r"step 6 could not be written .*checkpoint-4 is intact"):
-            _fit(
+            fit_tiny(
                 tmp_path,
                 evaluate=lambda m, _: fill(m) if (tmp_path / "checkpoint-4").exists() else {},
                 eval_every=2,
@@ -351,7 +163,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in run_dir.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
-    _, result = _fit(tmp_path, resume=True)
+    _, result = fit_tiny(tmp_path, resume=True)
     assert result.resumed_from == 4
 
 
@@ -359,15 +171,15 @@ def test_unwritable_out_dir_fails_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     model = TinyModel()
     with pytest.raises(UserError, match=r"out_dir=.*cannot be written"):
-        _fit(tmp_path / "file" / "run", model)
+        fit_tiny(tmp_path / "file" / "run", model)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    _fit(tmp_path)
+    fit_tiny(tmp_path)
     model = TinyModel()
     model.head = nn.Linear(8, 24).double()
     with pytest.raises(UserError, match=r"does not fit the model to train; they differ in head\.bias"):
-        _fit(tmp_path, model, resume=True)
+        fit_tiny(tmp_path, model, resume=True)
 
 
 # ------------------------------------------------------------------------------------------------ bad losses
@@ -387,9 +199,9 @@ class _Exploding(TinyModel):
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
     model = _Exploding()
     with pytest.raises(UserError, match=r"step 5: loss=nan.*checkpoint-4 is intact"):
-        _fit(tmp_path, model)
+        fit_tiny(tmp_path, model)
     saved = load_file(tmp_path / "checkpoint-4" / WEIGHTS_FILE)
-    torch.testing.assert_close(_weights(model), saved, rtol=0, atol=0)
+    torch.testing.assert_close(trained_weights(model), saved, rtol=0, atol=0)
 
 
 def test_a_batch_without_supervised_token_is_an_error(tmp_path):
@@ -407,12 +219,12 @@ def test_no_rows_is_an_error(tmp_path):
 
 def test_nothing_to_train_is_an_error(tmp_path):
     with pytest.raises(UserError, match="nothing to train"):
-        _fit(tmp_path, TinyModel().requires_grad_(False), optimizer="adamw")
+        fit_tiny(tmp_path, TinyModel().requires_grad_(False), optimizer="adamw")
 
 
 def test_unsupported_gradient_checkpointing_is_an_error(tmp_path):
     with pytest.raises(UserError, match="gradient_checkpointing=true"):
-        _fit(tmp_path, gradient_checkpointing=True)
+        fit_tiny(tmp_path, gradient_checkpointing=True)
 
 
 # ------------------------------------------------------------------------------------- evaluation and report
@@ -428,9 +240,9 @@ def test_evaluation_runs_when_due_and_at_the_end(tmp_path):
         seen.append(model.head.weight.detach().clone())
         return {"count": len(seen)}
 
-    model, result = _fit(tmp_path, evaluate=evaluate, eval_every=3, log_every=3)
+    model, result = fit_tiny(tmp_path, evaluate=evaluate, eval_every=3, log_every=3)
     for name in ("eval_count", "loss"):
-        assert [e["step"] for e in _log(tmp_path) if name in e] == [3, 6, 8]
+        assert [e["step"] for e in log(tmp_path) if name in e] == [3, 6, 8]
     assert result.metrics == {"count": 3}
     assert model.training
     assert torch.equal(seen[-1], model.head.weight)
@@ -459,14 +271,15 @@ def test_a_resumed_run_continues_its_wandb_curves(tmp_path, monkeypatch):
 
 def test_wandb_disabled_does_without_wandb(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
-    _fit(tmp_path, steps=2)
-    assert [entry["step"] for entry in _log(tmp_path)] == [2]
+    fit_tiny(tmp_path, steps=2)
+    assert [entry["step"] for entry in log(tmp_path)] == [2]
     monkeypatch.setattr("train.progress.is_wandb_available", lambda: False)
     with pytest.raises(UserError, match=r"wandb\.mode: wandb is not installed; pip install wandb, or disabled"):
-        _fit(tmp_path / "offline", steps=2, wandb=WandbConfig(mode="offline"))
+        fit_tiny(tmp_path / "offline", steps=2, wandb=WandbConfig(mode="offline"))
 
 
+@pytest.mark.slow
 def test_wandb_offline_stays_in_out_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
-    _fit(tmp_path, steps=2, wandb=WandbConfig(mode="offline", name="tiny"))
+    fit_tiny(tmp_path, steps=2, wandb=WandbConfig(mode="offline", name="tiny"))
     assert list((tmp_path / "wandb").glob("offline-run-*"))

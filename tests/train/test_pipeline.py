@@ -14,6 +14,7 @@ from filelock import FileLock
 from outrider.errors import UserError
 from outrider.run_dirs import only_run
 from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
+from tests.tiers import quick_where
 from train.pipeline_run import give_report, run_pipeline
 from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
 
@@ -38,11 +39,12 @@ with open(given["calls"], "a") as calls:
 # ---------------------------------------------------------------------------------------------- the real commands
 
 
+@pytest.mark.slow
 def test_one_command_runs_the_whole_mission(tmp_path):
     """One test, for it takes a minute: what it leaves, what it says, and that nothing of it is done again."""
     out_dir = tmp_path / "run-debug"
     command = [sys.executable, str(ROOT / "train/pipeline.py"), "experiment=gpu_validation", "debug=true"]
-    command.append(f"out_dir={tmp_path / 'run'}")
+    command += [f"out_dir={tmp_path / 'run'}", 'steps.report.more=["max_new_tokens=6"]']
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=570, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     for name, step in STEPS.items():
@@ -87,7 +89,7 @@ def check_own_report(out_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", quick_where(lambda name: name == "demo", EXPERIMENTS))
 def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
     config = compose_and_build("pipeline", [f"experiment={name}", f"debug={str(debug).lower()}"])
     assert set(config.steps) == set(STEPS)

@@ -66,6 +66,7 @@ def test_the_work_and_the_memory_are_counted_part_by_part() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("train_head", [True, False])
 @pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
+@pytest.mark.slow
 def test_the_plan_is_what_happens(tmp_path: Path, objective: str, train_head: bool, tied: bool) -> None:
     path = save_target(tmp_path / "target", tied=tied)
     target, files = load_config(str(path)), open_tensors(str(path))

@@ -21,7 +21,7 @@ from draft_models.checkpoint import WEIGHTS_FILE
 from outrider.errors import UserError
 from tests.launched import free_port
 from tests.train.fit_job import TinyModel
-from tests.train.jobs import FIT, distilling, finetuning, finish, launch
+from tests.train.jobs import FIT, distilling, finetuning, options_of
 from train import sharding
 from train.early_exit import train_early_exit
 from train.settings import DrafterConfig
@@ -84,19 +84,31 @@ def curve(run: Path, name: str) -> dict[int, float]:
 
 @pytest.mark.parametrize(("processes", "gpus"), [(2, ""), pytest.param(1, "0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+@pytest.mark.slow
 def test_processes_that_share_equal_one(
-    alone: Callable[[str], Path], tmp_path: Path, strategy: str, processes: int, gpus: str
-) -> None:
+    alone: Callable[[str], Path], tmp_path: Path, target: Path, corpus: DataConfig, strategy: str, processes: int,
+    gpus: str,
+) -> None:  # fmt: skip
+    """All in one launch: the tiny model, and where all weights are shared out what the commands train."""
     config = ROOT / "conf/accelerate" / f"{strategy}.yaml"
     if strategy == "zero3":
         config = share_everything(tmp_path)
+    commands = {} if strategy == "zero2" or gpus else reference_runs(tmp_path, target, corpus)
+    (tmp_path / "commands.json").write_text(json.dumps([*commands.values()]))
     out = run_job(launcher(config, processes), tmp_path, gpus=gpus)
     assert f"sharded {{{strategy != 'zero2'}}}" in out
     assert "refused optimizer=muon: works on whole matrices" in out
+    check_tiny(tmp_path, alone(gpus))
+    if commands:
+        check_adapters(tmp_path / "adapters", tmp_path / "adapters-alone", target)
+        check_early_exit(tmp_path / "early_exit", tmp_path / "early_exit-alone")
 
+
+def check_tiny(together: Path, alone: Path) -> None:
+    """The same curves and weights as one process; a resumed run to the bit; checkpoints of what is trained."""
     start = trained_parameters(TinyModel(torch.float32))
     for run, reference, tolerance in (("whole", "whole", 1e-6), ("resumed", "whole", 1e-6), ("bf16", "bf16", 2e-3)):
-        ours, theirs = tmp_path / run, alone(gpus) / reference
+        ours, theirs = together / run, alone / reference
         for name in ("loss", "lr", "grad_norm", "eval_loss"):
             assert curve(ours, name) == pytest.approx(curve(theirs, name), rel=10 * tolerance)
         trained = load_file(ours / "trained.safetensors")
@@ -104,13 +116,50 @@ def test_processes_that_share_equal_one(
             torch.testing.assert_close(trained[name], value, rtol=0, atol=tolerance)
             assert (value - start[name]).abs().max() > 5 * tolerance
 
-    whole, resumed = (load_file(tmp_path / run / "trained.safetensors") for run in ("whole", "resumed"))
+    whole, resumed = (load_file(together / run / "trained.safetensors") for run in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in start)
-    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    checkpoint = together / "whole" / "checkpoint-3"
     assert load_file(checkpoint / "model.safetensors").keys() == start.keys()
     for file in checkpoint.rglob("*.pt"):
         assert "embedding" not in str(torch.load(file, weights_only=False).get("module", "")), file
     assert not (checkpoint / "pytorch_model_fsdp.bin").exists()
+
+
+def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, list[str]]:
+    """Train adapters and an early exit here, into NAME-alone; the command lines that do the same into NAME."""
+    adapters = finetuning(
+        target, corpus, folder / "adapters-alone", fit=replace(FIT, lr=2e-2, eval_every=2, log_every=1),
+        drafter=DrafterConfig(path=str(target)), lora_rank=2, objective="cross_entropy",
+    )  # fmt: skip
+    finetune_drafter(adapters)
+    exits = distilling(
+        target, corpus, folder / "early_exit-alone", decode_prompts=2, decode_tokens=8, objective="kl",
+        fit=replace(FIT, steps=6, lr=2e-2, eval_every=3, log_every=1),
+    )  # fmt: skip
+    train_early_exit(exits)
+    return {
+        "adapters": ["train.finetune_drafter", *options_of(replace(adapters, out_dir=str(folder / "adapters")))],
+        "early_exit": ["train.eesd", *options_of(replace(exits, out_dir=str(folder / "early_exit")))],
+    }
+
+
+def check_adapters(together: Path, alone: Path, start: Path) -> None:
+    """The frozen weights are shared out as well, which decoding needs while training, and the export at its end."""
+    assert curve(together, "eval_tau") == curve(alone, "eval_tau")
+    assert max(curve(together, "eval_tau").values()) > 1
+    assert curve(together, "loss") == pytest.approx(curve(alone, "loss"), rel=1e-4)
+    one, other, before = (load_file(folder / "model.safetensors") for folder in (alone, together, start))
+    assert any((one[name] - before[name]).abs().max() > 1e-2 for name in before)
+    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
+
+
+def check_early_exit(together: Path, alone: Path) -> None:
+    for name in ("eval_tau", "eval_top1", "eval_top1_target"):
+        assert curve(together, name) == curve(alone, name)
+    assert max(curve(together, "eval_tau").values()) > 1
+    assert curve(together, "loss") == pytest.approx(curve(alone, "loss"), rel=1e-4)
+    one, other = (load_file(folder / WEIGHTS_FILE) for folder in (alone, together))
+    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
 
 
 def test_what_the_loop_decides_is_filled_into_deepspeeds_config_and_never_overrules_it() -> None:
@@ -127,46 +176,3 @@ def test_what_the_loop_decides_is_filled_into_deepspeeds_config_and_never_overru
         sharding.deepspeed_config(accelerator, {"gradient_clipping": 0.5}),
     ):
         pass
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_adapters_are_watched_and_merged_where_all_weights_are_shared_out(
-    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
-    """The frozen weights are shared out as well, which decoding needs while training, and the export at its end."""
-    fit = replace(FIT, lr=2e-2, eval_every=2, log_every=1)
-    run = finetuning(target, corpus, tmp_path / "one", fit=fit, drafter=DrafterConfig(path=str(target)), lora_rank=2,
-                     objective="cross_entropy")  # fmt: skip
-    finetune_drafter(run)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    two = replace(run, out_dir=str(tmp_path / "two"))
-    config = share_everything(tmp_path) if strategy == "zero3" else ROOT / "conf/accelerate/fsdp.yaml"
-    finish(launch("tests/train/finetune_job.py", two, *launcher(config, 2)))
-    assert curve(tmp_path / "two", "eval_tau") == curve(tmp_path / "one", "eval_tau")
-    assert max(curve(tmp_path / "two", "eval_tau").values()) > 1
-    assert curve(tmp_path / "two", "loss") == pytest.approx(curve(tmp_path / "one", "loss"), rel=1e-4)
-    folders = (tmp_path / "one", tmp_path / "two", target)
-    one, other, start = (load_file(folder / "model.safetensors") for folder in folders)
-    assert any((one[name] - start[name]).abs().max() > 1e-2 for name in start)
-    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_early_exits_are_watched_where_all_weights_are_shared_out(
-    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
-    run = distilling(target, corpus, tmp_path / "one", decode_prompts=2, decode_tokens=8, objective="kl")
-    run = replace(run, fit=replace(run.fit, lr=2e-2, eval_every=3, log_every=1))
-    train_early_exit(run)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    two = replace(run, out_dir=str(tmp_path / "two"))
-    config = share_everything(tmp_path) if strategy == "zero3" else ROOT / "conf/accelerate/fsdp.yaml"
-    finish(launch("tests/train/eesd_job.py", two, *launcher(config, 2)))
-    for name in ("eval_tau", "eval_top1", "eval_top1_target"):
-        assert curve(tmp_path / "two", name) == curve(tmp_path / "one", name)
-    assert max(curve(tmp_path / "two", "eval_tau").values()) > 1
-    assert curve(tmp_path / "two", "loss") == pytest.approx(curve(tmp_path / "one", "loss"), rel=1e-4)
-    one, other = (load_file(tmp_path / name / WEIGHTS_FILE) for name in ("one", "two"))
-    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)

@@ -50,6 +50,7 @@ def count(
     return steps_for_minutes(minutes, build, Points(), config, out_dir, resume=resume, clock=clock)
 
 
+@pytest.mark.slow
 def test_the_count_is_what_the_seconds_say_warm_up_left_out(tmp_path):
     slow_start = ticking(*[60.0] * WARM_UP, 0.5)
     assert count(tmp_path, 2, slow_start) == 240
@@ -57,20 +58,24 @@ def test_the_count_is_what_the_seconds_say_warm_up_left_out(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["steps.json"]
 
 
+@pytest.mark.slow
 def test_the_median_counts(tmp_path):
     hiccups = [0.5] * (MEASURED // 2 + 1) + [30.0] * (MEASURED - MEASURED // 2 - 1)
     assert count(tmp_path, 1, ticking(*[1.0] * WARM_UP, *hiccups)) == 120
 
 
 @pytest.mark.parametrize(("minutes", "seconds", "steps"), [(1e-3, 5.0, 1), (60, 0.1, 1000), (1, 0.7, 85)])
+@pytest.mark.slow
 def test_at_least_one_and_at_most_what_the_config_says(tmp_path, minutes, seconds, steps):
     assert count(tmp_path, minutes, ticking(seconds)) == steps
 
 
+@pytest.mark.slow
 def test_epochs_are_a_limit_too(tmp_path):
     assert count(tmp_path, 60, ticking(0.1), config=FitConfig(epochs=4, batch_rows=2)) == 14
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_number_and_measures_nothing(tmp_path):
     first = count(tmp_path, 2, ticking(0.5))
     assert count(tmp_path, 2, ticking(50.0), resume=True, build=None) == first
@@ -85,6 +90,7 @@ def test_a_run_that_is_not_to_be_resumed_is_not_measured_over(tmp_path):
         count(tmp_path, 2, ticking(0.5), build=None)
 
 
+@pytest.mark.slow
 def test_the_real_clock(tmp_path):
     class Slow(Line):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

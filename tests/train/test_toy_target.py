@@ -100,6 +100,7 @@ def test_the_report_says_how_good_it_is(finished):
     assert "⟫" in report["sample"]
 
 
+@pytest.mark.slow
 def test_the_same_settings_give_the_same_bits(finished, tmp_path):
     again = _config(tmp_path)
     train_toy_target(again)
@@ -107,6 +108,7 @@ def test_the_same_settings_give_the_same_bits(finished, tmp_path):
         assert (Path(again.out_dir) / name).read_bytes() == (Path(finished.out_dir) / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_command_finds_it_finished(finished):
     overrides = [
         f"out_dir={finished.out_dir}",
@@ -144,6 +146,7 @@ def test_the_command_finds_it_finished(finished):
     assert "layers=3 (was 2)" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_exported_after_resume(finished, tmp_path):
     config = _config(tmp_path, resume=True)
     train_toy_target(config)
@@ -156,6 +159,7 @@ def test_a_killed_run_is_exported_after_resume(finished, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out_dir).config.num_hidden_layers == 2
 
 
+@pytest.mark.slow
 def test_minutes_decide_the_steps_and_the_schedule(finished, tmp_path, monkeypatch):
     """And change nothing else: the weights are those of a run of as many steps."""
     monkeypatch.setattr(time_budget, "_seconds_per_step", lambda *_: 10.0)
@@ -171,6 +175,7 @@ def test_minutes_decide_the_steps_and_the_schedule(finished, tmp_path, monkeypat
     assert _weights(config) == _weights(finished)
 
 
+@pytest.mark.slow
 def test_measuring_leaves_no_trace_in_the_weights(finished, tmp_path):
     config = _config(tmp_path, minutes=1000)  # so the 6 steps of `fit` are the limit
     train_toy_target(config)
@@ -196,6 +201,7 @@ def test_a_directory_is_whole_once_it_has_a_config(finished, tmp_path, monkeypat
     assert appeared[-1] == "config.json"
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_nothing(finished, tmp_path, monkeypatch):
     config = replace(finished, out_dir=str(tmp_path), fit=replace(finished.fit, gradient_checkpointing=True))
     real, seen = ToyTarget.forward, []
@@ -250,6 +256,7 @@ def test_untrained_layers_are_the_identity(tmp_path):
         assert torch.equal(parameter, lm.get_parameter(name))
 
 
+@pytest.mark.slow
 def test_compiled_layers_compute_the_same_in_one_compilation(tmp_path):
     config = _config(tmp_path, layers=3)
     plain, compiled = (ToyTarget(build_lm(config, train_tokenizer(TEXTS, 300))) for _ in range(2))

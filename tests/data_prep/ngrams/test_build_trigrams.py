@@ -355,6 +355,7 @@ def test_a_killed_process_is_reported(model: str) -> None:
         pool._result(dead)
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:
     script = (
         "import sys, time, multiprocessing, pathlib, numpy\n"
@@ -398,6 +399,7 @@ def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, model: str) -> None:
     write_jsonl(tmp_path / "chat.jsonl", [{"output": text} for text in sentences(20)])
     run = subprocess.run(

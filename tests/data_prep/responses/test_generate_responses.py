@@ -61,6 +61,7 @@ def _killed_at(config, write):
     generate_responses(config)
 
 
+@pytest.mark.slow
 def test_killed_at_any_file_and_resumed_gives_the_same_responses(make):
     records = [*TALKS[:7], talk("refused")]
     whole = make(records, name="whole", top_k_logits=3, batch_size=2)

@@ -194,6 +194,7 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), min_size
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=3), trim=st.booleans())
+@pytest.mark.slow
 def test_the_supervised_tokens_spell_the_answers(make_tokenizer, turns, trim):
     tokenizer = make_tokenizer(trim_offsets=trim)
     messages = [

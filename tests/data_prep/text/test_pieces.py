@@ -201,6 +201,7 @@ def test_a_table_of_long_texts_is_the_table_of_the_whole(
         assert arrays(cut.out_dir) == arrays(config.out_dir)
 
 
+@pytest.mark.slow
 def test_a_long_line_takes_no_more_memory_than_the_budget(tmp_path: Path) -> None:
     """Resident memory, in a process of its own: a megabyte and a half on one line, one token a byte."""
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")

@@ -318,6 +318,7 @@ print("key", rows.key, len(rows), sum(int(item["input_ids"].sum()) for item in r
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_build_once(data, tokenizer, tmp_path):
     config = data(TEXTS * 100)
     tokenizer.save_pretrained(tmp_path / "tokenizer")

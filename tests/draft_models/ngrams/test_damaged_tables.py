@@ -99,6 +99,7 @@ def cases(table: Path, count: int) -> Iterator[None]:
         file.write_bytes(whole[file])
 
 
+@pytest.mark.slow
 def test_a_damaged_table_is_refused_or_drafts_the_same(tmp_path: Path) -> None:
     table = save(tmp_path / "table")
     expected, refused = drafts(TrigramTable.open(table)), 0
@@ -114,6 +115,7 @@ def test_a_damaged_table_is_refused_or_drafts_the_same(tmp_path: Path) -> None:
     assert drafts(TrigramTable.open(table)) == expected
 
 
+@pytest.mark.slow
 def test_a_damaged_table_without_digests_is_refused_or_drafts_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ def test_what_the_table_lacks() -> None:
     assert overlay.successors([1, 16 + 2]) == overlay.successors([0, 16 + 2]) == {}  # 16: the next bit of the key
 
 
+@pytest.mark.slow
 def test_grows_without_losing_anything() -> None:
     overlay = Overlay(make_table(500), 3, increment=0.5)
     text = np.random.default_rng(0).integers(0, 500, 6000)

@@ -338,6 +338,7 @@ def plain_law(p: Callable, length: int) -> Law:
     return found
 
 
+@pytest.mark.slow
 def test_the_law_is_exact_under_chosen_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every branch of three tokens' rounds, with rational weights; sizes that peek at this round's draws fail."""
     monkeypatch.setattr("inference.auto.policy.all_widths", lambda: ((1,), (2,), (1, 1), (2, 1)))

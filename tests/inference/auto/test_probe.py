@@ -99,6 +99,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafte
 
 @pytest.mark.parametrize("source", ["early_exit", "small_lm"])
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
 def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> None:
     stack, drafters, _ = models
     clock = WorkClock(monkeypatch, free=len(probes(METHODS[name])))  # the first cycle warms up and does not count
@@ -169,6 +170,7 @@ def test_a_padding_runtime_has_steps_in_its_costs(models: tuple, monkeypatch: py
 
 @pytest.mark.parametrize("source", ["early_exit", "small_lm"])
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
 def test_greedy_tokens_do_not_depend_on_the_choice(
     models: tuple, monkeypatch: pytest.MonkeyPatch, name: str, source: str
 ) -> None:
@@ -191,6 +193,7 @@ def test_greedy_tokens_do_not_depend_on_the_choice(
         assert chosen[0] > chosen[1]
 
 
+@pytest.mark.slow
 def test_every_generation_starts_from_the_prior(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one generation accepted does not change the next one's drafts."""
     stack, drafters, _ = models
@@ -203,6 +206,7 @@ def test_every_generation_starts_from_the_prior(models: tuple, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
 def test_sampling_with_chosen_sizes(models: tuple, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Runs, measures with sampled drafts, and a seed reproduces where the costs are the same."""
     stack, drafters, _ = models

@@ -97,6 +97,7 @@ def sampled_arms(*names: str) -> dict[str, Arm]:
     return make_arms(p, drafters, {name: METHODS[name] for name in names}, None, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_sampled_texts_belong_to_seed_prompt_repeat_and_arm() -> None:
     """After one and the same prompt all of them differ, and each is the same again, in any order and any company."""
     given = [Streams(*name) for name in itertools.product((0, 1), ("a", "b"), (0, 1))]

@@ -73,6 +73,7 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     ]
 
 
+@pytest.mark.slow
 def test_half_precision_and_sampling_are_judged(config: Callable[..., EvaluateConfig]) -> None:
     """Every arm of this runtime on evenly spread prompts, all turns; what was found decides verdict and exit status."""
     half = config("half", dtype="bfloat16")

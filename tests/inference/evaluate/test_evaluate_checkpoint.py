@@ -120,6 +120,7 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
         assert (out / plot).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_command_samples_when_told_to(checkpoint: Path, command: Callable) -> None:
     """Sampled arms have no tokens to compare; the same seed gives the same texts, another one others."""
     texts = []
@@ -145,6 +146,7 @@ def test_command_samples_when_told_to(checkpoint: Path, command: Callable) -> No
     assert shares["mcsd"] == sorted(shares["mcsd"])
 
 
+@pytest.mark.slow
 def test_command_refuses_bad_input(checkpoint: Path, command: Callable) -> None:
     """Each says what is wrong, exits with 2 and leaves no report behind."""
     other = save_target(checkpoint / "other", seed=5)

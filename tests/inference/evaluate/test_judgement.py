@@ -25,6 +25,7 @@ from inference.sampling import Sampler
 from inference.settings import MethodConfig, SamplingConfig
 from inference.structures.factory import make_structure
 from outrider.streams import Streams
+from tests.tiers import quick_where
 from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
 
 TOKENS = 40
@@ -77,7 +78,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @pytest.mark.parametrize("runtime", ["eager", "graphed"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", quick_where(lambda name: name == "llama", ARCHITECTURES))
 def test_a_correct_runtime_only_rounds(tmp_path: Path, architecture: str, runtime: str) -> None:
     """Windows shorter than the text, grouped heads, fused and packed layers; both kinds of half precision."""
     dtype = torch.bfloat16 if runtime == "eager" else torch.float16
@@ -91,12 +92,14 @@ def test_a_correct_runtime_only_rounds(tmp_path: Path, architecture: str, runtim
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
 def test_planted_faults_are_found(subject: Subject, fault: str) -> None:
     """In every arm that the fault can reach; and not in the others."""
     reached = {arm for arm in ARMS if subject.judgement(arm, fault).faults}
     assert reached == set(REACHED[FAULTS[fault].reaches])
 
 
+@pytest.mark.slow
 def test_faults_are_found_when_sampling_too(tmp_path: Path) -> None:
     """There the texts say nothing: in float32 the target in float64 is the measure."""
     subject = Subject(save_target(tmp_path), torch.float32)

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.mark.parametrize("then", [1, 3])
+@pytest.mark.slow
 def test_killed_and_resumed(
     alone: EvaluateConfig,
     config: Callable[..., EvaluateConfig],

@@ -47,6 +47,7 @@ def test_two_processes_equal_one(alone: EvaluateConfig, config: Callable[..., Ev
 
 
 @pytest.mark.parametrize("then", [1, 2])
+@pytest.mark.slow
 def test_what_was_left_out_is_known_to_the_report(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, then: int
 ) -> None:
@@ -68,6 +69,7 @@ def test_what_was_left_out_is_known_to_the_report(
     assert report["autoregressive"]["host_us"] > 0
 
 
+@pytest.mark.slow
 def test_sampled_texts_do_not_depend_on_who_measured(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +96,7 @@ def test_one_run_at_a_time(config: Callable[..., EvaluateConfig]) -> None:
         assert together(made, 2) == [2, 2]
 
 
+@pytest.mark.slow
 def test_no_process_waits_for_one_that_failed(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +118,7 @@ def test_no_process_waits_for_one_that_failed(
     assert len(tokens(config("wrong"))) == 7 * 4
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_in_its_share_ends_the_others(
     alone: EvaluateConfig, config: Callable[..., EvaluateConfig]
 ) -> None:
@@ -136,6 +140,7 @@ def test_a_process_that_fails_in_its_share_ends_the_others(
     assert list(tokens(made).items()) == list(tokens(alone).items())
 
 
+@pytest.mark.slow
 def test_the_command_under_a_launcher(models: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

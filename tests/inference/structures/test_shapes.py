@@ -182,6 +182,7 @@ def sequential_law(k: int) -> dict[Path_, Fraction]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.slow
 def test_draws_without_replacement_follow_the_sequential_law(k: int) -> None:
     total, generator = 100_000, random.Random(k)
     probs = torch.tensor([float(w) for w in WEIGHTS]).expand(total, 5)

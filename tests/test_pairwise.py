@@ -1,0 +1,32 @@
+"""Every pair of values occurs."""
+
+from itertools import combinations, product
+from math import prod
+
+import pytest
+
+from tests.pairwise import all_pairs
+
+COLUMNS = [
+    [("a", "b", "c"), (0, 1)],
+    [("a", "b", "c", "d", "e"), (False, True), (4, 2), (1, 2, 3), tuple("ABCDEFG"), (20, 1)],
+    [range(9), range(3), range(9), range(2)],
+    [(None,), (0, 1), (0, 1)],  # a column of one value, and two of the same values
+]
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_any_two_values_meet(columns: list) -> None:
+    rows = all_pairs(*columns)
+    assert all(value in column for row in rows for value, column in zip(row, columns, strict=True))
+    for one, other in combinations(range(len(columns)), 2):
+        assert {(row[one], row[other]) for row in rows} == set(product(columns[one], columns[other]))
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_rows_are_few_and_always_the_same(columns: list) -> None:
+    rows = all_pairs(*columns)
+    longest = sorted(map(len, columns))[-2:]
+    assert prod(longest) <= len(rows) <= min(1.5 * prod(longest), prod(map(len, columns)))
+    assert len(set(rows)) == len(rows)
+    assert rows == all_pairs(*columns)

@@ -1,9 +1,0 @@
-"""train/finetune_drafter.py as one process of a launcher that may share the model out (see test_sharding.py)."""
-
-from tests.train.sharded_job import adjust_launcher
-
-if __name__ == "__main__":
-    adjust_launcher()
-    from train.finetune_drafter import main
-
-    main()

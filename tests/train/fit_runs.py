@@ -1,0 +1,48 @@
+"""Runs of `fit` on the tiny model, here and in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
+from tests.train.jobs import ROOT
+from train.fit import Evaluate, FitResult, fit
+from train.trained_weights import trained_parameters
+
+
+def fit_tiny(
+    out_dir: Path,
+    model: nn.Module | None = None,
+    *,
+    resume: bool = False,
+    evaluate: Evaluate | None = None,
+    identity: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> tuple[nn.Module, FitResult]:
+    """`fit` of a new `TinyModel`, or of `model`; `changes` are to `tiny_config`."""
+    model, config = model or TinyModel(), tiny_config(**changes)
+    return model, fit(model, tiny_rows(), config, out_dir, resume=resume, evaluate=evaluate, identity=identity)
+
+
+def start_tiny(out_dir: Path, *launcher: str, delay: float = 0.0, **changes: Any) -> subprocess.Popen[str]:
+    """The same in a process of its own, or in those of a `launcher`; delay: seconds that a forward takes longer."""
+    script = [str(ROOT / "tests/train/fit_job.py"), str(out_dir), json.dumps(changes), str(delay)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *launcher, *script],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters that are trained, by name."""
+    return {name: p.detach().clone() for name, p in trained_parameters(model).items()}

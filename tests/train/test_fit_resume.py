@@ -1,0 +1,165 @@
+"""A run that was stopped goes on from its last complete checkpoint to the bits that it would have had."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.errors import UserError
+from tests.train.fit_job import TinyModel
+from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
+from tests.train.jobs import kill_when, log
+from train import run_dir
+from train.trained_weights import WEIGHTS_FILE
+from train.training_state import STATE_FILE
+
+
+@pytest.mark.slow
+def test_sigkill_then_resume_gives_the_same_bits(tmp_path):
+    changes = {"steps": 40, "precision": "bf16", "save_every": 5}
+    killed = start_tiny(tmp_path / "killed", delay=0.05, **changes)
+    kill_when(lambda: run_dir.checkpoints(tmp_path / "killed"), killed, later=0.12)  # in the steps after it
+    (newest,) = run_dir.checkpoints(tmp_path / "killed")[-1:]
+    assert run_dir.step_of(newest) < 40
+
+    model, result = fit_tiny(tmp_path / "killed", TinyModel(torch.float32), resume=True, **changes)
+    assert result.resumed_from == run_dir.step_of(newest)
+    straight, _ = fit_tiny(tmp_path / "straight", TinyModel(torch.float32), **changes)
+    final = [tmp_path / name / "checkpoint-40" / WEIGHTS_FILE for name in ("killed", "straight")]
+    assert final[0].read_bytes() == final[1].read_bytes()
+    for name, value in trained_weights(straight).items():
+        assert torch.equal(trained_weights(model)[name], value)
+
+
+def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    real = os.replace
+
+    def killed(source, target):
+        if Path(target).name == "checkpoint-6":
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fit_tiny(tmp_path)
+    monkeypatch.undo()
+    assert (run_dir.own_staging(tmp_path) / "checkpoint-6" / WEIGHTS_FILE).exists()
+    assert run_dir.checkpoints(tmp_path)[-1].name == "checkpoint-4"
+    (tmp_path / run_dir.STAGING / "elsewhere-1" / "checkpoint-6").mkdir(parents=True)  # killed on another machine
+    model, result = fit_tiny(tmp_path, resume=True)
+    assert result.resumed_from == 4
+    torch.testing.assert_close(
+        trained_weights(model), trained_weights(fit_tiny(tmp_path / "straight")[0]), rtol=0, atol=0
+    )
+    assert not (tmp_path / run_dir.STAGING).exists()
+
+
+def test_what_another_process_is_writing_is_neither_published_nor_removed(tmp_path):
+    """Both may save the same step at once where nothing keeps them apart."""
+    other = tmp_path / run_dir.STAGING / "elsewhere-1"
+
+    def begin_to_save(_model, step):
+        for folder in (other, other.parent):  # where it writes now, and where it did once
+            (folder / f"checkpoint-{step}").mkdir(parents=True)
+            (folder / f"checkpoint-{step}" / "half").touch()
+        return {}
+
+    fit_tiny(tmp_path, evaluate=begin_to_save, eval_every=2, keep_checkpoints=9)
+    assert [run_dir.step_of(checkpoint) for checkpoint in run_dir.checkpoints(tmp_path)] == [2, 4, 6, 8]
+    for checkpoint in run_dir.checkpoints(tmp_path):
+        assert (checkpoint / run_dir.RUN_FILE).exists()
+        assert not (checkpoint / "half").exists()
+        assert (other / checkpoint.name / "half").exists()
+
+
+def test_a_finished_run_returns_at_once_with_its_weights(tmp_path, monkeypatch):
+    found = iter([0.25, 0.5])
+    model, first = fit_tiny(tmp_path, evaluate=lambda *_: {"agreement": next(found)}, eval_every=4)
+    monkeypatch.setattr("train.fit.Engine", None)  # nothing is to be trained
+    again, second = fit_tiny(tmp_path, resume=True)
+    assert second.resumed_from == second.steps == 8
+    assert second.metrics == first.metrics == {"agreement": 0.5}
+    torch.testing.assert_close(trained_weights(again), trained_weights(model), rtol=0, atol=0)
+
+
+def test_resume_from_nothing_starts_from_the_beginning(tmp_path):
+    _, result = fit_tiny(tmp_path, resume=True)
+    assert result.resumed_from == 0
+
+
+def test_an_earlier_run_is_not_overwritten(tmp_path):
+    fit_tiny(tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match=r"holds an earlier run \(checkpoint-8\); resume=true"):
+        fit_tiny(tmp_path, lr=0.5)
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"lr": 0.5}, r"fit\.lr=0\.5 \(was 0\.01\)"),
+        ({"seed": 3}, r"fit\.seed=3 \(was 0\)"),
+        ({"identity": {"data": {"source": "b"}}}, r'data\.source="b" \(was "a"\)'),
+        ({"identity": {"data": {"source": "a", "more": 1}}}, r"data\.more=1 \(was absent\)"),
+    ],
+)
+def test_resume_with_other_settings_is_refused(tmp_path, changes, difference):
+    identity = {"data": {"source": "a"}}
+    fit_tiny(tmp_path, identity=identity)
+    with pytest.raises(UserError, match=difference):
+        fit_tiny(tmp_path, resume=True, **{"identity": identity, **changes})
+
+
+def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
+    fit_tiny(tmp_path, steps=4)
+    os.rename(tmp_path / "checkpoint-4", tmp_path / "gone")
+    fit_tiny(tmp_path, steps=4, resume=True, log_every=1, save_every=1, micro_batch_rows=2)
+    assert [entry["step"] for entry in log(tmp_path)] == [2, 4, 3, 4]
+    assert (tmp_path / "checkpoint-3").exists()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
+    """Trainer's: a scheduler beside the optimizer, and the evaluations in its log."""
+    model, first = fit_tiny(tmp_path / "old", evaluate=lambda *_: {"agreement": 0.5})
+    lines = [{"step": 2, "loss": 1.0}, {"step": 8, "eval_agreement": 0.5, "epoch": 1.0}]
+    for checkpoint in run_dir.checkpoints(tmp_path / "old"):
+        (checkpoint / STATE_FILE).unlink()
+        state = {"global_step": run_dir.step_of(checkpoint), "log_history": lines, "epoch": 1.0, "max_steps": 8}
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+        torch.save({"last_epoch": run_dir.step_of(checkpoint)}, checkpoint / "scheduler.pt")
+    assert fit_tiny(tmp_path / "old", resume=True)[1].metrics == first.metrics
+    shutil.rmtree(tmp_path / "old" / "checkpoint-8")
+    again, second = fit_tiny(tmp_path / "old", resume=True, evaluate=lambda *_: {"agreement": 0.5})
+    assert second.resumed_from == 6
+    torch.testing.assert_close(trained_weights(again), trained_weights(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
+def test_a_damaged_state_names_the_file_and_the_way_on(tmp_path, name):
+    fit_tiny(tmp_path, steps=4)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    file = tmp_path / "checkpoint-2" / name
+    for content in (file.read_bytes()[:-100], b""):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=rf"{name}: not readable .*; remove .*checkpoint-2"):
+            fit_tiny(tmp_path, steps=4, resume=True)
+
+
+class _Dropping(TinyModel):
+    """Draws from torch's own random numbers."""
+
+    def forward(self, **inputs):
+        return {"loss_sum": super().forward(**inputs)["loss_sum"] * (1 + torch.rand(()))}
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    straight, _ = fit_tiny(tmp_path, _Dropping())
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    torch.manual_seed(5)
+    resumed, result = fit_tiny(tmp_path, _Dropping(), resume=True)
+    assert result.resumed_from == 6
+    torch.testing.assert_close(trained_weights(resumed), trained_weights(straight), rtol=0, atol=0)
