@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draft_models.early_exit import EarlyExit
-from draft_models.target.anatomy import empty_model
+from draft_models.target.empty_models import empty_model
 from draft_models.target.stack import LayerStack
 from inference.drafters.early_exit import Calibrated
 from inference.evaluate.arms import prepare

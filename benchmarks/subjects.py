@@ -16,7 +16,7 @@ from data_prep.text.prompts import read_prompts
 from draft_models.checkpoint import from_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
 from draft_models.small_lm import load_small_lm
-from draft_models.target.anatomy import decoder_layers, final_norm
+from draft_models.target.empty_models import decoder_layers, final_norm
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive

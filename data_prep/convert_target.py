@@ -6,7 +6,7 @@ from data_prep.settings import ConvertConfig
 
 @entry("convert_target", ConvertConfig)
 def main(config: ConvertConfig) -> None:
-    from data_prep.target_copy import convert_target  # heavy, so only once the config is known to be good
+    from data_prep.targets.target_copy import convert_target  # heavy, so only once the config is known to be good
 
     return convert_target(config)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
-from draft_models.target.anatomy import anatomy
 from draft_models.target.architectures import load_config
+from draft_models.target.empty_models import anatomy
 from draft_models.target.fingerprint import Fingerprint
 from draft_models.target.model_identity import changed_parts
 from draft_models.target.open_target import OpenTarget, open_target

@@ -11,16 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_kl
-from draft_models.target.anatomy import (
-    LayerCall,
-    LogitRule,
-    anatomy_of,
-    decoder_layers,
-    empty_layers,
-    final_norm,
-    number_layer,
-)
+from draft_models.target.anatomy import LayerCall, LogitRule
 from draft_models.target.attention import Band
+from draft_models.target.empty_models import anatomy_of, decoder_layers, empty_layers, final_norm, number_layer
 from draft_models.target.stack import LayerCache, LayerStack, Rotary, call_layer
 from outrider.errors import UserError
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draft_models.target.anatomy import context_limit
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.drafters.interface import Drafter
@@ -205,7 +206,7 @@ def _new_session(
         raise UserError("empty prompt: the target needs at least one token to continue from")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1")
-    limit = stack.config.max_position_embeddings
+    limit = context_limit(stack.config)
     if len(prompt) + max_new_tokens > limit:
         raise UserError(
             f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceeds the target's context "

@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "jetmoe": {},
     "llama": {"attention_bias": True},
+    "mimo_v2_flash": {},
     "ministral": {"layer_types": MIXED},
     "ministral3": {},
     "mistral": {},

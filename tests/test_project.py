@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "data_prep/ngrams": {*TEXT, "draft_models", "outrider"},
     "inference": {*TEXT, "draft_models", "outrider"},
     "data_prep/responses": {*TEXT, "draft_models", "inference", "outrider"},
-    "data_prep": {"data_prep/settings", "data_prep/ngrams", "data_prep/responses"},  # its entries
+    "data_prep/targets": {"data_prep/settings", "draft_models", "outrider"},
+    "data_prep": {"data_prep/settings", "data_prep/ngrams", "data_prep/responses", "data_prep/targets"},  # its entries
     "train": {*TEXT, "data_prep/responses", "draft_models", "inference", "outrider"},
 }
 

@@ -24,6 +24,7 @@ from draft_models.checkpoint import from_pretrained, open_target_of, read_meta
 from draft_models.early_exit import EarlyExit
 from draft_models.losses import IGNORE
 from draft_models.rehearsal import rehearsable
+from draft_models.target.anatomy import context_limit
 from draft_models.target.open_target import pick_dtype
 from draft_models.target.stack import LayerStack
 from inference.decode import speculative
@@ -85,11 +86,11 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         "dtype": str(dtype),
         "shard_prompts": SHARD_PROMPTS,
     }
-    room = min(config.seq_len, target.config.max_position_embeddings - config.new_tokens)
+    room = min(config.seq_len, context_limit(target.config) - config.new_tokens)
     if room < 1:
         raise UserError(
             f"new_tokens={config.new_tokens}: expected less than the target's context of "
-            f"{target.config.max_position_embeddings} tokens"
+            f"{context_limit(target.config)} tokens"
         )
     captured: dict[str, Batch] = {}
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}

@@ -18,6 +18,7 @@ from draft_models.checkpoint import parts_below, save_pretrained
 from draft_models.early_exit import USE, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
 from draft_models.rehearsal import rehearsable
+from draft_models.target.anatomy import context_limit
 from draft_models.target.fingerprint import Fingerprint
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from draft_models.target.stack import LayerStack
@@ -58,7 +59,7 @@ def train_early_exit(config: EesdConfig) -> None:
 def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Path, state: PartialState) -> None:
     run_dir.require_free(out_dir, config.resume)
     layers = None if config.objective == "kl" else exit_layers(target.config, exit_layer)
-    context = target.config.max_position_embeddings
+    context = context_limit(target.config)
     if config.decode_prompts and config.decode_tokens >= context:
         raise UserError(
             f"decode_tokens={config.decode_tokens}: expected less than the target's context of {context} tokens"
@@ -171,7 +172,7 @@ class Watch:
         self.batches = [
             default_collate([heldout[i] for i in range(start, min(start + size, len(heldout)))]) for start in starts
         ]
-        room = target.config.max_position_embeddings - config.decode_tokens
+        room = context_limit(target.config) - config.decode_tokens
         self.prompts = heldout_prompts(heldout, config.decode_prompts, room)
         device = student.stack.device
         dtype = pick_dtype("auto", target.config, device)

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from draft_models.early_exit import exit_layers
-from draft_models.target.anatomy import decoder_layers, empty_layers, final_norm
+from draft_models.target.empty_models import decoder_layers, empty_layers, final_norm
 from train.settings import EesdConfig
 
 GB = 1e9

@@ -23,6 +23,7 @@ from draft_models.card import write_card
 from draft_models.checkpoint import provenance
 from draft_models.rehearsal import rehearsable
 from draft_models.small_lm import USE, require_same_vocabulary
+from draft_models.target.anatomy import context_limit
 from draft_models.target.architectures import load_config
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_identity import model_identity
@@ -93,7 +94,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     watch = None
     if state.is_main_process:
         assert stack is not None
-        prompts = heldout_prompts(heldout, config.decode_prompts, target.max_position_embeddings - config.decode_tokens)
+        prompts = heldout_prompts(heldout, config.decode_prompts, context_limit(target) - config.decode_tokens)
         best = Best(out_dir / BEST_FOLDER, recorded_at_first(identity), config)
         watch = Watch(stack, prompts, config.decode_tokens, student, served, best)
     result = fit(

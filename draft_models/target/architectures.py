@@ -5,14 +5,11 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from draft_models.target.anatomy import anatomy
+from draft_models.target.empty_models import anatomy
 from draft_models.target.gguf_config import gguf_config
 from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.model_files import CONFIG_FILE, require_description
 from outrider.errors import UserError, reason
-
-# These rescale every position by the longest one seen, so a cached key depends on later text.
-UNSUPPORTED_ROPE = ("dynamic", "longrope")
 
 
 def load_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
@@ -30,13 +27,9 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
 
 
 def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
-    """The config of a causal LM of any architecture. Raises `UserError`, also where cached keys would go stale."""
+    """The config of a causal LM of any architecture. Raises `UserError`."""
     gguf = find_gguf(source)
-    config = _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in UNSUPPORTED_ROPE:
-        raise UserError(f"{role}={source}: rope_type={rope!r} rescales positions as text grows; not supported")
-    return config
+    return _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
 
 
 def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig:

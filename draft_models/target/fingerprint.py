@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from draft_models.target.anatomy import anatomy
+from draft_models.target.empty_models import anatomy
 from draft_models.target.model_identity import model_differences, model_identity
 from draft_models.target.tensor_files import TensorFiles
 from outrider.settings import listed

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draft_models.target.anatomy import context_limit
 from draft_models.target.attention import stock_attention
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import RowCache
@@ -37,7 +38,7 @@ def prove(model: PreTrainedModel, name: str) -> None:
             allowed = ROUNDED
     stack = LayerStack(model)
     windows = [window for window in stack.windows if window is not None and window <= LONGEST_WINDOW]
-    longest = model.config.max_position_embeddings - 4 if hasattr(model.config, "max_position_embeddings") else SHORT
+    longest = context_limit(model.config) - 4
     for length in sorted({SHORT, max([SHORT, *(window + SHORT for window in windows)])}):
         _prove_text(model, stack, min(length, longest), name, allowed)
 

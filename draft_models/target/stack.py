@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from draft_models.target.anatomy import LayerCall, anatomy_of, empty_layers
+from draft_models.target.anatomy import LayerCall, context_limit
 from draft_models.target.attention import ATTENTION, Band, packed_mask
+from draft_models.target.empty_models import anatomy_of, empty_layers
 from draft_models.target.model_files import CONFIG_FILE
 from draft_models.target.tensor_files import TensorFiles
 from outrider.errors import UserError, reason
@@ -78,7 +79,7 @@ def _load_converted(
     with quiet():
         converted: Any = type(model).from_pretrained(
             None, config=model.config, state_dict=weights, dtype=dtype, attn_implementation=ATTENTION,
-            output_loading_info=True,
+            output_loading_info=True, trust_remote_code=False,
         )  # fmt: skip
     loaded, info = converted
     for kind in ("missing_keys", "mismatched_keys"):
@@ -192,7 +193,8 @@ class LayerStack(nn.Module):
             return
         self._reserved = positions
         like = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
-        every = torch.arange(positions, device=self.device)[None]
+        # No text goes beyond the limit, only the places of padding do.
+        every = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
         for number, (module, table) in enumerate(zip(self._rotary, self.anatomy.tables, strict=True)):
             cos, sin = module(like, position_ids=every, **dict(table.options))
             setattr(self, f"cos{number}", cos[0])

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
+from draft_models.target.anatomy import context_limit
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.costs import Costs, curve, typical
@@ -110,7 +111,7 @@ def measure(
     `SECONDS` seconds, or `CYCLES[0]` cycles where those take longer. A prompt too long to go on from loses its front.
     """
     drafter_limit = KINDS[method.source].load_maker().context(drafters[method.source])
-    limits = [stack.config.max_position_embeddings, *([drafter_limit] if drafter_limit else [])]
+    limits = [context_limit(stack.config), *([drafter_limit] if drafter_limit else [])]
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
     settings = generate_settings(generation, sampling, max_new_tokens=new_tokens, eos=eos)

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from data_prep.settings import DataConfig
 from data_prep.text.prompts import Prompt
 from draft_models.checkpoint import open_target_of, read_meta
+from draft_models.target.anatomy import context_limit
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
@@ -125,7 +126,7 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
 def context_length(subject: Subject, drafters: Drafters) -> int:
     """Tokens that the target and the models that draft for it can all hold."""
     limits = [KINDS[name].load_maker().context(model) for name, model in drafters.items()]
-    return min([subject.config.max_position_embeddings, *(limit for limit in limits if limit)])
+    return min([context_limit(subject.config), *(limit for limit in limits if limit)])
 
 
 def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt]) -> dict[str, Any]:

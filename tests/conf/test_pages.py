@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from outrider import settings
 from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, ROOT, compose_and_build, written_commands
+from tests.families import FAMILIES
 
 BENCHMARKS = ROOT / "benchmarks"
 DEMO = BENCHMARKS / "results/demo_cpu.json"
@@ -158,3 +159,9 @@ def test_tables_have_the_figures_of_the_demo(monkeypatch: pytest.MonkeyPatch) ->
         (block,) = BLOCK.findall(page)
         assert all(f"| {report['method']} |" in block[1] for report in reports)
     assert len(TAU.findall((ROOT / "README.md").read_text())) >= 4
+
+
+def test_the_families_of_the_page_are_those_that_are_tested() -> None:
+    page = (ROOT / "docs/getting-started.md").read_text()
+    named = page.split("train an early exit:")[1].split("Llama, Mistral")[0]
+    assert set(re.findall(r"`([a-z0-9_]+)`", named)) == set(FAMILIES)

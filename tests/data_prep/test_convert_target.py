@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from data_prep import target_copy
 from data_prep.settings import ConvertConfig
-from data_prep.target_copy import RECORD_FILE, convert_target
+from data_prep.targets import target_copy
+from data_prep.targets.target_copy import RECORD_FILE, convert_target
 from draft_models.target.model_files import load_causal_lm, load_generation_config
 from draft_models.target.open_target import open_target
 from outrider.errors import UserError

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draft_models.losses import IGNORE, linear_cross_entropy, linear_kl
+from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_kl
+from draft_models.target.anatomy import LogitRule
 
 WIDTH, VOCABULARY = 8, 13
 
@@ -38,6 +39,42 @@ def test_equals_cross_entropy(chunk):
     for value, reference in zip(got, expected, strict=True):
         # the sum over positions and the softmax are float32 by contract
         torch.testing.assert_close(value.double(), reference, rtol=2e-6, atol=2e-6)
+
+
+RULES = [LogitRule(factor=0.4), LogitRule(divisor=3.0), LogitRule(cap=1.5), LogitRule(factor=2.0, cap=0.7)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_model_makes_of_its_logits(rule):
+    """Scaled and capped, values and gradients of both losses."""
+    problem = _problem()
+    teacher = torch.randn(3, 7, 5, dtype=torch.float64), torch.randn(VOCABULARY, 5, dtype=torch.float64)
+
+    def reference(hidden, weight, labels):
+        logits = rule(hidden @ weight.T).flatten(0, -2)
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def reference_kl(hidden, weight, labels):
+        keep = labels != IGNORE
+        log_q = rule(hidden @ weight.T).log_softmax(-1)[keep]
+        log_p = rule(teacher[0] @ teacher[1].T).log_softmax(-1)[keep]
+        return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+    def kl(hidden, weight, labels):
+        return linear_kl(hidden, weight, *teacher, labels, rule=rule, target_rule=rule)
+
+    pairs = ((lambda *args: linear_cross_entropy(*args, chunk=4, rule=rule), reference), (kl, reference_kl))
+    for ours, obvious in pairs:
+        expected = _value_and_gradients(obvious, *problem)
+        for value, wanted in zip(_value_and_gradients(ours, *problem), expected, strict=True):
+            torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_of_the_head_is_one_more_column():
+    hidden, _, _ = _problem()
+    head = torch.nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    wider, weight = head_product(head, hidden)
+    torch.testing.assert_close(wider @ weight.T, head(hidden))
 
 
 def test_ignored_positions_get_no_gradient():

@@ -161,3 +161,25 @@ def test_the_stack_of_some_layers_has_their_calls(tmp_path: Path) -> None:
     some: LayerStack = target.stack([0, 1, 3], dtype=torch.float32)
     assert some.windows == [whole.windows[i] for i in (0, 1, 3)]
     assert [c.table for c in some.anatomy.calls] == [whole.anatomy.calls[i].table for i in (0, 1, 3)]
+
+
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind: family, what is changed, its rope_parameters
+    "longrope": ("phi3", {"max_position_embeddings": 128, "original_max_position_embeddings": 48}, FACTORS),
+    "dynamic": ("llama", {"max_position_embeddings": 48}, {"factor": 2.0}),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_that_rescales_is_ordinary_within_its_range(tmp_path: Path, kind: str) -> None:
+    """Beyond the range every key would change with the length of the text: a text may not get there."""
+    family, changes, more = ROPES[kind]
+    rope = {"rope_type": kind, "rope_theta": 1e4, **more}
+    target = open_target(str(save_family(tmp_path, family, rope_parameters=rope, **changes)))
+    plain = AutoModelForCausalLM.from_pretrained(target.source, dtype=torch.float32).eval()
+    stack, prompt = target.stack(dtype=torch.float32), random_prompt(14)
+    for runtime in (Eager(), Graphed()):
+        rounds = speculative(stack, PromptLookup(), prompt, max_new_tokens=34, runtime=runtime)
+        assert [t for r in rounds for t in r.tokens] == reference_generate(plain, prompt, 34)
+    with pytest.raises(UserError, match="exceeds the target's context of 48"):
+        next(speculative(stack, PromptLookup(), prompt, max_new_tokens=35))

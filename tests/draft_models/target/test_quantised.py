@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from data_prep.settings import ConvertConfig
-from data_prep.target_copy import convert_target
+from data_prep.targets.target_copy import convert_target
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import open_target
 from draft_models.target.tensor_files import open_tensors, unscaled

@@ -1,0 +1,1 @@
+"""Targets as they are published, made into what every tool reads."""
