@@ -32,6 +32,7 @@ RUNTIMES = get_args(Runtime)
 # speed.
 AUTO: Final = "auto"
 Size = Count | Literal["auto"]
+Threads = Count | Literal["auto"] | None
 MOST_NODES = 63  # that "auto" considers: with the root 64 rows
 CHAIN_TOKENS = 8  # a round, of a chain or of prompt lookup, where stop.max_draft is null
 
@@ -261,7 +262,7 @@ class EvaluateConfig(RehearsedConfig):
     dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)
-    threads: Count | None = None  # CPU threads; null: torch's choice
+    threads: Threads = None  # of the CPU; auto: measured before every prompt; null: torch's choice
     seed: int = 0  # of sampling, and of what rules and searches draw
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
     card: bool = free(False)  # also put the table into README.md of the drafters evaluated

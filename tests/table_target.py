@@ -30,7 +30,7 @@ class TableModel:
         self.table = self.law.log().float()
         self.config = SimpleNamespace(vocab_size=len(self.law), max_position_embeddings=10**9)
 
-    def layer(self, hidden: Tensor, **_: Any) -> Tensor:
+    def run(self, hidden: Tensor, *_: Any) -> Tensor:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

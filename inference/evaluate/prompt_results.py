@@ -30,13 +30,15 @@ _FILE = re.compile(r"results-(\d{5,})\.jsonl")
 class Measured:
     """One prompt, measured: every turn of it, those left out apart, and how many processes were at work.
 
-    position: the prompt's in the run's list, by which results are found again.
+    position: the prompt's in the run's list, by which results are found again. threads: of the CPU, used for it; 0: not
+    recorded.
     """
 
     position: int
     processes: int
     turns: tuple[PromptResult, ...]
     skipped: tuple[Skipped, ...] = ()
+    threads: int = 0
 
 
 def open_run(folder: Path, settings: Mapping[str, Any], resume: bool, config: Settings | None = None) -> Any:

@@ -235,7 +235,7 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[d
 def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) -> list[dict[str, Any]]:
     assert config.tokenizer is not None
     assert config.transcripts is not None
-    if config.threads is not None:
+    if isinstance(config.threads, int):
         torch.set_num_threads(config.threads)
     vocabulary = load_vocabulary(config.tokenizer)
     drafters = load_drafters(config, vocabulary)

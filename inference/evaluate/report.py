@@ -240,7 +240,7 @@ def _conditions(reports: Sequence[Report]) -> str:
     together = f", {first['processes']} processes at a time" if first["processes"] > 1 else ""
     sentences = [
         f"{first['prompts']} prompts{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
-        f"{first['dtype']} on {first['machine']['device']} ({first['machine']['threads']} threads), arms interleaved "
+        f"{first['dtype']} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
         f"prompt by prompt{together}."
     ]
     if any(report["speedup"]["prompts"] < MIN_PROMPTS for report in reports):
@@ -255,6 +255,14 @@ def _conditions(reports: Sequence[Report]) -> str:
     if first.get("cudnn_attention") is False:
         sentences.append("cuDNN's attention is off in all arms, transformers' too.")
     return " ".join(sentences)
+
+
+def _threads(report: Report) -> str:
+    """The CPU threads, and where their number was chosen prompt by prompt for how many prompts each was."""
+    used = report.get("threads") or {}
+    if len(used) < 2:
+        return f"{next(iter(used), report['machine']['threads'])} threads"
+    return ", ".join(f"{count} threads for {prompts} prompts" for count, prompts in used.items())
 
 
 def _prefill_table(reports: Sequence[Report]) -> list[str]:

@@ -1,0 +1,82 @@
+"""threads=auto: what is measured, what is chosen, and what the report says of it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference.evaluate import compare
+from inference.evaluate.threads import choose_threads, thread_counts, time_product
+from inference.settings import EvaluateConfig
+from outrider.errors import UserError
+from tests.inference.evaluate.evaluating import evaluate
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({1: 1.0, 2: 0.55, 4: 0.3}, 4),  # an idle machine
+        ({1: 1.0, 2: 30.0, 4: 40.0}, 1),  # another process holds a core
+        ({1: 1.0, 2: 0.95, 4: 0.97}, 1),  # nothing is gained: the fewest
+        ({1: 1.0, 2: 0.5, 4: 0.49}, 2),
+    ],
+)
+def test_the_fewest_threads_that_no_others_beat_clearly(seconds: dict[int, float], chosen: int) -> None:
+    assert choose_threads(list(seconds), seconds.__getitem__) == chosen == torch.get_num_threads()
+
+
+def test_now_and_then_slow_is_slow() -> None:
+    """Every fourth product of two threads takes thirty times as long; a single slow one does not decide."""
+    calls = {1: 0, 2: 0}
+
+    def timed(count: int) -> float:
+        calls[count] += 1
+        if count == 1:
+            return 50.0 if calls[1] == 5 else 1.0
+        return 15.0 if calls[2] % 4 == 0 else 0.5
+
+    assert choose_threads([1, 2], timed) == 1
+
+
+def test_what_is_tried_and_timed() -> None:
+    counts = thread_counts()
+    assert counts[0] == 1
+    assert counts == sorted(set(counts))
+    assert time_product(1) > 0
+    assert torch.get_num_threads() == 1
+
+
+def test_the_report_says_how_many(
+    tmp_path: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All arms of a prompt use one number; the report counts the prompts of each."""
+    chosen = iter([1, 2, 1, 1, 1, 1, 1, 1])
+
+    def choose() -> int:
+        count = next(chosen)
+        torch.set_num_threads(count)
+        return count
+
+    monkeypatch.setattr(compare, "choose_threads", choose)
+    made = config("out", threads="auto")
+    evaluate(made)
+    report = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]
+    counts = {int(count): prompts for count, prompts in report["threads"].items()}
+    assert counts[2] == 1
+    assert sum(counts.values()) == report["prompts"]
+    assert "2 threads for 1 prompts" in (Path(made.out_dir) / "report.md").read_text()
+
+
+def test_a_number_or_auto() -> None:
+    for bad in ("many", 0):
+        with pytest.raises(UserError, match="threads="):
+            EvaluateConfig(target="t", table="n", threads=bad)  # type: ignore[arg-type]
