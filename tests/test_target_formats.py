@@ -10,7 +10,8 @@ import torch
 import outrider
 from data_prep.responses.directory import answered
 from data_prep.responses.generate import generate_responses
-from data_prep.settings import DataConfig, GenerateConfig
+from data_prep.responses.settings import GenerateConfig
+from data_prep.settings import DataConfig
 from draft_models.checkpoint import read_meta
 from draft_models.target.open_target import open_target
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig

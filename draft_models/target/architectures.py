@@ -5,11 +5,14 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy
 from draft_models.target.gguf_config import gguf_config
 from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.model_files import CONFIG_FILE, require_description
 from outrider.errors import UserError, reason
+
+SHORTEST_CONTEXT = 8  # positions: what a target is proven on has a few tokens
 
 
 def load_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
@@ -21,6 +24,9 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     reason = why_not_by_layers(config)
     if reason is not None:
         raise UserError(f"{role}={source}: {reason}")
+    limit = context_limit(config)
+    if limit < SHORTEST_CONTEXT:
+        raise UserError(f"{role}={source}: {limit} positions (max_position_embeddings); expected {SHORTEST_CONTEXT}")
     if any(call.slides for call in anatomy(config).calls) and config.sliding_window < 1:
         raise UserError(f"{role}={source}: sliding_window={config.sliding_window}: expected at least 1 token, or null")
     return config

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from data_prep.text.prompts import Prompt
+from draft_models import small_lm
 from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
@@ -63,6 +64,12 @@ REFUSED = {
     "alibi, no positions": (MptConfig(d_model=64, n_heads=4, n_layers=2, **COMMON), "by the given mask"),
     "bidirectional": (BertConfig(**SHAPE, **COMMON), "by the given mask"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _not_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These could be run layer by layer, most of them: here they run as those do that cannot."""
+    monkeypatch.setattr(small_lm, "why_not_by_layers", lambda config: "as if it could not be")
 
 
 def save_plain(path: Path, config: PreTrainedConfig, scale: float = 5.0) -> Path:

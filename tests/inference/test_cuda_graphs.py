@@ -116,7 +116,7 @@ def test_a_second_generation_uses_the_buffers_of_the_first(target: Path) -> None
 
     def places() -> list[tuple[object, int]]:
         (arena,) = runtime._arenas.values()
-        caches = [arena.first, arena.rest, *(cache for _, cache in arena.exits.values())]
+        caches = [arena.first, arena.rest, *(cache for _, cache in arena.beside.values())]
         keys = [key for cache in caches for key, _ in cache.content()]
         named = [*arena.buffers.items(), *(("keys", key) for key in keys)]
         return [(name, tensor.data_ptr()) for name, tensor in named]

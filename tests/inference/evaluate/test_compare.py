@@ -19,6 +19,7 @@ from tests.inference.evaluate.evaluating import (
     QUESTIONS,
     evaluate,
 )
+from tests.tiny import unproven
 
 
 def test_arms_are_warm_and_take_turns_at_being_first(
@@ -87,7 +88,7 @@ def test_half_precision_and_sampling_are_judged(config: Callable[..., EvaluateCo
                 assert report["lossless"]["judged"][arm]["faults"] == []
         assert "No fault" in (Path(made.out_dir) / "report.md").read_text()
     for made in (replace(half, out_dir=half.out_dir + "!"), replace(sampled, out_dir=sampled.out_dir + "!")):
-        with rope_scaled(1.01), pytest.raises(SystemExit) as left:
+        with rope_scaled(1.01), unproven(), pytest.raises(SystemExit) as left:
             evaluate(made)
         assert left.value.code == 1
         for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
