@@ -20,10 +20,12 @@ from torch import Tensor
 
 from draft_models.target.attention import use_kernel
 from draft_models.target.stack import LayerStack
+from draft_models.target.whole_model import PlainLM
 from inference.attention_kernels import KernelChoice, kernel_for, measure_kernels
 from inference.cache import KVCache
 from inference.capture import GraphPool, can_capture
 from inference.fixed_shapes import WIDTHS, FixedView, Upload, bucket
+from inference.plain_session import PlainTargetSession
 from inference.rows import Layout, Rows
 from inference.sampling import likeliest
 from inference.session import Pass, TargetSession
@@ -56,6 +58,8 @@ class Graphed:
 
     def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
         """As `TargetSession(stack, split, capacity, context)`."""
+        if isinstance(stack, PlainLM):
+            return PlainTargetSession(stack, capacity, context)
         rows = capacity - (capacity if context is None else context)
         arena = self._arenas.get((id(stack), split))
         if arena is None or not arena.serves(stack, capacity, rows):

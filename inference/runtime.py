@@ -1,13 +1,15 @@
 """How passes run: one by one as they come, or in fixed shapes that a CUDA graph replays."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from draft_models.target.stack import LayerStack
+from draft_models.target.whole_model import PlainLM
 from inference.attention_kernels import KernelChoice
 from inference.cuda_graphs import Graphed
+from inference.plain_session import PlainTargetSession
 from inference.session import TargetSession
 
 
@@ -31,6 +33,11 @@ class Runtime(Protocol):
         ...
 
 
+def plain_session(stack: Any, capacity: int, context: int | None) -> TargetSession | None:
+    """The session of a target that runs by its own forward; None for one that runs layer by layer."""
+    return PlainTargetSession(stack, capacity, context) if isinstance(stack, PlainLM) else None
+
+
 class Eager:
     """Every pass as it comes: the reference, and the way on a CPU."""
 
@@ -44,7 +51,7 @@ class Eager:
         """Sessions are made as large as each text needs, and know one kernel."""
 
     def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
-        return TargetSession(stack, split, capacity, context)
+        return plain_session(stack, capacity, context) or TargetSession(stack, split, capacity, context)
 
 
 def make_runtime(name: str, device: torch.device) -> Runtime:

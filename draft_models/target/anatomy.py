@@ -11,11 +11,12 @@ from transformers import PreTrainedConfig
 # Rotary embeddings that rescale every position once a text is longer than the range they were made for: a cached key
 # would then depend on later text. Within that range they are ordinary.
 RESCALING_ROPE = ("dynamic", "longrope")
+UNLIMITED = 2**31  # positions of a model that says no limit
 
 
 def context_limit(config: PreTrainedConfig) -> int:
     """The positions that a text may reach: all that the model has, as long as cached keys stay what they are."""
-    limit: int = config.max_position_embeddings
+    limit: int = getattr(config, "max_position_embeddings", None) or UNLIMITED
     rope = getattr(config, "rope_parameters", None) or {}
     for table in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if table.get("rope_type") in RESCALING_ROPE:

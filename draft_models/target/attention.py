@@ -219,7 +219,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 def stock_attention(model: PreTrainedModel, name: str = "sdpa") -> Iterator[None]:
     """`model` with transformers' own attention `name`; it may share its layers with the runtime, which uses ours."""
     ours = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(name if ours != "eager" else ours)  # what does not know ours knows no other
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from draft_models.target.empty_models import anatomy
 from draft_models.target.model_identity import model_differences, model_identity
 from draft_models.target.tensor_files import TensorFiles
+from outrider.errors import UserError
 from outrider.settings import listed
 
 
@@ -53,12 +54,20 @@ class Fingerprint:
         return [*missing, *([f"the weights in {listed(parts)}"] if parts else [])]
 
 
+def _sampled(files: TensorFiles, config: PreTrainedConfig) -> list[str]:
+    """The tensors outside the layers and of the first and the last one; all of a model without known layers."""
+    try:
+        wanted = anatomy(config).prefixes((0, config.num_hidden_layers - 1))
+    except UserError:
+        return list(files.file_of)
+    return [name for name in files.file_of if name.startswith(wanted)]
+
+
 def fingerprint_target(
     files: TensorFiles, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, fetch: bool = True
 ) -> Fingerprint:
     """The fingerprint of a target. It reads a few MB, and fetches what is not here yet, unless `fetch` is off."""
-    wanted = anatomy(config).prefixes((0, config.num_hidden_layers - 1))
-    names = [name for name in files.file_of if name.startswith(wanted)]
+    names = _sampled(files, config)
     template = tokenizer.chat_template
     return Fingerprint(
         target=files.source,

@@ -86,6 +86,11 @@ class PlainLM(nn.Module):
         """Where the weights are."""
         return self.model.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are."""
+        return self.model.dtype
+
     def rows(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache, *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ class Kind:
     another's.
     hidden: it has hidden states that a calibration head can read.
     card: its directory has a README.md.
-    tiny: what `save_tiny_models` calls one of it.
+    tiny: what `save_tiny_models` calls one of it. layers: it drafts on layers of the target, which must run by layers.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Kind:
     hidden: bool = False
     card: bool = False
     tiny: str | None = None
+    layers: bool = False
 
     @property
     def sees_tokens_only(self) -> bool:
@@ -110,6 +111,7 @@ register(
         hidden=True,
         card=True,
         tiny="early_exit",
+        layers=True,
     )
 )
 register(

@@ -197,7 +197,8 @@ def without_captures(arm: Arm, runtime: Runtime) -> Arm:
 
 def prepare(stack: LayerStack, drafters: Drafters) -> None:
     """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
-    lay_out(stack, stack)
+    if isinstance(stack, LayerStack):  # else it runs as it is
+        lay_out(stack, stack)
     for name, model in drafters.items():
         KINDS[name].load_maker().prepare(model, stack)
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from draft_models.card import add_report
+from draft_models.target.stack import LayerStack
 from inference.attention_kernels import KernelChoice
 from inference.auto.policy import Tuning
 from inference.auto.probe import NEW_TOKENS, tune
@@ -187,7 +188,7 @@ def prepare_methods(
     stack = models.stack
     others = [KINDS[name].load_maker().stacks(model) for name, model in models.drafters.items()]
     stacks = [stack, *itertools.chain.from_iterable(others)]
-    kernels = models.runtime.choose_kernels(stacks, positions)
+    kernels = models.runtime.choose_kernels([each for each in stacks if isinstance(each, LayerStack)], positions)
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
     options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,18 +14,20 @@ from data_prep.settings import DataConfig
 from data_prep.text.prompts import Prompt
 from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.anatomy import context_limit
+from draft_models.target.architectures import why_not_by_layers
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from draft_models.target.proof import prove
 from draft_models.target.stack import LayerStack
+from draft_models.target.whole_model import PlainLM, require_rows
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.report import describe_machine
 from inference.fused_layers import can_pack
 from inference.generation_config import Inherited, inherit, read_generation_config
 from inference.runtime import Runtime, make_runtime
-from inference.settings import EvaluateConfig, number
+from inference.settings import EvaluateConfig, MethodConfig, number
 from inference.stop_strings import StopStrings
 from inference.structures.shapes import find_shape
 from outrider.errors import UserError, reason, require
@@ -82,11 +84,16 @@ def find_subject(config: EvaluateConfig) -> Subject:
     return Subject(target, eos, stops, inherited, device, dtype)
 
 
+def need_layers(methods: Mapping[str, MethodConfig]) -> bool:
+    """Whether any of `methods` drafts on layers of the target."""
+    return any(KINDS[method.source].layers for method in methods.values())
+
+
 def find_target(config: EvaluateConfig) -> OpenTarget:
     """The target of `config`, else the one the checkpoint was trained for."""
     if config.checkpoint is None:
         assert config.target is not None
-        return open_target(config.target, config.revision)
+        return open_target(config.target, config.revision, by_layers=need_layers(config.methods))
     return open_target_of(config.checkpoint, config.target, config.revision)
 
 
@@ -170,17 +177,44 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafter
 def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) -> Models:
     """The target, it and its drafters ready to decode."""
     plain = load_plain(subject.target, subject.dtype, subject.device)
-    if can_pack(subject.device, subject.dtype):  # ours is another copy then; transformers runs the checkpoint as it is
-        stack = subject.target.stack(dtype=subject.dtype, device=subject.device)
-    else:
-        prove(plain, f"target={config.target}")
-        stack = LayerStack(plain)
+    stack = load_stack(subject.target, plain, subject.dtype, subject.device, config.methods)
     prepare(stack, drafters)
     return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device))
 
 
+def load_stack(
+    target: OpenTarget,
+    plain: PreTrainedModel | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    methods: Mapping[str, MethodConfig],
+) -> LayerStack:
+    """The target as this runtime runs it: layer by layer, or by its own forward where `methods` need no layers.
+
+    plain: the target as transformers runs it, where that is loaded. Raises `UserError` where it proves neither.
+    """
+    try:
+        if (refusal := why_not_by_layers(target.config)) is not None:
+            raise UserError(f"target={target.source}: {refusal}")
+        if plain is None or can_pack(device, dtype):  # then ours is another copy; transformers' is as it was stored
+            return target.stack(dtype=dtype, device=device)
+        prove(plain, f"target={target.source}")
+        return LayerStack(plain)
+    except UserError as error:
+        if need_layers(methods):
+            raise
+        print(f"by_layers=no reason={str(error)!r}", flush=True)
+    stack: Any = PlainLM(plain or load_plain(target, dtype, device))
+    try:
+        require_rows(stack if dtype == torch.float32 else PlainLM(load_plain(target, torch.float32, device)))
+    except UserError as error:
+        raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
+    return stack
+
+
 def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The whole target as transformers loads it: the reference of every comparison."""
-    model = load_causal_lm(target.source, target.revision, dtype=dtype, attn_implementation=ATTENTION)
+    attention = ATTENTION if why_not_by_layers(target.config) is None else "eager"
+    model = load_causal_lm(target.source, target.revision, dtype=dtype, attn_implementation=attention)
     model.requires_grad_(False).eval()
     return model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
