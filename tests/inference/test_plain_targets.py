@@ -103,7 +103,6 @@ def test_a_fault_in_what_is_kept_changes_the_text(
     target: tuple[Path, LayerStack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the tests above compare sees the caches: a path of a tree that is kept one row off."""
-
     path, stack = target
     keep = RowCache.keep
     monkeypatch.setattr(RowCache, "keep", lambda self, base, rows: keep(self, base, [*rows[:1], *rows[:-1]]))
