@@ -167,7 +167,7 @@ class LayerStack(nn.Module):
         self._rotary = [model.get_submodule(table.module) for table in parts.tables]
         self._rotary_dtype = rotary_dtype or self.dtype
         self._reserved = 0
-        self._positions_module = parts.positions and _takes_position_ids(self.embed_positions)
+        self._positions_by_name = parts.positions is not None and _takes_position_ids(self.embed_positions)
         for number, _ in enumerate(parts.tables):
             self.register_buffer(f"cos{number}", torch.empty(0), persistent=False)
             self.register_buffer(f"sin{number}", torch.empty(0), persistent=False)
@@ -206,10 +206,10 @@ class LayerStack(nn.Module):
         if self.anatomy.scale != 1.0:
             hidden = hidden * self.anatomy.scale
         if self.embed_positions is not None:
-            if self._positions_module:
-                hidden = hidden + self.embed_positions(None, position_ids=positions)
-            else:
-                hidden = hidden + self.embed_positions(positions)
+            by_name: Any = {"position_ids": positions}
+            hidden = hidden + (
+                self.embed_positions(None, **by_name) if self._positions_by_name else self.embed_positions(positions)
+            )
         return hidden if self.input_norm is None else self.input_norm(hidden)
 
     def rotary(self, positions: Tensor) -> Rotary:
