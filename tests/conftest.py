@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draft_models.tiny_models import save_tiny_models
-from tests.tiers import COLLECTED
+from tests.tiers import COLLECTED, beyond_two_cases
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in beyond_two_cases(items):
+        item.add_marker(pytest.mark.slow)
     config.stash[COLLECTED] = [(str(item.path), {mark.name for mark in item.iter_markers()}) for item in items]
     if torch.cuda.is_available():
         return

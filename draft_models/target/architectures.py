@@ -24,9 +24,6 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     reason = why_not_by_layers(config)
     if reason is not None:
         raise UserError(f"{role}={source}: {reason}")
-    limit = context_limit(config)
-    if limit < SHORTEST_CONTEXT:
-        raise UserError(f"{role}={source}: {limit} positions (max_position_embeddings); expected {SHORTEST_CONTEXT}")
     if any(call.slides for call in anatomy(config).calls) and config.sliding_window < 1:
         raise UserError(f"{role}={source}: sliding_window={config.sliding_window}: expected at least 1 token, or null")
     return config
@@ -35,7 +32,12 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
 def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
     """The config of a causal LM of any architecture. Raises `UserError`."""
     gguf = find_gguf(source)
-    return _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
+    config = _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
+    limit = context_limit(config)
+    if limit < SHORTEST_CONTEXT:
+        expected = f"expected at least {SHORTEST_CONTEXT}"
+        raise UserError(f"{role}={source}: room for {limit} positions (max_position_embeddings); {expected}")
+    return config
 
 
 def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig:

@@ -17,7 +17,7 @@ from outrider.errors import UserError, reason
 # Allowed root mean square of a difference between logits, as a share of their standard deviation. In float32 rounding
 # stays below a tenth of it, and a quirk that is ignored goes far beyond. In 16 bits it is for gross mistakes only.
 EXACT, ROUNDED = 1e-4, 0.1
-LARGEST_COPY = 8 * 2**30  # bytes of a float32 copy that is worth its memory
+LARGEST_COPY = 2 * 2**30  # bytes of a float32 copy that is worth its memory
 LONGEST_WINDOW = 4096  # that a text is made to go beyond
 SHORT = 12  # tokens of a text that goes beyond nothing
 
