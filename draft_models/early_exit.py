@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_kl
+from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence
 from draft_models.target.anatomy import LayerCall, LogitRule
 from draft_models.target.attention import Band
 from draft_models.target.empty_models import anatomy_of, decoder_layers, empty_layers, final_norm, number_layer
@@ -184,7 +184,7 @@ class EarlyExitStudent(nn.Module):
         if target is None:
             return {"loss_sum": linear_cross_entropy(*mine, labels, rule=rule)}
         teacher = head_product(self.stack.head, target)
-        return {"loss_sum": linear_kl(*mine, *teacher, labels, rule=rule, target_rule=rule)}
+        return {"loss_sum": linear_divergence(*mine, *teacher, labels, "forward_kl", rule=rule, target_rule=rule)}
 
     @torch.no_grad()
     def choices(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> Tensor:

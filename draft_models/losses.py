@@ -93,22 +93,6 @@ def linear_cross_entropy(
     return _apply(hidden, weight, keep, objective, chunk, rule)
 
 
-def linear_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    target_hidden: Tensor,
-    target_weight: Tensor,
-    labels: Tensor,
-    chunk: int = 1024,
-    *,
-    rule: LogitRule = PLAIN,
-    target_rule: LogitRule = PLAIN,
-) -> Tensor:
-    """Sum over supervised positions of KL(p‖q): `linear_divergence` of kind forward_kl."""
-    given = (hidden, weight, target_hidden, target_weight, labels, "forward_kl", chunk)
-    return linear_divergence(*given, rule=rule, target_rule=target_rule)
-
-
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,

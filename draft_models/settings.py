@@ -1,5 +1,6 @@
 """Options that commands share which open a target; light, so that a mistake shows before torch is imported."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -15,15 +16,15 @@ TARGET, SMALL_LM, EARLY_EXIT, TABLE = "target", "small_lm", "early_exit", "table
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsedConfig(RunConfig):
+class RehearsedConfig(RunConfig, ABC):
     """A command that can be rehearsed (see `draft_models.rehearsal`)."""
 
     debug: bool = free(False)  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
     debug_architecture: Architecture = free("llama")  # of those tiny models
 
+    @abstractmethod
     def small(self, models: Path) -> Self:
         """The same command where it costs nothing, on what `save_tiny_models` has left in the folder `models`."""
-        raise NotImplementedError
 
     def cut(self, **limits: int) -> dict[str, int]:
         """The fields named, none of them larger than its limit."""

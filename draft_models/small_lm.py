@@ -1,14 +1,15 @@
 """A small causal LM as a drafter: any that shares the target's vocabulary and can run a tree."""
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draft_models.target.architectures import read_config, why_not_by_layers
+from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import load_tokenizer
-from draft_models.target.proof import prove
+from draft_models.target.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
-from draft_models.target.whole_model import PlainLM, load_plain_lm
+from draft_models.target.whole_model import PlainLM
 from outrider.errors import UserError
 
 SmallLM = LayerStack | PlainLM
@@ -35,10 +36,28 @@ def load_small_lm(
     files = open_tensors(source, revision)
     model = load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device)
     try:
-        prove(model, f"small_lm={source}")
+        prove_layers(model, f"small_lm={source}")
     except UserError:
         return load_plain_lm(source, config, revision, dtype, device)
     return LayerStack(model)
+
+
+def load_plain_lm(
+    source: str, config: PreTrainedConfig, revision: str | None, dtype: torch.dtype, device: torch.device | str
+) -> PlainLM:
+    """The causal LM in `source`, frozen. Raises `UserError` where it cannot be loaded or cannot run a tree."""
+
+    def load(dtype: torch.dtype) -> PlainLM:
+        return PlainLM(load_causal_lm(source, revision, role="small_lm", dtype=dtype))
+
+    try:
+        require_all_kept(config)
+        lm = load(torch.float32)  # in 16 bits the proof could not tell rounding from a mistake
+        prove_rows(lm)
+    except UserError as error:
+        refusal = f"small_lm={source}: architecture {config.model_type!r} cannot draft trees"
+        raise UserError(f"{refusal}: {error}. Use a drafter of another architecture") from None
+    return (lm if dtype == torch.float32 else load(dtype)).to(device)
 
 
 def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:

@@ -243,3 +243,19 @@ def unpermuted(weight: NDArray[Any], heads: int) -> NDArray[Any]:
             found[head * size + index] = weight[head * size + 2 * index]
             found[head * size + index + size // 2] = weight[head * size + 2 * index + 1]
     return found
+
+
+def rewritten(path: Path, tensors: bool = True, **values: Any) -> Path:
+    """A copy of a GGUF file with other metadata: None leaves a key out."""
+    reader, copied = gguf.GGUFReader(path), path.with_name("rewritten.gguf")
+    writer = GgufWriter(copied, "llama")
+    kept = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    for key, value in (kept | values).items():
+        if value is None or (key == "general.architecture" and key not in values):
+            continue
+        if key == "general.architecture":
+            del writer.writer.kv_data[0][key]
+        writer.add(key, value)
+    for tensor in reader.tensors if tensors else []:
+        writer.writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    return writer.close()

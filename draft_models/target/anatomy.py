@@ -32,13 +32,9 @@ class LayerCall:
     which of `Anatomy.tables` its rotary embeddings are from. slides: whether it sees a sliding window only.
     """
 
-    keywords: tuple[tuple[str, str], ...] = (
-        ("mask", "attention_mask"),
-        ("cache", "past_key_values"),
-        ("rotary", "position_embeddings"),
-    )
-    table: int = 0
-    slides: bool = False
+    keywords: tuple[tuple[str, str], ...]
+    table: int
+    slides: bool
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model makes of the logits of its head: factor · logits / divisor, and capped
-    x ↦ cap · tanh(x / cap)."""
+    """What a model makes of its head's logits: x = factor · logits / divisor, then cap · tanh(x / cap) with a cap."""
 
     factor: float = 1.0
     divisor: float = 1.0

@@ -219,11 +219,13 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 def stock_attention(model: PreTrainedModel, name: str = "sdpa") -> Iterator[None]:
     """`model` with transformers' own attention `name`; it may share its layers with the runtime, which uses ours."""
     ours = model.config._attn_implementation
-    model.set_attn_implementation(name if ours != "eager" else ours)  # what does not know ours knows no other
+    if ours == ATTENTION:  # a model that cannot have ours has transformers' own already
+        model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(ours)
+        if ours == ATTENTION:
+            model.set_attn_implementation(ours)
 
 
 def packed_mask(documents: Tensor) -> Tensor:

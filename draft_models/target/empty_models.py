@@ -21,7 +21,7 @@ def anatomy(config: PreTrainedConfig) -> Anatomy:
     """The anatomy of the model that `config` describes. Raises `UserError` where it cannot be run layer by layer."""
     said = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
     if said not in _KNOWN:
-        _KNOWN[said] = observe(empty_model(config))
+        _KNOWN[said] = observe(empty_model(config).float())  # in 16 bits a scale would be seen rounded
     return _KNOWN[said]
 
 
@@ -66,9 +66,10 @@ def empty_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedM
     for place, layer in enumerate(chosen):
         number_layer(layer, place)
     setattr(model.get_submodule(base), attribute, nn.ModuleList(chosen))
-    selected = select_layers(config, layers)
-    for name in {"num_hidden_layers", *_per_layer(config)}:
-        setattr(model.config, name, getattr(selected, name))
+    for name, values in list(vars(config).items()):
+        if isinstance(values, list | tuple) and len(values) == config.num_hidden_layers:  # one for each layer
+            setattr(model.config, name, [values[index] for index in layers])
+    model.config.num_hidden_layers = len(layers)
     model.anatomy = parts.select(layers)  # type: ignore[assignment]
     return model
 
@@ -78,19 +79,3 @@ def number_layer(layer: nn.Module, index: int) -> None:
     for module in layer.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx = index  # type: ignore[assignment]
-
-
-def _per_layer(config: PreTrainedConfig) -> list[str]:
-    """The settings that have a value for each layer."""
-    count = config.num_hidden_layers
-    settings = vars(config).items()
-    return [name for name, value in settings if isinstance(value, list | tuple) and len(value) == count]
-
-
-def select_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
-    """`config` for a model made of the given layers of the target, in that order."""
-    chosen = copy.deepcopy(config)
-    for name in _per_layer(config):
-        setattr(chosen, name, [getattr(config, name)[index] for index in layers])
-    chosen.num_hidden_layers = len(layers)
-    return chosen

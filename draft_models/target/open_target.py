@@ -11,7 +11,7 @@ from draft_models.target.architectures import load_config, read_config
 from draft_models.target.fingerprint import Fingerprint, fingerprint_target
 from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.gguf_tokenizer import gguf_tokenizer
-from draft_models.target.proof import prove
+from draft_models.target.proof import prove_layers
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import TensorFiles, open_tensors
 from draft_models.target.vocabulary import vocabulary_digest
@@ -61,10 +61,10 @@ class OpenTarget:
     def layers(
         self, layers: Sequence[int] | None = None, *, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> PreTrainedModel:
-        """A model of the given layers, by default of all (see `load_layers`), which has proven itself (see `prove`)."""
+        """A model of the given layers, by default of all: made by `load_layers`, proven by `prove_layers`."""
         chosen = range(self.config.num_hidden_layers) if layers is None else layers
         model = load_layers(self.files, self.config, chosen, dtype=dtype, device=device)
-        prove(model, f"target={self.source}")
+        prove_layers(model, f"target={self.source}")
         return model
 
     def stack(

@@ -1,34 +1,36 @@
-"""A target proves itself: run layer by layer it gives what its own forward does, on a text and on a tree."""
+"""A target, or a drafter, proves itself: run as this toolkit runs it, it gives what its own forward does."""
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from draft_models.target.anatomy import context_limit
 from draft_models.target.attention import stock_attention
 from draft_models.target.stack import LayerStack
-from draft_models.target.whole_model import RowCache
+from draft_models.target.whole_model import PlainLM, RowCache
 from outrider.errors import UserError, reason
 
 # Allowed root mean square of a difference between logits, as a share of their standard deviation. In float32 rounding
-# stays below a tenth of it, and a quirk that is ignored goes far beyond. In 16 bits it is for gross mistakes only.
+# stays below a tenth of it. A quirk that is ignored, a wrong position or the sight of a sibling goes far beyond. In 16
+# bits it is for gross mistakes only.
 EXACT, ROUNDED = 1e-4, 0.1
 LARGEST_COPY = 2 * 2**30  # bytes of a float32 copy that is worth its memory
 LONGEST_WINDOW = 4096  # that a text is made to go beyond
 SHORT = 12  # tokens of a text that goes beyond nothing
 
+# Logits [n, V] of tokens [n] at positions [n] that see what `visible` [n, cached + n] says, after what a cache holds.
+Feed = Callable[[Tensor, Tensor, Tensor, RowCache], Tensor]
 
-def prove(model: PreTrainedModel, name: str) -> None:
-    """Raise `UserError` unless a `LayerStack` of `model` agrees with the model's own forward.
 
-    Of a text of 12 tokens, and of one longer than any sliding window, the end is a tree: a root with two children, one
-    of which goes on. Its rows are fed together, one child is dropped, the last token is fed after the other. Every row
-    is compared with the forward over its path as plain text. Weights of 16 bits are compared in float32 where a copy
-    is small enough. name: the option and value that gave the model, for the message.
+def prove_layers(model: PreTrainedModel, name: str) -> None:
+    """Raise `UserError` unless a `LayerStack` of `model` agrees with the model's own forward (see `_difference`).
+
+    Weights of 16 bits are compared in float32 where a copy is small enough. name: the option and value that gave the
+    model, for the message.
     """
     allowed = EXACT
     if next(model.parameters()).dtype in (torch.bfloat16, torch.float16):
@@ -37,74 +39,125 @@ def prove(model: PreTrainedModel, name: str) -> None:
         else:
             allowed = ROUNDED
     stack = LayerStack(model)
-    windows = [window for window in stack.windows if window is not None and window <= LONGEST_WINDOW]
-    longest = context_limit(model.config) - 4
-    for length in sorted({SHORT, max([SHORT, *(window + SHORT for window in windows)])}):
-        _prove_text(model, stack, min(length, longest), name, allowed)
+    for length in _lengths(model.config, stack.windows):
+        try:
+            with stock_attention(model, "eager"):
+                expected = _expected(model, length)
+            difference, place = _difference(_by_layers(stack), expected, _ids(model, length))
+        except Exception as error:  # whatever the code of an architecture raises that was not made for this
+            raise UserError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
+        if not difference <= allowed:  # a NaN is not
+            raise UserError(
+                f"{name}: run layer by layer its logits differ from its own forward's by {difference:.2g} of their "
+                f"spread at {place} (rounding: up to {allowed:.0e}), so it does something that is not known here. "
+                "Drafters that need no layers of it are not affected (prompt lookup, n-grams, small LMs)"
+            )
+
+
+def prove_rows(lm: PlainLM) -> None:
+    """Raise `UserError` unless `lm` (float32) gives a tree its paths' logits, and forgets what is not kept.
+
+    A forward may apply a window whatever mask it is given. So a text goes beyond every number of tokens that the config
+    calls a window.
+    """
+    settings = lm.config.to_dict().items()
+    windows = [value for name, value in settings if "window" in name and type(value) is int]
+
+    def feed(tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache) -> Tensor:
+        return lm.rows(tokens, positions, visible, cache)[1]
+
+    for length in _lengths(lm.config, windows):
+        try:
+            difference, place = _difference(feed, _expected(lm.model, length), _ids(lm.model, length))
+        except Exception as error:  # as above
+            raise UserError(
+                f"its forward does not take a 4-D mask, positions and a cache ({type(error).__name__}: {reason(error)})"
+            ) from None
+        if not difference <= EXACT:
+            raise UserError(
+                f"its logits for a tree differ from those of each path alone by {difference:.1g} of their spread at "
+                f"{place} (rounding: up to {EXACT:.0e}), so it does not go by the given mask and positions"
+            )
+
+
+def require_all_kept(config: PreTrainedConfig) -> None:
+    """Raise `UserError` unless every layer of a model keeps every key and value: rejected rows must be taken back."""
+    try:
+        kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    except (KeyError, ValueError) as error:
+        raise UserError(f"its layers are unknown to transformers' cache ({error})") from None
+    evicting = sorted(kind.__name__ for kind in kinds - {DynamicLayer})
+    if evicting:
+        raise UserError(f"its layers do not keep every key and value ({', '.join(evicting)})")
+
+
+def _lengths(config: PreTrainedConfig, windows: "list[int | None] | list[int]") -> list[int]:
+    """Tokens of the prompts: a short one, and one beyond all `windows` that are not too long to go beyond."""
+    beyond = [window + SHORT for window in windows if window is not None and 0 < window <= LONGEST_WINDOW]
+    longest = context_limit(config) - 4
+    return sorted({min(length, longest) for length in (SHORT, max([SHORT, *beyond]))})
+
+
+def _ids(model: PreTrainedModel, length: int) -> Tensor:
+    """A prompt of `length` tokens, then root, dropped, kept and follower (see `_difference`)."""
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(vocabulary, (length + 4,), generator=generator).to(model.device)
 
 
 @torch.inference_mode()
-def _prove_text(model: PreTrainedModel, stack: LayerStack, length: int, name: str, allowed: float) -> None:
-    vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(length)
-    ids = torch.randint(vocabulary, (length + 4,), generator=generator).to(stack.device)
-    prompt, root, dropped, kept, follower = length, length, length + 1, length + 2, length + 3
-    try:
-        ours = _rows(stack, ids, prompt)
-        with stock_attention(model, "eager"):
-            paths = [[*range(prompt), root, dropped], [*range(prompt), root, kept, follower]]
-            first, second = (model(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the code of an architecture raises that was not made for this
-        raise UserError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
-    expected = torch.cat([first, second[prompt + 1 :]])
-    difference = (ours - expected).float().square().mean(-1).sqrt() / expected.float().std()
-    worst = int(difference.argmax())
-    if not float(difference[worst]) <= allowed:  # a NaN is not
-        place = f"token {worst + 1} of a text of {length + 2}" if worst < prompt + 2 else "a branch of a tree after it"
-        raise UserError(
-            f"{name}: run layer by layer its logits differ from its own forward's by {float(difference[worst]):.2g} of "
-            f"their spread at {place} (rounding: up to {allowed:.0e}), so it does something that is not known here. "
-            "Drafters that need no layers of it are not affected (prompt lookup, n-grams, small LMs)"
-        )
+def _expected(model: PreTrainedModel, length: int) -> Tensor:
+    """The own forward's logits of prompt, root, dropped, kept and follower, each after its path as plain text."""
+    ids = _ids(model, length)
+    *prompt, root, dropped, kept, follower = range(length + 4)
+    paths = [[*prompt, root, dropped], [*prompt, root, kept, follower]]
+    first, second = (model(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths)
+    return torch.cat([first, second[length + 1 :]])
 
 
-def _rows(stack: LayerStack, ids: Tensor, prompt: int) -> Tensor:
-    """Logits of the prompt's tokens, root, dropped, kept and follower [prompt + 4, V], in two passes and two halves."""
-    cache: Any = RowCache(len(ids))
-    root, dropped, kept, follower = range(prompt, prompt + 4)
-    text = _feed(stack, cache, ids[:prompt], list(range(prompt)), None)
-    lineages = [[root], [root, dropped], [root, kept]]
-    seen = torch.zeros(3, prompt + 3, dtype=torch.bool, device=ids.device)
-    seen[:, :prompt] = True
-    for row, lineage in enumerate(lineages):
-        seen[row, lineage] = True
-    tree = _feed(stack, cache, ids[[root, dropped, kept]], [prompt, prompt + 1, prompt + 1], seen)
-    cache.keep(prompt, [0, 2])
-    whole = torch.ones(1, prompt + 3, dtype=torch.bool, device=ids.device)
-    last = _feed(stack, cache, ids[[follower]], [prompt + 2], whole)
-    return torch.cat([text, tree, last])
+@torch.inference_mode()
+def _difference(feed: Feed, expected: Tensor, ids: Tensor) -> tuple[float, str]:
+    """How far the logits that `feed` gives are from the `expected` ones at the worst token, and where that stands.
+
+    A root with two children is fed at once after the prompt. Then one child is dropped, and a token is fed after the
+    other:
+
+        prompt ─ root ┬ dropped
+                      └ kept ─ follower
+    """
+    length, cache = len(ids) - 4, RowCache(len(ids))
+    places = torch.arange(len(ids), device=ids.device)
+    visible = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+    found = [feed(ids[:length], places[:length], visible, cache)]
+    own = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=ids.device)
+    visible = torch.cat([own.new_ones(3, length), own], dim=1)
+    found.append(feed(ids[length:-1], places[[length, length + 1, length + 1]], visible, cache))
+    cache.keep(length, [0, 2])
+    found.append(feed(ids[-1:], places[[length + 2]], own.new_ones(1, length + 3), cache))
+    off = (torch.cat(found) - expected).float().square().mean(-1).sqrt() / expected.float().std()
+    worst = int(off.argmax())
+    in_text = worst < length + 2
+    return float(off[worst]), f"token {worst + 1} of a text of {length + 2}" if in_text else "a branch of a tree"
 
 
-def _feed(stack: LayerStack, cache: Any, tokens: Tensor, places: Sequence[int], seen: Tensor | None) -> Tensor:
-    """Logits of `tokens` at positions `places`, which see what `seen` [n, keys] says; None: they begin a text."""
-    positions = torch.tensor(places, device=tokens.device)
-    earlier = torch.arange(min(places), device=tokens.device)
-    keys = torch.cat([earlier, positions])
-    visible = keys <= positions[:, None] if seen is None else seen
-    masks: dict[int | None, Tensor | None] = {}
-    for window in set(stack.windows):
-        if window is None or window >= len(keys):
-            masks[window] = None if seen is None else _additive(visible, stack.dtype)
-        else:
-            masks[window] = _additive(visible & (keys > positions[:, None] - window), stack.dtype)
-    stack.reserve(int(positions.max()) + 1)
-    rotary, middle = stack.rotary(positions[None]), len(stack.layers) // 2
-    hidden = stack.embed(tokens[None], positions[None])
-    for part in ((0, middle), (middle, len(stack.layers))):
-        hidden = stack.run(hidden, *part, rotary, masks, cache)
-    return stack.logits(hidden)[0]
+def _by_layers(stack: LayerStack) -> Feed:
+    """`stack` in two halves. A text from its beginning needs no mask where there is no window."""
+
+    def feed(tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache) -> Tensor:
+        begins = visible.shape[1] == len(tokens)
+        keys = torch.cat([torch.arange(visible.shape[1] - len(tokens), device=tokens.device), positions])
+        masks: dict[int | None, Tensor | None] = {}
+        for window in set(stack.windows):
+            seen = visible if window is None else visible & (keys > positions[:, None] - window)
+            masks[window] = None if begins and torch.equal(seen, visible) else _additive(seen, stack.dtype)
+        stack.reserve(int(positions.max()) + 1)
+        rotary, middle = stack.rotary(positions[None]), len(stack.layers) // 2
+        hidden = stack.embed(tokens[None], positions[None])
+        for part in ((0, middle), (middle, len(stack.layers))):
+            hidden = stack.run(hidden, *part, rotary, masks, cache)  # type: ignore[arg-type]  # a cache of transformers
+        return stack.logits(hidden)[0]
+
+    return feed
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,5 @@
 """A frozen target's layers: loading all or only named ones, running a range of them."""
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -167,7 +166,6 @@ class LayerStack(nn.Module):
         self._rotary = [model.get_submodule(table.module) for table in parts.tables]
         self._rotary_dtype = rotary_dtype or self.dtype
         self._reserved = 0
-        self._positions_by_name = parts.positions is not None and _takes_position_ids(self.embed_positions)
         for number, _ in enumerate(parts.tables):
             self.register_buffer(f"cos{number}", torch.empty(0), persistent=False)
             self.register_buffer(f"sin{number}", torch.empty(0), persistent=False)
@@ -206,10 +204,10 @@ class LayerStack(nn.Module):
         if self.anatomy.scale != 1.0:
             hidden = hidden * self.anatomy.scale
         if self.embed_positions is not None:
-            by_name: Any = {"position_ids": positions}
-            hidden = hidden + (
-                self.embed_positions(None, **by_name) if self._positions_by_name else self.embed_positions(positions)
-            )
+            if type(self.embed_positions) is nn.Embedding:
+                hidden = hidden + self.embed_positions(positions)
+            else:  # OPT's would count positions from a mask, but for those it is given
+                hidden = hidden + self.embed_positions(None, position_ids=positions)
         return hidden if self.input_norm is None else self.input_norm(hidden)
 
     def rotary(self, positions: Tensor) -> Rotary:
@@ -242,11 +240,6 @@ class LayerStack(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of the hidden states after the last layer."""
         return self.anatomy.logits(self.head(self.norm(hidden)))
-
-
-def _takes_position_ids(module: Any) -> bool:
-    """Whether a module of learned positions has a forward of its own (OPT), which is told of masks besides."""
-    return "position_ids" in inspect.signature(module.forward).parameters
 
 
 def _layer_of(name: str, layers: str) -> "re.Match[str] | None":

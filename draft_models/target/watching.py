@@ -170,7 +170,7 @@ def _observe(model: PreTrainedModel) -> Anatomy:
     for name, module, _, _, output in seen.before:
         if isinstance(module, nn.Dropout) or not isinstance(output, Tensor):
             continue
-        if _adds_positions(module):
+        if isinstance(module, nn.Embedding):
             positions = name
         elif output.shape == seen.layers[0]["hidden"].shape:
             input_norm = name
@@ -178,7 +178,6 @@ def _observe(model: PreTrainedModel) -> Anatomy:
     if len(set(norms)) != 1:
         raise ValueError(f"after its layers come {norms or 'nothing'}, not one norm")
     tables = _tables(seen)
-    calls = tuple(_call(given, tables) for given in seen.layers)
     slides = _slides(model, count)
     head = model.get_output_embeddings()
     if head is None:
@@ -189,17 +188,13 @@ def _observe(model: PreTrainedModel) -> Anatomy:
         embed=names[id(model.get_input_embeddings())],
         norm=norms[0],
         head=names[id(head)],
-        calls=tuple(LayerCall(call.keywords, call.table, slide) for call, slide in zip(calls, slides, strict=True)),
+        calls=tuple(_call(given, tables, slide) for given, slide in zip(seen.layers, slides, strict=True)),
         tables=tuple(table for table, _ in tables),
         positions=positions,
         input_norm=input_norm,
         scale=scale,
         logits=_logit_rule(model, names[id(head)]),
     )
-
-
-def _adds_positions(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)
 
 
 def _tables(seen: _Watched) -> list[tuple[Table, Any]]:
@@ -214,7 +209,7 @@ def _tables(seen: _Watched) -> list[tuple[Table, Any]]:
     return found
 
 
-def _call(given: Mapping[str, Any], tables: Sequence[tuple[Table, Any]]) -> LayerCall:
+def _call(given: Mapping[str, Any], tables: Sequence[tuple[Table, Any]], slides: bool) -> LayerCall:
     """How a layer is called, from what it was given. Raises `ValueError` for what is not understood."""
     keywords: dict[str, str] = {}
     table = 0
@@ -234,7 +229,7 @@ def _call(given: Mapping[str, Any], tables: Sequence[tuple[Table, Any]]) -> Laye
             raise ValueError(f"its layers take {name!r}, which is not known here")
     if not {"cache", "mask"} <= set(keywords):
         raise ValueError("a layer without a mask or a cache of keys and values: not attention")
-    return LayerCall(tuple(sorted(keywords.items())), table)
+    return LayerCall(tuple(sorted(keywords.items())), table, slides)
 
 
 def _slides(model: PreTrainedModel, count: int) -> list[bool]:

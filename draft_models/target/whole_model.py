@@ -1,6 +1,6 @@
 """A causal LM of any architecture in transformers, run by its own forward over the rows of a draft tree.
 
-Whether it can be is found out by trying (`require_rows`), not by its name.
+Whether it can be is found out by trying (`proof.prove_rows`), not by its name.
 """
 
 import inspect
@@ -10,14 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-
-from draft_models.target.model_files import load_causal_lm
-from outrider.errors import UserError
-
-# Allowed root mean square of a difference between float32 logits, as a share of their standard deviation: rounding
-# stays below a tenth of it, and even in an untrained model a wrong position or the sight of a sibling goes beyond.
-TOLERANCE = 1e-4
+from transformers.cache_utils import Cache, DynamicLayer
 
 
 class RowCache(Cache):
@@ -111,69 +104,3 @@ class PlainLM(nn.Module):
             **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
         )
         return out.hidden_states[-1][0], out.logits[0, -1:] if last_only else out.logits[0]
-
-
-def load_plain_lm(
-    source: str, config: PreTrainedConfig, revision: str | None, dtype: torch.dtype, device: torch.device | str
-) -> PlainLM:
-    """The causal LM in `source`, frozen. Raises `UserError` where it cannot be loaded or cannot run a tree."""
-    refusal = f"small_lm={source}: architecture {config.model_type!r} cannot draft trees"
-    try:
-        kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{refusal}: its layers are unknown to transformers' cache ({error})") from None
-    evicting = sorted(kind.__name__ for kind in kinds - {DynamicLayer})
-    if evicting:
-        raise UserError(
-            f"{refusal}: its layers do not keep every key and value ({', '.join(evicting)}), so rejected rows could "
-            "not be taken back. Use a drafter with full attention in all layers"
-        )
-    lm = _load(source, revision, torch.float32)  # in 16 bits the check could not tell rounding from a mistake
-    try:
-        require_rows(lm)
-    except UserError as error:
-        raise UserError(f"{refusal}: {error}. Use a drafter of another architecture") from None
-    if dtype != torch.float32:
-        lm = _load(source, revision, dtype)
-    return lm.to(device)
-
-
-def _load(source: str, revision: str | None, dtype: torch.dtype) -> PlainLM:
-    return PlainLM(load_causal_lm(source, revision, role="small_lm", dtype=dtype))
-
-
-@torch.inference_mode()
-def require_rows(lm: PlainLM) -> None:
-    """Raise `UserError` unless `lm` (float32) gives a branching tree its paths' logits, and forgets what is not kept.
-
-    A root with two children is fed at once after a short prompt. Then one child is dropped, and a token is fed after
-    the other. Every logit row is compared with the model's own forward over that path as plain text:
-
-        prompt ─ root ┬ child        compared with the forward over: prompt root child
-                      └ kept ─ token                              and: prompt root kept token
-
-    A window that a forward applies unasked shows only in a text longer than it. Drafts suffer from it, no text does.
-    """
-    ids = torch.linspace(0, lm.config.get_text_config().vocab_size - 1, 10, device=lm.device).long()
-    prompt, tree, follower = ids[:6], ids[6:9], ids[9:]
-    seen = torch.ones(1, 9, dtype=torch.bool, device=lm.device)
-    own = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=lm.device)
-    cache = RowCache(len(ids))
-    try:
-        lm.rows(prompt, torch.arange(6, device=lm.device), seen[:, :6].expand(6, 6).tril(), cache)
-        visible = torch.cat([seen[:, :6].expand(3, 6), own], dim=1)
-        _, logits = lm.rows(tree, torch.tensor([6, 7, 7], device=lm.device), visible, cache)
-        cache.keep(6, [0, 2])
-        _, last = lm.rows(follower, torch.tensor([8], device=lm.device), seen, cache)
-        first, second = ids[[*range(7), 7]], ids[[*range(7), 8, 9]]
-        alone = [lm.model(input_ids=path[None], use_cache=False).logits[0] for path in (first, second)]
-    except Exception as error:  # whatever the code of an architecture raises that was not made for this
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        raise UserError(f"its forward does not take a 4-D mask, positions and a cache ({reason})") from None
-    got, expected = torch.cat([logits, last]), torch.cat([alone[0][6:], alone[1][7:]])
-    difference = float((got - expected).square().mean().sqrt() / expected.std())
-    if not difference <= TOLERANCE:  # a NaN is not
-        raise UserError(
-            f"its logits for a tree differ from those of each path alone by {difference:.1g} of their spread "
-            f"(rounding: up to {TOLERANCE:.0e}), so it does not go by the given mask and positions"
-        )

@@ -32,7 +32,7 @@ class Maker(ABC):
         placed: dtype and device, of a kind that runs a model. A kind that sees tokens only asks nothing of `target`
         but `vocabulary_digest` and `vocabulary_size`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no model to load")
+        raise TypeError(f"{type(self).__name__}: a kind with an option for its model's place needs a `load` of its own")
 
     def prepare(self, model: Any, stack: "LayerStack") -> None:
         """Make the model ready to decode beside the target `stack`."""

@@ -51,7 +51,7 @@ from inference.evaluate.subject import (
     load_models,
     run_settings,
 )
-from inference.evaluate.threads import choose_threads
+from inference.evaluate.threads import use_threads
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.stopwatch import Clock
@@ -87,7 +87,7 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt]) -> No
     Raises `UserError` for bad input, and where another run is at work.
     """
     state = join_processes()
-    set_threads(config)
+    use_threads(config.threads)
     out_dir = require_writable(config.out_dir)
     with only_run_of(state, out_dir, "results"):
         wrong = _evaluate(config, prompts, out_dir, state)
@@ -136,23 +136,12 @@ def _evaluate(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path, 
         bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
         for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
             asked = prompts[position], rendered[position], position
-            threads = set_threads(config)  # the same for all arms of the prompt
+            threads = use_threads(config.threads)  # the same for all arms of the prompt
             results, skipped = measure_prompt(config, *asked, subject, models, bench)
             measured = Measured(position, state.num_processes, results, skipped, threads)
             append_result(out_dir, number + state.process_index, measured)
     state.wait_for_everyone()
     return from_main(state, lambda: report(config, subject, prepared, len(prompts), out_dir))
-
-
-def set_threads(config: EvaluateConfig) -> int:
-    """Use as many CPU threads as `config` says; how many those are."""
-    if config.threads == "auto":
-        before, chosen = torch.get_num_threads(), choose_threads()
-        if chosen != before:
-            tqdm.write(f"threads={chosen} before={before}")
-    elif config.threads is not None:
-        torch.set_num_threads(config.threads)
-    return torch.get_num_threads()
 
 
 def require_own_device(device: torch.device, state: PartialState) -> None:

@@ -35,6 +35,7 @@ from inference.evaluate.arms import Drafters, Generation, collect, new_drafter
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics, structure_statistics
 from inference.evaluate.subject import load_drafters
+from inference.evaluate.threads import use_threads
 from inference.session import TargetSession
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.stopwatch import Clock
@@ -235,8 +236,7 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[d
 def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) -> list[dict[str, Any]]:
     assert config.tokenizer is not None
     assert config.transcripts is not None
-    if isinstance(config.threads, int):
-        torch.set_num_threads(config.threads)
+    use_threads(config.threads)
     vocabulary = load_vocabulary(config.tokenizer)
     drafters = load_drafters(config, vocabulary)
     turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)

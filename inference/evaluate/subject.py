@@ -18,9 +18,9 @@ from draft_models.target.architectures import why_not_by_layers
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
-from draft_models.target.proof import prove
+from draft_models.target.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.target.stack import LayerStack
-from draft_models.target.whole_model import PlainLM, require_rows
+from draft_models.target.whole_model import PlainLM
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.report import describe_machine
@@ -198,7 +198,7 @@ def load_stack(
             raise UserError(f"target={target.source}: {refusal}")
         if plain is None or can_pack(device, dtype):  # then ours is another copy; transformers' is as it was stored
             return target.stack(dtype=dtype, device=device)
-        prove(plain, f"target={target.source}")
+        prove_layers(plain, f"target={target.source}")
         return LayerStack(plain)
     except UserError as error:
         if need_layers(methods):
@@ -206,7 +206,8 @@ def load_stack(
         print(f"by_layers=no reason={str(error)!r}", flush=True)
     stack: Any = PlainLM(plain or load_plain(target, dtype, device))
     try:
-        require_rows(stack if dtype == torch.float32 else PlainLM(load_plain(target, torch.float32, device)))
+        require_all_kept(target.config)
+        prove_rows(stack if dtype == torch.float32 else PlainLM(load_plain(target, torch.float32, device)))
     except UserError as error:
         raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
     return stack
@@ -214,7 +215,7 @@ def load_stack(
 
 def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The whole target as transformers loads it: the reference of every comparison."""
-    attention = ATTENTION if why_not_by_layers(target.config) is None else "eager"
-    model = load_causal_lm(target.source, target.revision, dtype=dtype, attn_implementation=attention)
+    ours = {"attn_implementation": ATTENTION} if why_not_by_layers(target.config) is None else {}
+    model = load_causal_lm(target.source, target.revision, dtype=dtype, **ours)
     model.requires_grad_(False).eval()
     return model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's

@@ -5,15 +5,20 @@ thirty times as slow as one: the thread on the busy core gets a slice of time ev
 chosen by measurement, at the start and again before every prompt.
 """
 
+import functools
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
+from tqdm import tqdm
 
-ROWS, IN, OUT = 4, 576, 1536  # of the product that is timed: one of a small model's, for a draft of a few tokens
-REPEATS = 24  # of each number of threads, in turn; about 20 ms in all on an idle machine
+from inference.fused_layers import PackedLinear, can_pack
+
+ROWS, IN, OUT = 4, 1024, 4096  # of the product that is timed: a small model's, for a draft of a few tokens
+REPEATS = 24  # of each number of threads, in turn; about 50 ms in all on an idle machine
 LEAD = 0.9  # more threads are taken where they need less than this share of the time
 
 
@@ -23,13 +28,32 @@ def thread_counts() -> list[int]:
     return sorted({1 << power for power in range(cores.bit_length()) if 1 << power <= cores} | {cores})
 
 
+def use_threads(threads: int | str | None) -> int:
+    """Use as many CPU threads as the option `threads` says; how many those are."""
+    if threads == "auto":
+        before, chosen = torch.get_num_threads(), choose_threads()
+        if chosen != before:
+            tqdm.write(f"threads={chosen} before={before}")
+    elif isinstance(threads, int):
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
+@functools.cache
+def _layer() -> nn.Module:
+    """A layer as the runtime's: packed where it packs. Plain products gain less by threads, or nothing."""
+    linear = nn.Linear(IN, OUT, bias=False).requires_grad_(False)
+    return PackedLinear(linear) if can_pack(linear.weight.device, linear.weight.dtype) else linear
+
+
+@torch.inference_mode()
 def time_product(threads: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of one product by `threads` threads, which stay set."""
     torch.set_num_threads(threads)
-    x, weight = torch.ones(ROWS, IN), torch.ones(OUT, IN)
-    torch.nn.functional.linear(x, weight)  # wakes the threads up
+    layer, x = _layer(), torch.ones(ROWS, IN)
+    layer(x)  # wakes the threads up
     started = clock()
-    torch.nn.functional.linear(x, weight)
+    layer(x)
     return clock() - started
 
 

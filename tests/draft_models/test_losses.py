@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_kl
+from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence
 from draft_models.target.anatomy import LogitRule
 
 WIDTH, VOCABULARY = 8, 13
@@ -61,7 +61,7 @@ def test_what_a_model_makes_of_its_logits(rule):
         return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
     def kl(hidden, weight, labels):
-        return linear_kl(hidden, weight, *teacher, labels, rule=rule, target_rule=rule)
+        return linear_divergence(hidden, weight, *teacher, labels, "forward_kl", rule=rule, target_rule=rule)
 
     pairs = ((lambda *args: linear_cross_entropy(*args, chunk=4, rule=rule), reference), (kl, reference_kl))
     for ours, obvious in pairs:
@@ -180,8 +180,11 @@ def test_kl_equals_the_textbook(chunk):
 
     expected = _value_and_gradients(textbook, hidden, weight, labels)
     got = _value_and_gradients(
-        lambda h, w, y: linear_kl(h, w, target_hidden, target_weight, y, chunk=chunk), hidden, weight, labels
+        lambda h, w, y: linear_divergence(h, w, target_hidden, target_weight, y, "forward_kl", chunk),
+        hidden,
+        weight,
+        labels,
     )
     for value, reference in zip(got, expected, strict=True):
         torch.testing.assert_close(value, reference)
-    assert linear_kl(hidden, weight, hidden, weight, labels).abs() < 1e-9
+    assert linear_divergence(hidden, weight, hidden, weight, labels, "forward_kl").abs() < 1e-9

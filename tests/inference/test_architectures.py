@@ -23,8 +23,9 @@ from data_prep.text.prompts import Prompt
 from draft_models import small_lm
 from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import load_tokenizer
+from draft_models.target.proof import prove_rows
 from draft_models.target.stack import LayerStack
-from draft_models.target.whole_model import PlainLM, RowCache, require_rows
+from draft_models.target.whole_model import PlainLM, RowCache
 from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import PlainSession, SmallLMSource
@@ -188,7 +189,7 @@ def test_the_check_notices_what_a_forward_ignores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: str, scale: float
 ) -> None:
     lm = PlainLM(AutoModelForCausalLM.from_pretrained(save_plain(tmp_path, GPT2, scale)))
-    require_rows(lm)
+    prove_rows(lm)
     forward = type(lm.model).forward
 
     def without(self: PreTrainedModel, **options: object) -> object:
@@ -199,7 +200,7 @@ def test_the_check_notices_what_a_forward_ignores(
     else:
         monkeypatch.setattr(type(lm.model), "forward", without)
     with pytest.raises(UserError, match=r"by the given mask|does not take"):
-        require_rows(lm)
+        prove_rows(lm)
 
 
 def test_a_text_longer_than_its_learned_positions_is_refused(trained: tuple, tmp_path: Path) -> None:

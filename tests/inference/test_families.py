@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.target import attention
 from draft_models.target.open_target import OpenTarget, open_target
-from draft_models.target.proof import prove
+from draft_models.target.proof import prove_layers
 from draft_models.target.stack import LayerStack
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive, speculative
@@ -114,23 +115,33 @@ def first(call: Any) -> Any:
     return type(call)(call.keywords, 0, call.slides)
 
 
+def test_scales_are_seen_unrounded(tmp_path: Path) -> None:
+    """Where the config says bfloat16, which has three digits, and the weights are opened in float32."""
+    changes = {"dtype": "bfloat16", "embedding_multiplier": 1.7003, "logits_scaling": 1.3007}
+    target = open_target(str(save_family(tmp_path, "granite", **changes)))
+    assert target.config.dtype == torch.bfloat16
+    stack, prompt = target.stack(dtype=torch.float32), random_prompt(14)
+    assert stack.anatomy.scale == pytest.approx(1.7003, rel=1e-6)
+    plain = AutoModelForCausalLM.from_pretrained(target.source, dtype=torch.float32).eval()
+    rounds = autoregressive(stack, prompt, max_new_tokens=TOKENS)
+    assert [t for r in rounds for t in r.tokens] == reference_generate(plain, prompt, TOKENS)
+
+
 @pytest.mark.parametrize("quirk", QUIRKS)
 def test_a_quirk_that_is_ignored_is_refused(tmp_path: Path, quirk: str) -> None:
     family, change, field = QUIRKS[quirk]
     target = open_target(str(save_family(tmp_path, family)))
     model: Any = target.layers(dtype=torch.float32)
-    prove(model, "target=whole")
+    prove_layers(model, "target=whole")
     changed = change(model.anatomy)
     assert changed[field] != getattr(model.anatomy, field)
     model.anatomy = type(model.anatomy)(**{**vars(model.anatomy), **changed})
     with pytest.raises(UserError, match="differ from its own forward's by"):
-        prove(model, "target=ignored")
+        prove_layers(model, "target=ignored")
 
 
 def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Soft caps of scores, and sinks."""
-    import draft_models.target.attention as attention
-
     for family, option in (("gemma2", "softcap"), ("gpt_oss", "s_aux")):
         model = open_target(str(save_family(tmp_path / family, family))).layers(dtype=torch.float32)
         ours = attention._capped
@@ -142,7 +153,7 @@ def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(attention, "_capped", ignoring)
             with pytest.raises(UserError, match="differ from its own forward's by"):
-                prove(model, "target=ignored")
+                prove_layers(model, "target=ignored")
 
 
 # ------------------------------------------------------------------------------------------------------- refusals

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, CodeGenConfig, FalconConfig, GPTJConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CodeGenConfig,
+    FalconConfig,
+    GPTJConfig,
+    GPTNeoConfig,
+    PreTrainedConfig,
+)
 
 import outrider
 from draft_models.target.attention import Band
@@ -141,3 +149,17 @@ def test_a_target_that_proves_neither_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, BloomConfig(hidden_size=64, n_layer=2, n_head=4, **COMMON))
     with pytest.raises(UserError, match=r"neither by layers nor by its own forward \(its forward does not take a 4-D"):
         load_stack(open_target(str(path), by_layers=False), None, torch.float32, CPU, LOOKUP)
+
+
+def test_a_window_that_is_applied_unasked_is_refused(tmp_path: Path) -> None:
+    """GPT-Neo's local layers: whatever mask they are given, they look back so far and by rows, not by positions."""
+    kinds = [[["global", "local"], 1]]
+    shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128}
+    for window, refused in ((20, True), (128, False)):
+        config = GPTNeoConfig(**shape, attention_types=kinds, window_size=window, **COMMON)
+        target = open_target(str(save(tmp_path / str(window), config)), by_layers=False)
+        if refused:
+            with pytest.raises(UserError, match=r"neither by layers nor .* a branch of a tree|token \d+ of a text of"):
+                load_stack(target, None, torch.float32, CPU, LOOKUP)
+        else:
+            assert load_stack(target, None, torch.float32, CPU, LOOKUP)

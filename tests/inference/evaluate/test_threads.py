@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.evaluate import compare
-from inference.evaluate.threads import choose_threads, thread_counts, time_product
+from inference.evaluate import threads
+from inference.evaluate.threads import choose_threads, thread_counts, time_product, use_threads
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import evaluate
@@ -66,7 +66,7 @@ def test_the_report_says_how_many(
         torch.set_num_threads(count)
         return count
 
-    monkeypatch.setattr(compare, "choose_threads", choose)
+    monkeypatch.setattr(threads, "choose_threads", choose)
     made = config("out", threads="auto")
     evaluate(made)
     report = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]
@@ -76,7 +76,10 @@ def test_the_report_says_how_many(
     assert "2 threads for 1 prompts" in (Path(made.out_dir) / "report.md").read_text()
 
 
-def test_a_number_or_auto() -> None:
+def test_a_number_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = torch.get_num_threads()
+    monkeypatch.setattr(threads, "choose_threads", lambda: torch.set_num_threads(used + 2))
+    assert [use_threads(given) for given in (None, used + 1, "auto")] == [used, used + 1, used + 2]
     for bad in ("many", 0):
         with pytest.raises(UserError, match="threads="):
             EvaluateConfig(target="t", table="n", threads=bad)  # type: ignore[arg-type]
