@@ -10,7 +10,6 @@ from math import log2
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from draft_models.target.attention import KERNELS, grouped_attention, use_kernel
 from draft_models.target.stack import LayerStack
@@ -36,18 +35,19 @@ class KernelChoice:
     kernel: str
 
 
-def kernel_for(choices: Iterable[KernelChoice], config: PreTrainedConfig, width: int, keys: int) -> str:
+def kernel_for(choices: Iterable[KernelChoice], stack: LayerStack, width: int, keys: int) -> str:
     """What was chosen where it is nearest, by ratios; the first of `KERNELS` for attention that was not measured."""
-    measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == attention_shape(config)]
+    measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == attention_shape(stack)]
     distances = [abs(log2(choice.width / width)) + abs(log2(choice.keys / keys)) for choice in measured]
     return measured[distances.index(min(distances))].kernel if measured else KERNELS[0]
 
 
-def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Query heads, key heads and the width of a head."""
+def attention_shape(stack: LayerStack) -> tuple[int, int, int]:
+    """Query heads, key heads and the width of a head, as this process has them."""
+    config, processes = stack.config, stack.group.size
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, head_dim
+    return heads // processes, (getattr(config, "num_key_value_heads", None) or heads) // processes, head_dim
 
 
 @torch.inference_mode()
@@ -59,14 +59,14 @@ def measure_kernels(stacks: Sequence[LayerStack], positions: int) -> tuple[Kerne
     graphs = GraphPool()
     found: dict[tuple[int, int, int], list[KernelChoice]] = {}
     for stack in stacks:
-        if attention_shape(stack.config) not in found:
-            found[attention_shape(stack.config)] = _measure(stack, positions, graphs)
+        if attention_shape(stack) not in found:
+            found[attention_shape(stack)] = _measure(stack, positions, graphs)
     return tuple(choice for choices in found.values() for choice in choices)
 
 
 def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[KernelChoice]:
     """Every pass reads all layers of a cache, as in decoding, where none of it is in a processor's caches."""
-    heads, key_heads, head_dim = shape = attention_shape(stack.config)
+    heads, key_heads, head_dim = shape = attention_shape(stack)
     placed: dict[str, Any] = {"dtype": stack.dtype, "device": stack.device}
     cache = torch.zeros(len(stack.layers), 2, 1, key_heads, positions, head_dim, **placed)
     found = []

@@ -165,7 +165,7 @@ class Arena:
             run()
             return
         if key not in self.graphs:
-            with use_kernel(kernel_for(self.runtime.kernels, self.stack.config, *key[1:])):
+            with use_kernel(kernel_for(self.runtime.kernels, self.stack, *key[1:])):
                 self.graphs[key] = self.pool.capture(run, changed)
             self.tables[key] = self.stack.tables  # `reserve` may put longer ones in their place
             self.runtime.captures += 1

@@ -90,7 +90,7 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
                                    dtype=torch.float32, device=CUDA))  # fmt: skip
     method = method_of(STRUCTURES[structure], 3)
     runtime = cuda_graphs.Graphed()
-    chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack.config), 1, 16, kernel)]
+    chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack), 1, 16, kernel)]
     runtime.prepare(70, chosen or runtime.choose_kernels([stack, small], 70))
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
         for turn, (length, count) in enumerate(((20, 48), (20, 48), (9, 30))):

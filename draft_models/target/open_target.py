@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,8 +15,10 @@ from draft_models.target.gguf_tokenizer import gguf_tokenizer
 from draft_models.target.proof import prove_layers
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import TensorFiles, open_tensors
+from draft_models.target.tensor_parallel import prove_split
 from draft_models.target.vocabulary import vocabulary_digest
 from outrider.errors import UserError, reason
+from outrider.groups import ALONE, Group
 
 
 @dataclass(frozen=True)
@@ -59,19 +62,36 @@ class OpenTarget:
         return fingerprint_target(self.files, self.config, self.tokenizer, fetch=fetch)
 
     def layers(
-        self, layers: Sequence[int] | None = None, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        layers: Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        group: Group = ALONE,
+        vocabulary: bool = True,
     ) -> PreTrainedModel:
-        """A model of the given layers, by default of all: made by `load_layers`, proven by `prove_layers`."""
+        """A model of the given layers, by default of all: made by `load_layers`, proven by `prove_layers`.
+
+        group, vocabulary: of whose processes each has a part of it (see `split_model`), which is proven before.
+        """
         chosen = range(self.config.num_hidden_layers) if layers is None else layers
-        model = load_layers(self.files, self.config, chosen, dtype=dtype, device=device)
+        if group.size > 1:
+            prove_split(self.config, group, device)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "group": group, "vocabulary": vocabulary}
+        model = load_layers(self.files, self.config, chosen, **options)
         prove_layers(model, f"target={self.source}")
         return model
 
     def stack(
-        self, layers: Sequence[int] | None = None, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        layers: Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        group: Group = ALONE,
     ) -> LayerStack:
         """The same, ready to be run a range of layers at a time."""
-        return LayerStack(self.layers(layers, dtype=dtype, device=device))
+        return LayerStack(self.layers(layers, dtype=dtype, device=device, group=group))
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:

@@ -1,8 +1,9 @@
 """A frozen target's layers: loading all or only named ones, running a range of them."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,9 +15,14 @@ from draft_models.target.anatomy import LayerCall, context_limit
 from draft_models.target.attention import ATTENTION, Band, packed_mask
 from draft_models.target.empty_models import anatomy_of, empty_layers
 from draft_models.target.model_files import CONFIG_FILE
+from draft_models.target.stored_tensors import Part
 from draft_models.target.tensor_files import TensorFiles
+from draft_models.target.tensor_parallel import group_of, own_layer, split_kind, split_model, whole_name
 from outrider.errors import UserError, reason
+from outrider.groups import ALONE, Group
 from outrider.settings import listed
+
+OLD_HEAD = "embed_out.weight"  # of GPT-NeoX's checkpoints, which transformers calls like all others now
 
 
 def load_layers(
@@ -26,45 +32,58 @@ def load_layers(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    group: Group = ALONE,
+    vocabulary: bool = True,
 ) -> PreTrainedModel:
     """The target with only `layers`: layer i of the result holds the weights of target layer `layers[i]`.
 
     Reads embedding, those layers, final norm and (if untied) head, and nothing else; `files.bytes_read`
     proves it. Frozen, in eval mode, with this toolkit's attention. Raises `UserError` where they do not fit the config.
+
+    group: processes that share the model out; this one reads its part of it only. vocabulary: embedding and head too.
     """
     model = empty_layers(config, layers)
     parts = anatomy_of(model)
+    cuts = split_model(model, group, vocabulary=vocabulary) if group.size > 1 else {}
     head = f"{parts.head}.weight"
-    source_of = {name: _source_name(name, f"{parts.layers}.", layers) for name in model.state_dict()}
-    if config.tie_word_embeddings:
-        source_of.pop(head, None)
+    prefix = f"{parts.layers}."
+    source_of = {name: _source_name(whole_name(name), prefix, layers) for name in model.state_dict()}
+    if head not in files.file_of and OLD_HEAD in files.file_of:
+        source_of = {name: OLD_HEAD if source == head else source for name, source in source_of.items()}
     outside = {name for name in files.file_of if _layer_of(name, parts.layers) is None}
     missing = set(source_of.values()) - set(files.file_of)
-    if missing == {head} and outside <= set(source_of.values()):  # saved without it: it is the embedding
-        del source_of[head]
-    elif missing:
-        return _load_converted(files, model, layers, dtype).to(device)  # type: ignore[arg-type]
-    stored = files.read(source_of.values(), dtype)
+    alone = missing == {head} and outside <= set(source_of.values())  # saved without it: it is the embedding
+    if config.tie_word_embeddings or alone:
+        source_of = {name: source for name, source in source_of.items() if source != head}
+    if missing - {head} or (missing and head in source_of.values()):
+        make = partial(split_kind, model, cuts, group=group, vocabulary=vocabulary) if cuts else None
+        return _load_converted(files, model, layers, dtype, make).to(device)  # type: ignore[arg-type]
+    wanted = {source: cuts[whole_name(name)] for name, source in source_of.items() if whole_name(name) in cuts}
+    stored = files.read(source_of.values(), dtype, wanted)
     weights = {name: stored[source].to(device) for name, source in source_of.items()}
     try:
         model.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:  # its second line names the first tensor
         named = " ".join(str(error).split("\n\t")[1:2]) or reason(error)
         raise UserError(f"{files.source}: its weights do not fit its {CONFIG_FILE} ({named})") from None
-    if head not in weights:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    if not {head, OLD_HEAD} & set(source_of.values()):
+        own_layer(model.get_submodule(parts.head)).weight = own_layer(model.get_submodule(parts.embed)).weight
     model.requires_grad_(False).eval()
     return model.to(device)  # type: ignore[arg-type]  # the rope buffers; its stub is a decorator's
 
 
 def _load_converted(
-    files: TensorFiles, model: PreTrainedModel, layers: Sequence[int], dtype: torch.dtype
+    files: TensorFiles,
+    model: PreTrainedModel,
+    layers: Sequence[int],
+    dtype: torch.dtype,
+    make_split: Callable[[Iterable[str]], tuple[type[PreTrainedModel], dict[str, Part]]] | None,
 ) -> PreTrainedModel:
     """`model` with weights that are stored under other names, or in other pieces: transformers puts them together.
 
     Experts of a mixture are stored one by one, and run as one; the names of old checkpoints lack a prefix.
     """
-    parts = anatomy_of(model)
+    parts, kind = anatomy_of(model), type(model)
     source_of = {}
     for source in files.file_of:
         found = _layer_of(source, parts.layers)
@@ -73,19 +92,23 @@ def _load_converted(
         elif int(found["index"]) in layers:
             index = list(layers).index(int(found["index"]))
             source_of[f"{source[: found.start('index')]}{index}{source[found.end('index') :]}"] = source
-    stored = files.read(source_of.values(), dtype)
-    weights = {name: stored[source] for name, source in source_of.items()}
+    cuts: dict[str, Part] = {}
+    if make_split is not None:
+        kind, cuts = make_split(source_of)
+    stored = files.read(source_of.values(), dtype, {source_of[name]: cut for name, cut in cuts.items()})
+    names = {whole_name(name): name for name in model.state_dict()}
+    weights = {names.get(name, name): stored[source] for name, source in source_of.items()}
     with quiet():
-        converted: Any = type(model).from_pretrained(
+        converted: Any = kind.from_pretrained(
             None, config=model.config, state_dict=weights, dtype=dtype, attn_implementation=ATTENTION,
             output_loading_info=True, trust_remote_code=False,
         )  # fmt: skip
     loaded, info = converted
-    for kind in ("missing_keys", "mismatched_keys"):
-        if info.get(kind):
+    for trouble in ("missing_keys", "mismatched_keys"):
+        if info.get(trouble):
             raise UserError(
-                f"{files.source}: its weights do not fit its {CONFIG_FILE} ({kind.replace('_', ' ')}: "
-                f"{listed(sorted(map(str, info[kind])))})"
+                f"{files.source}: its weights do not fit its {CONFIG_FILE} ({trouble.replace('_', ' ')}: "
+                f"{listed(sorted(map(str, info[trouble])))})"
             )
     loaded.anatomy = parts
     return loaded.requires_grad_(False).eval()
@@ -162,6 +185,7 @@ class LayerStack(nn.Module):
         self.head: Any = model.get_submodule(parts.head)
         self.config = model.config
         self.anatomy = parts
+        self.group = group_of(model)
         self.windows = [model.config.sliding_window if call.slides else None for call in parts.calls]
         self._rotary = [model.get_submodule(table.module) for table in parts.tables]
         self._rotary_dtype = rotary_dtype or self.dtype

@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from draft_models.target.gguf_file import find_gguf
 from draft_models.target.gguf_tensors import open_gguf_tensors
-from draft_models.target.stored_tensors import TYPES, StoredTensor, open_pickled, open_safetensors, readable
+from draft_models.target.stored_tensors import TYPES, Part, StoredTensor, open_pickled, open_safetensors, readable
 from outrider.errors import UserError
 from outrider.files import read_json
 
@@ -62,27 +62,37 @@ class TensorFiles:
     tensors_read: int = field(default=0)
     bytes_hashed: int = field(default=0)
 
-    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def read(
+        self, names: Iterable[str], dtype: torch.dtype | None = None, parts: Mapping[str, Part] | None = None
+    ) -> dict[str, Tensor]:
         """Exactly the tensors in `names`, in `dtype` where one is given; `bytes_read` grows by their stored size.
 
         Without `dtype` each is of its stored type, or float32 where it was quantised. Integers always are of their
-        stored type. Raises `UserError`.
+        stored type. parts: of the tensors it names nothing else is read, but for quantised ones. Raises `UserError`.
         """
         tensors = {}
         for name, stored in self.stored(names):
-            tensor = self._read(name, stored)
-            for scales, held in self.stored([name + SCALES] if name + SCALES in self.file_of else []):
-                assert self.block is not None
-                tensor = unscaled(tensor, self._read(scales, held), self.block, f"{self.source}: {name}")
+            part = (parts or {}).get(name)
+            if name + SCALES in self.file_of:
+                tensor = self._unscaled(name, stored)
+                tensor = tensor if part is None else part.of(tensor)
+            else:
+                tensor = self._read(name, stored, part)
             tensors[name] = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
         return tensors
 
-    def _read(self, name: str, stored: StoredTensor) -> Tensor:
+    def _unscaled(self, name: str, stored: StoredTensor) -> Tensor:
+        assert self.block is not None
+        ((scales, held),) = self.stored([name + SCALES])
+        return unscaled(self._read(name, stored), self._read(scales, held), self.block, f"{self.source}: {name}")
+
+    def _read(self, name: str, stored: StoredTensor, part: Part | None = None) -> Tensor:
+        length = 0 if part is None else stored.shape[part.dim]
         with readable(self.source, f"tensor {name!r}"):
-            tensor = stored.read()
+            tensor = stored.read() if part is None else stored.narrowed(part.dim, part.ranges(length))
         self.bytes_read += tensor.nbytes
         self.tensors_read += 1
-        return tensor
+        return tensor if part is None else part.filled(tensor, length)
 
     def described(self) -> dict[str, tuple[torch.dtype, int]]:
         """Of every tensor of the model, the type that `read` gives it and how many values. Reads headers only."""

@@ -25,6 +25,7 @@ from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig
 from inference.stopwatch import Clock
 from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.tree import DraftTree
+from outrider.groups import ALONE, Group
 from outrider.streams import Streams
 
 SECONDS = 2.0  # after which no further cycle through the probes begins, once there were CYCLES[0] of them;
@@ -68,12 +69,13 @@ def tune(
     seed: int = 0,
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
+    group: Group = ALONE,
 ) -> tuple[dict[str, MethodConfig], dict[str, Tuning]]:
     """`methods` ready to run, and what those with sizes of "auto" need besides, measured by decoding after `prompt`.
 
     Of an OPT-Tree whose δ is null and whose depth is given, δ becomes μ = seconds of a draft step / of a decoding
     step. generation, eos: what acts on the choice of tokens, as in `make_arms`; no text ends early here.
-    clock: one that waits for the device.
+    clock: one that waits for the device. group: processes that decode together, and use what their leader measured.
     """
     ready, tunings = dict(methods), {}
     for name, method in methods.items():
@@ -83,7 +85,8 @@ def tune(
             continue
         streams = Streams(seed).within(name, "tune")
         options: dict[str, Any] = {"sampling": sampling, "generation": generation, "eos": eos}
-        tuning = measure(method, stack, drafters, prompt, streams, **options, runtime=runtime, clock=clock)
+        options |= {"runtime": runtime, "clock": clock, "group": group}
+        tuning = group.agreed(measure(method, stack, drafters, prompt, streams, **options))
         if method.adapts:
             tunings[name] = tuning
         if lacks_delta:
@@ -104,6 +107,7 @@ def measure(
     eos: Collection[int],
     runtime: Runtime | None,
     clock: Clock,
+    group: Group,
 ) -> Tuning:
     """What rounds of `method` cost on this device, and how often its drafts are right.
 
@@ -151,7 +155,7 @@ def measure(
         elif count == len(structures):
             probe.laps.clear()
         cycles, within = divmod(count, len(structures))
-        if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and clock() - started > SECONDS)):
+        if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and group.agreed(clock() - started) > SECONDS)):
             break
     seconds = typical([r.seconds for r in plain])
     padded = runtime is not None and runtime.name == "graphed"

@@ -57,6 +57,7 @@ from inference.settings import EvaluateConfig, MethodConfig
 from inference.stopwatch import Clock
 from outrider.errors import UserError, require
 from outrider.files import require_writable
+from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.settings import construct
 from outrider.streams import Streams
@@ -87,19 +88,22 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt]) -> No
     Raises `UserError` for bad input, and where another run is at work.
     """
     state = join_processes()
-    use_threads(config.threads)
+    group = join_group(state, config.tensor_parallel)
+    use_threads(config.threads, group)
     out_dir = require_writable(config.out_dir)
     with only_run_of(state, out_dir, "results"):
-        wrong = _evaluate(config, prompts, out_dir, state)
+        wrong = _evaluate(config, prompts, out_dir, state, group)
     if wrong:
         if state.is_main_process:
             print(f"error: not lossless: {', '.join(wrong)}; see {out_dir}/generations.jsonl", file=sys.stderr)
         sys.exit(1)
 
 
-def _evaluate(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path, state: PartialState) -> list[str]:
+def _evaluate(
+    config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path, state: PartialState, group: Group
+) -> list[str]:
     """The names of the methods that were not lossless."""
-    subject = find_subject(config)
+    subject = find_subject(config, group)
     require_own_device(subject.device, state)
     turns = [[render(config, subject, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
@@ -117,15 +121,19 @@ def _evaluate(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path, 
         return earlier, todo, next_number(out_dir)
 
     earlier, todo, number = from_main(state, open_results)
-    share = todo[state.process_index :: state.num_processes]
+    share = todo[group.index :: group.count]
     models = load_models(config, subject, drafters) if share else None
     positions = longest_text(turns, new, context)
-    if earlier is None:  # then the main process has a share, and nobody is at work beside it any more
+    if earlier is None:  # then the main process's group has a share, and nobody is at work beside it any more
         state.wait_for_everyone()
+        made = None
+        if group.index == 0 and group.size > 1:
+            assert models is not None
+            made = prepare_methods(config, subject, models, rendered[0], positions)
 
         def begin() -> Any:
             assert models is not None
-            plain = asdict(prepare_methods(config, subject, models, rendered[0], positions))
+            plain = asdict(made or prepare_methods(config, subject, models, rendered[0], positions))
             begin_run(out_dir, settings, plain)
             return plain
 
@@ -136,10 +144,12 @@ def _evaluate(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path, 
         bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
         for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
             asked = prompts[position], rendered[position], position
-            threads = use_threads(config.threads)  # the same for all arms of the prompt
+            threads = use_threads(config.threads, group)  # the same for all arms of the prompt
             results, skipped = measure_prompt(config, *asked, subject, models, bench)
-            measured = Measured(position, state.num_processes, results, skipped, threads)
-            append_result(out_dir, number + state.process_index, measured)
+            group.require_same([[g.tokens for g in r.generations.values()] for r in results], "the tokens they chose")
+            if group.leads:
+                measured = Measured(position, state.num_processes, results, skipped, threads)
+                append_result(out_dir, number + group.index, measured)
     state.wait_for_everyone()
     return from_main(state, lambda: report(config, subject, prepared, len(prompts), out_dir))
 
@@ -177,12 +187,14 @@ def prepare_methods(
     stack = models.stack
     others = [KINDS[name].load_maker().stacks(model) for name, model in models.drafters.items()]
     stacks = [stack, *itertools.chain.from_iterable(others)]
-    kernels = models.runtime.choose_kernels([each for each in stacks if isinstance(each, LayerStack)], positions)
+    runnable = [each for each in stacks if isinstance(each, LayerStack)]
+    kernels = subject.group.agreed(models.runtime.choose_kernels(runnable, positions))
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
     options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
     options |= {"generation": subject.inherited.config, "eos": subject.eos}
-    return Prepared(*tune(config.methods, stack, models.drafters, prompt, clock=clock, **options), kernels)
+    tuned = tune(config.methods, stack, models.drafters, prompt, clock=clock, group=subject.group, **options)
+    return Prepared(*tuned, kernels)
 
 
 @dataclass(frozen=True)
@@ -294,6 +306,7 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         "device": str(subject.device),
         "runtime": make_runtime(config.runtime, subject.device).name,
         "processes": max(measured.processes for measured in done.values()),
+        "tensor_parallel": config.tensor_parallel,
         "threads": dict(sorted(Counter(m.threads for m in done.values() if m.threads).items())),
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.sampling.temperature,

@@ -16,7 +16,7 @@ from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.anatomy import context_limit
 from draft_models.target.architectures import why_not_by_layers
 from draft_models.target.attention import ATTENTION
-from draft_models.target.model_files import load_causal_lm
+from draft_models.target.model_files import load_causal_lm, load_generation_config
 from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from draft_models.target.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.target.stack import LayerStack
@@ -31,6 +31,7 @@ from inference.settings import EvaluateConfig, MethodConfig, number
 from inference.stop_strings import StopStrings
 from inference.structures.shapes import find_shape
 from outrider.errors import UserError, reason, require
+from outrider.groups import ALONE, Group
 from outrider.versions import code_version
 
 
@@ -39,6 +40,7 @@ class Subject:
     """The target as far as it is known before its weights are read, and how it is to run.
 
     eos: the ids that end a text. stops: the strings that do. inherited: what its generation config brings along.
+    group: the processes that it is split over.
     """
 
     target: OpenTarget
@@ -47,6 +49,7 @@ class Subject:
     inherited: Inherited
     device: torch.device
     dtype: torch.dtype
+    group: Group = ALONE
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -67,7 +70,7 @@ class Models:
     runtime: Runtime
 
 
-def find_subject(config: EvaluateConfig) -> Subject:
+def find_subject(config: EvaluateConfig, group: Group = ALONE) -> Subject:
     """The target of `config`, and where and how it is to run. Raises `UserError`."""
     target = find_target(config)
     _ = target.fingerprint  # an unusable one shows before anything else
@@ -81,7 +84,7 @@ def find_subject(config: EvaluateConfig) -> Subject:
         StopStrings(stops, target.tokenizer)  # refuses what it cannot look for
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, target.config, device)
-    return Subject(target, eos, stops, inherited, device, dtype)
+    return Subject(target, eos, stops, inherited, device, dtype, group)
 
 
 def need_layers(methods: Mapping[str, MethodConfig]) -> bool:
@@ -176,8 +179,14 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafter
 
 def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) -> Models:
     """The target, it and its drafters ready to decode."""
-    plain = load_plain(subject.target, subject.dtype, subject.device)
-    stack = load_stack(subject.target, plain, subject.dtype, subject.device, config.methods)
+    placed = (subject.dtype, subject.device)
+    if subject.group.size == 1:
+        plain = load_plain(subject.target, *placed)
+        stack = load_stack(subject.target, plain, *placed, config.methods)
+    else:
+        plain = load_split(subject.target, *placed, subject.group)
+        another = can_pack(subject.device, subject.dtype)
+        stack = LayerStack(load_split(subject.target, *placed, subject.group) if another else plain)
     prepare(stack, drafters)
     return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device))
 
@@ -211,6 +220,13 @@ def load_stack(
     except UserError as error:
         raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
     return stack
+
+
+def load_split(target: OpenTarget, dtype: torch.dtype, device: torch.device, group: Group) -> PreTrainedModel:
+    """This process's part of the target, split over `group`: transformers' forward of it works on all of them."""
+    model = target.layers(dtype=dtype, device=device, group=group)
+    model.generation_config = load_generation_config(target.source, target.revision) or model.generation_config
+    return model
 
 
 def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -234,7 +234,7 @@ def test_graphs_replay_to_the_same_tokens(
         fuse_layers(module)
     method = method_of(STRUCTURES[structure], 3)
     runtime = Graphed()
-    chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack.config), 1, 16, kernel)]
+    chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack), 1, 16, kernel)]
     runtime.prepare(50, chosen or runtime.choose_kernels([stack, small], 50))
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
         for turn, (length, count) in enumerate(((20, 30), (20, 30), (9, 16))):

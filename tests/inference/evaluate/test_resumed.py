@@ -172,7 +172,7 @@ def test_kernels_are_chosen_once_for_a_run(
     prepare = Graphed.prepare
 
     def measured(_: object, stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
-        return (KernelChoice(*attention_shape(stacks[0].config), 1, positions, next(found)),)
+        return (KernelChoice(*attention_shape(stacks[0]), 1, positions, next(found)),)
 
     def noted(runtime: Graphed, positions: int, choices: Sequence[KernelChoice]) -> None:
         used.append(tuple(choices))

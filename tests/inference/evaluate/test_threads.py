@@ -78,7 +78,7 @@ def test_the_report_says_how_many(
 
 def test_a_number_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     used = torch.get_num_threads()
-    monkeypatch.setattr(threads, "choose_threads", lambda: torch.set_num_threads(used + 2))
+    monkeypatch.setattr(threads, "choose_threads", lambda: used + 2)
     assert [use_threads(given) for given in (None, used + 1, "auto")] == [used, used + 1, used + 2]
     for bad in ("many", 0):
         with pytest.raises(UserError, match="threads="):
