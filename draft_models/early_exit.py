@@ -141,10 +141,16 @@ class EarlyExitStudent(nn.Module):
         train_head: bool,
         train_layer: bool = True,
         distill: bool = False,
+        start: PreTrainedModel | None = None,
     ):
+        """start: a model with the target's last layer whole, where `model` is split over processes."""
         super().__init__()
         self.distill = distill
-        self.drafter = EarlyExit.from_model(model, exit_layer, own_head=train_head, own_layer=train_layer).float()
+        copied = model if start is None else start
+        self.drafter = EarlyExit.from_model(copied, exit_layer, own_head=train_head, own_layer=train_layer).float()
+        if not train_head:
+            head: Any = model.get_output_embeddings()
+            self.drafter.use_head(head)
         self.stack = LayerStack(model, rotary_dtype=torch.float32)
         if not distill:
             self.stack.layers = self.stack.layers[:exit_layer]

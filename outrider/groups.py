@@ -30,6 +30,11 @@ class Group:
         return self  # the processes stay the same for a copied model
 
     @property
+    def is_first(self) -> bool:
+        """Whether the main process is in it."""
+        return self.index == 0
+
+    @property
     def leads(self) -> bool:
         """Whether this process writes and prints for its group."""
         return self.rank == 0
@@ -69,6 +74,11 @@ class Group:
 ALONE = Group()
 
 
+def each_alone(state: PartialState) -> Group:
+    """This process's group where all groups are of one."""
+    return Group(state.process_index, state.num_processes)
+
+
 def join_group(state: PartialState, size: int) -> Group:
     """This process's group of `size`. All processes call it, with the same size. Raises `UserError`."""
     count, left = divmod(state.num_processes, size)
@@ -78,7 +88,7 @@ def join_group(state: PartialState, size: int) -> Group:
             f"start {size} or {2 * size} (accelerate launch --num_processes)"
         )
     if size == 1:
-        return Group(state.process_index, count)
+        return each_alone(state)
     index, rank = divmod(state.process_index, size)
     made = [distributed.new_group([*range(first, first + size)]) for first in range(0, count * size, size)]
     return Group(index, count, rank, size, made[index])

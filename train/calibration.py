@@ -35,6 +35,7 @@ from inference.stopping import Step
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
+from outrider.groups import join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.settings import keyed
 from train import run_dir
@@ -72,9 +73,11 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     fingerprint = from_main(state, lambda: target.fingerprint)
     drafter = from_pretrained(config.checkpoint, target.config, fingerprint, dtype=dtype, device=state.device)
 
+    group = join_group(state, config.tensor_parallel)
+
     @functools.cache
     def stack() -> LayerStack:  # only where something is left to capture
-        whole = target.stack(dtype=dtype, device=state.device)
+        whole = target.stack(dtype=dtype, device=state.device, group=group)
         prepare(whole, {"early_exit": Calibrated(drafter)})
         return whole
 
@@ -98,11 +101,12 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         rows = load_rows(config.data, tokenizer, config.seq_len, split, max_rows=count)
         prompts = [heldout_prompt(rows[i])[-room:] for i in range(len(rows))]
         folder = out_dir / "captured" / f"{split}-{_digest([settings, prompts])}"
-        mine = own_shards(folder, len(prompts), state.process_index, state.num_processes)
-        for start in tqdm(mine, desc=f"capture {split}", unit="shard", disable=None):
+        mine = group.agreed(own_shards(folder, len(prompts), group.index, group.count))
+        for start in tqdm(mine, desc=f"capture {split}", unit="shard", disable=None if group.leads else True):
             texts = prompts[start : start + SHARD_PROMPTS]
             shard = capture(stack(), drafter, texts, config.new_tokens, config.max_draft)
-            write_atomically(_shard(require_writable(folder), start), save(shard))
+            if group.leads:
+                write_atomically(_shard(require_writable(folder), start), save(shard))
         state.wait_for_everyone()
         shards = [load_file(_shard(folder, s)) for s in range(0, len(prompts), SHARD_PROMPTS)]
         captured[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}

@@ -27,6 +27,7 @@ from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.evaluate.arms import prepare
 from outrider.errors import UserError
 from outrider.files import require_writable
+from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import recorded_at_first
 from train import run_dir
@@ -76,13 +77,8 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     rows = load_rows(config.data, tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
 
-    student = EarlyExitStudent(
-        target.layers(layers, dtype=getattr(torch, config.frozen_dtype), device=state.device),
-        exit_layer,
-        train_head=config.train_head,
-        train_layer=config.train_layer,
-        distill=config.objective == "kl",
-    )
+    group = join_group(state, config.tensor_parallel)
+    student = make_student(config, target, exit_layer, layers, group, state.device)
     if state.is_main_process:
         print(describe(student, files, exit_layer), flush=True)
     recipe = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
@@ -99,7 +95,8 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
         resume=config.resume,
         identity=identity,
         settings=config,
-        evaluate=Watch(config, target, heldout, student, best, state.is_main_process),
+        evaluate=Watch(config, target, heldout, student, best, group),
+        group=group if config.objective == "kl" else None,
     )
     if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it
         print(f"{out_dir}: finished already", flush=True)
@@ -114,6 +111,32 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
         layers_of_all = f"{exit_layer} of {target.config.num_hidden_layers}"
         print(f"saved drafter={out_dir} exit_layer={layers_of_all} step={step}", flush=True)
     state.wait_for_everyone()
+
+
+def make_student(
+    config: EesdConfig,
+    target: OpenTarget,
+    exit_layer: int,
+    layers: list[int] | None,
+    group: Group,
+    device: torch.device,
+) -> EarlyExitStudent:
+    """What is trained. Where it distils, the target in it is split over `group`; the exit layer is always whole."""
+    placed: dict[str, Any] = {"dtype": getattr(torch, config.frozen_dtype), "device": device}
+    distill, start = config.objective == "kl", None
+    if distill and group.size > 1:
+        model = target.layers(layers, **placed, group=group, vocabulary=False)
+        start = target.layers([target.config.num_hidden_layers - 1], **placed)
+    else:
+        model = target.layers(layers, **placed)
+    return EarlyExitStudent(
+        model,
+        exit_layer,
+        train_head=config.train_head,
+        train_layer=config.train_layer,
+        distill=distill,
+        start=start,
+    )
 
 
 def default_exit_layer(target: PreTrainedConfig) -> int:
@@ -145,7 +168,7 @@ def save_drafter(
 
 
 class Watch:
-    """What is watched while training, on the main process: the number that training is for.
+    """What is watched while training, on the main process and those of its group: the number that training is for.
 
     top1: share of held-out supervised positions at which the drafter's argmax is the text's next token.
     norms_moved: see `MovedNorms`.
@@ -163,9 +186,10 @@ class Watch:
         heldout: Rows,
         student: EarlyExitStudent,
         best: Best | None,
-        active: bool,
+        group: Group,
     ):
-        self.config, self.best, self.active = config, best, active
+        active = group.is_first and (group.leads or config.decode_prompts > 0)
+        self.config, self.best, self.active, self.group = config, best, active, group
         self.norms = MovedNorms(student, served_dtype(target.config))
         size = config.eval_batch_rows
         starts = range(0, len(heldout), size) if active else ()
@@ -176,7 +200,7 @@ class Watch:
         self.prompts = heldout_prompts(heldout, config.decode_prompts, room)
         device = student.stack.device
         dtype = pick_dtype("auto", target.config, device)
-        self.whole = target.stack(dtype=dtype, device=device) if active and self.prompts else None
+        self.whole = target.stack(dtype=dtype, device=device, group=group) if active and self.prompts else None
         # the target's argmax at the supervised positions of each batch
         self.choices = [target_choices(self.whole, batch) for batch in self.batches] if self.whole else []
 
@@ -190,6 +214,8 @@ class Watch:
         if self.whole is not None:
             metrics["top1_target"] = agreement(guesses, self.choices)
             metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens)
+        if not self.group.leads:
+            return {}
         metrics |= self.norms(student, step)
         if self.best is not None:
             self.best.offer(student, step, metrics)

@@ -18,6 +18,7 @@ from torch import nn
 
 from outrider.errors import UserError
 from outrider.files import write_json
+from outrider.groups import Group, each_alone
 from outrider.processes import from_main, join_processes
 from outrider.settings import Settings
 from train import run_dir, sharding
@@ -56,6 +57,7 @@ def fit(
     settings: Settings | None = None,
     evaluate: Evaluate | None = None,
     on_step: Callable[[int], None] | None = None,
+    group: Group | None = None,
 ) -> FitResult:
     """Train `model` in place on `rows`. Every process calls it.
 
@@ -67,6 +69,7 @@ def fit(
     settings: what `identity` is made of (see `run_dir.open_run`).
     evaluate: called on every process, every `eval_every` steps and at the end. The model is then in eval mode, without
     gradients. It gets the steps that the model has been trained for. Its numbers are logged as eval_<name>.
+    group: the processes that hold a frozen part of `model` together, and so get the same rows; None: each has its own.
     on_step: told the number (from 0) of each optimizer step before it begins, on every process.
 
     Leaves checkpoint-<step> directories and log.jsonl in `out_dir`, which the caller keeps other runs out of. A killed
@@ -80,7 +83,8 @@ def fit(
         raise UserError("data: no rows to train on; check the data set, its split and the length limits")
     state = join_processes()
     total = config.total_steps(len(rows))
-    config.micro_rows(state.num_processes)  # raises before anything is written
+    group = group or each_alone(state)
+    config.micro_rows(group.count)  # raises before anything is written
     run = {"steps": total, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
     start = run_dir.open_run(out_dir, run, resume, settings)
     run["code"] = run_dir.code_of(start)
@@ -98,12 +102,12 @@ def fit(
     if state.is_main_process:
         shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # of runs that were killed
     with _autocast(model, config.precision, state.device.type):
-        engine = Engine(model, config, state.num_processes)
+        engine = Engine(model, config, group)
         if start is not None:
             engine.load(start)
         start_wandb(engine.accelerator, config.wandb, out_dir, run)
         steps = range(done, total)
-        report = Report(engine.accelerator, out_dir, steps)
+        report = Report(engine.accelerator, out_dir, steps, group.size)
 
         def evaluate_now(step: int) -> None:
             nonlocal metrics

@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
+from outrider.groups import Group
 from train import run_dir
 from train.engine import Engine
 from train.fit_settings import FitConfig
@@ -50,7 +51,7 @@ def train(
     for step in steps:
         if on_step is not None:
             on_step(step)
-        batches = load_share(rows, config, step, accelerator)
+        batches = load_share(rows, config, step, engine.group)
         supervised = count_supervised(batches, accelerator)
         if supervised == 0:
             raise no_supervised_token(step)
@@ -58,7 +59,8 @@ def train(
         for batch in batches:
             with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
                 summed = engine.module(**to_device(batch, accelerator))["loss_sum"]
-                # Accelerate averages over processes and micro batches. The factor makes that the sum.
+                # Accelerate averages over processes and micro batches. The factor makes that the sum. Where a group
+                # has the same rows, both it and the supervised tokens count them as often.
                 accelerator.backward(summed * shares / supervised)
             report.add(summed, batch["labels"])
         norm = engine.clip()
@@ -82,11 +84,11 @@ def is_due(done: int, every: int | None, total: int) -> bool:
     return done == total or (every is not None and done % every == 0)
 
 
-def load_share(rows: Rows, config: FitConfig, step: int, accelerator: Accelerator) -> list[Batch]:
-    """The micro batches of this process in optimizer step `step`, on the CPU."""
+def load_share(rows: Rows, config: FitConfig, step: int, group: Group) -> list[Batch]:
+    """The micro batches of this process's group in optimizer step `step`, on the CPU."""
     chosen = step_rows(len(rows), config.batch_rows, config.seed, step)
-    micro = config.micro_rows(accelerator.num_processes)
-    shares = own_share(chosen, micro, accelerator.process_index, accelerator.num_processes)
+    micro = config.micro_rows(group.count)
+    shares = own_share(chosen, micro, group.index, group.count)
     return [default_collate([rows[index] for index in share]) for share in shares]
 
 
@@ -95,7 +97,7 @@ def to_device(batch: Batch, accelerator: Accelerator) -> Batch:
 
 
 def count_supervised(batches: list[Batch], accelerator: Accelerator) -> int:
-    """The supervised tokens of the global batch, all processes together."""
+    """The supervised tokens of all processes together."""
     own = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
     if accelerator.num_processes == 1:
         return own  # without waiting for the device

@@ -88,6 +88,7 @@ class EesdConfig(TargetConfig):
     # held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target
     decode_prompts: NotNegative = 0
     decode_tokens: Count = 64  # new ones of each of those prompts
+    tensor_parallel: Count = free(1)  # processes over which objective=kl and decode_prompts split the whole target
     plan: bool = free(False)  # only say what it would read, hold and compute; needs no weights
     out_dir: str = free("runs/eesd")  # where everything goes
 
@@ -136,6 +137,7 @@ class CalibrateConfig(RehearsedConfig):
     max_draft: Count = 10  # tokens drafted every round: the paper's positions
     l2: Annotated[float, at_least(0)] = 0.01  # penalty on the head's weights, per token
     dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
+    tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     out_dir: str = free("runs/calibrate")  # where everything goes
 
     def __post_init__(self) -> None:
@@ -214,6 +216,7 @@ class FinetuneConfig(TargetConfig):
     lora_rank: NotNegative = 0  # 0: all weights are trained
     lora_alpha: Positive | None = None  # null: 2 · lora_rank
     frozen_dtype: Dtype = "auto"  # of the target; auto: float32 on a CPU, else its own
+    tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     seq_len: Width = 2048  # tokens of a row
     decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the drafter
     decode_tokens: Annotated[int, at_least(2)] = 64  # new ones of each of those prompts; the first is the prefill's

@@ -33,6 +33,7 @@ from draft_models.target.tensor_files import open_tensors
 from inference.drafters.small_lm import SmallLMSource
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
+from outrider.groups import join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import recorded_at_first
 from outrider.streams import Streams
@@ -71,10 +72,11 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
     online = config.distils and config.teacher == "online"
-    stack = None
-    if online or state.is_main_process:  # the others decode nothing
+    group, stack = join_group(state, config.tensor_parallel), None
+    if online or group.is_first:  # the others decode nothing
         dtype = pick_dtype(config.frozen_dtype, target, state.device)
-        stack = opened.stack(dtype=dtype, device=state.device)
+        # Losses are computed without logits, from all of the head.
+        stack = LayerStack(opened.layers(dtype=dtype, device=state.device, group=group, vocabulary=False))
     lm = start_lm(config, shape, tokenizer, state.device)
     on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, tokenizer.eos_token_id)
     student = SmallLMStudent(
@@ -92,10 +94,10 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         identity |= {"drafter_weights": start.digest(start.file_of), "drafter_model": model_identity(start)}
     served = served_dtype(target)
     watch = None
-    if state.is_main_process:
+    best = Best(out_dir / BEST_FOLDER, recorded_at_first(identity), config)
+    if group.is_first:
         assert stack is not None
         prompts = heldout_prompts(heldout, config.decode_prompts, context_limit(target) - config.decode_tokens)
-        best = Best(out_dir / BEST_FOLDER, recorded_at_first(identity), config)
         watch = Watch(stack, prompts, config.decode_tokens, student, served, best)
     result = fit(
         student,
@@ -107,12 +109,15 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         settings=config,
         evaluate=watch or (lambda *_: {}),
         on_step=student.begin_step,
+        group=group if online else None,
     )
     sharding.make_whole(student, frozen=True)  # adapters are merged into what is frozen
-    if watch is not None and result.was_finished and (out_dir / REPORT_FILE).exists():  # the card may have more by now
+    if (
+        state.is_main_process and result.was_finished and (out_dir / REPORT_FILE).exists()
+    ):  # the card may have more by now
         print(f"{out_dir}: finished already", flush=True)
-    elif watch is not None:
-        step, metrics = watch.best.restore(student)
+    elif state.is_main_process:
+        step, metrics = best.restore(student)
         drafter = student.merged(served)
         drafter.set_attn_implementation("sdpa")  # ours is of no use to others
         export(drafter, tokenizer, out_dir)
@@ -204,7 +209,7 @@ def describe(student: SmallLMStudent, config: FinetuneConfig) -> str:
 
 
 class Watch:
-    """Evaluation while training, for the main process: decodes with what would be served, and keeps the best.
+    """Evaluation while training, for the main process's group: decodes with what would be served, and keeps the best.
 
     Metrics: those of `decode_metrics` and `MovedNorms`.
     """
@@ -225,6 +230,8 @@ class Watch:
         assert isinstance(student, SmallLMStudent)
         drafter = LayerStack(student.merged(self.stack.dtype))
         metrics = decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens)
+        if not self.stack.group.leads:
+            return {}
         metrics |= self.norms(student, step)
         self.best.offer(student, step, metrics)
         return metrics

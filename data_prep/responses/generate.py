@@ -34,10 +34,11 @@ from draft_models.target.fingerprint import tokenizer_digest
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
-from inference.evaluate.subject import end_tokens
+from inference.evaluate.subject import end_tokens, load_split
 from inference.sampling import Sampler
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
+from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 
 _CHARS_A_TOKEN = 32  # at most: no more of a long text is tokenised to find its first tokens
@@ -66,9 +67,10 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
+    group = join_group(state, config.tensor_parallel)
     identity = from_main(state, lambda: run_identity(config, target, dtype))
     identity["code"] = check_run(folder, identity, config.resume, config)
-    done, first = answered(folder), next_number(folder) + state.process_index
+    done, first = answered(folder), next_number(folder) + group.index
     state.wait_for_everyone()  # every process has seen which shards there are before there is one more
     if state.is_main_process:
         open_run(folder, identity)
@@ -76,13 +78,13 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
 
     todo = Todo()
     for task in read_tasks(config, tokenizer, todo):
-        if task.id not in done and int(task.id, 16) % state.num_processes == state.process_index:
+        if task.id not in done and int(task.id, 16) % group.count == group.index:
             todo.add(task, tokenizer, context_length(target.config))
     if not todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
         raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
-    responder = Responder(config, target, dtype, state.device) if todo.tasks else None
-    rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state.is_main_process)
+    responder = Responder(config, target, dtype, state.device, group) if todo.tasks else None
+    rate = respond(config, responder, todo, folder, range(first, 10**9, group.count), group)
     state.wait_for_everyone()
     if state.is_main_process:
         summary = {**todo.counts, **summarise(folder)}
@@ -218,11 +220,12 @@ class Responder:
         target: OpenTarget,
         dtype: torch.dtype,
         device: torch.device,
+        group: Group,
     ):
         self.config, self.tokenizer = config, target.tokenizer
         self.context = context_length(target.config)
         self.generator = Generator(
-            load_target(config, dtype, device),
+            load_target(config, target, dtype, device, group),
             Sampler(config.sampling),
             end_tokens(target),
             greedy_tokens=config.greedy_tokens,
@@ -285,17 +288,24 @@ class Responder:
 
 
 def respond(
-    config: GenerateConfig, responder: Responder | None, todo: Todo, folder: Path, numbers: Iterable[int], main: bool
+    config: GenerateConfig, responder: Responder | None, todo: Todo, folder: Path, numbers: Iterable[int], group: Group
 ) -> float:
-    """Answer a process's tasks and write its shards, numbered by `numbers`; returns tokens per second.
+    """Answer the tasks of a group and write its shards, numbered by `numbers`; returns tokens per second.
 
     Longest prompts first: neighbours are of like length, and a batch too large for memory shows at once.
     """
     free = iter(numbers)
+
+    def save(shard: Shard) -> None:
+        group.require_same([response.record for response in shard.responses], "the answers they gave")
+        if group.leads:
+            shard.save(folder, next(free))
+
     shard = Shard(skipped=list(todo.skipped))
     tasks = sorted(todo.tasks, key=lambda task: (-len(task.prompt), task.id))
     tokens, started, rate = 0, time.perf_counter(), 0.0
-    with tqdm(total=len(tasks), desc="answering", unit="prompt", disable=None if main else True) as bar:
+    shown = group.is_first and group.leads
+    with tqdm(total=len(tasks), desc="answering", unit="prompt", disable=None if shown else True) as bar:
         for start in range(0, len(tasks), config.batch_size):
             assert responder is not None
             batch = tasks[start : start + config.batch_size]
@@ -303,22 +313,26 @@ def respond(
             shard.responses += [responder.response(task) for task in batch if task.answers]
             shard.skipped += [task.skipped for task in batch if not task.answers]
             if len(shard) >= config.shard_size:
-                shard.save(folder, next(free))
+                save(shard)
                 shard = Shard()
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
             rate = tokens / (time.perf_counter() - started)
             bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             bar.update(len(batch))
     if len(shard):
-        shard.save(folder, next(free))
+        save(shard)
     return rate
 
 
 # ---------------------------------------------------------------------------------------------------- target
 
 
-def load_target(config: GenerateConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The target as transformers runs it. Raises `UserError`."""
+def load_target(
+    config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device, group: Group
+) -> PreTrainedModel:
+    """The target as transformers runs it, or this process's part of it. Raises `UserError`."""
+    if group.size > 1:
+        return load_split(target, dtype, device, group)
     model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
     if config.device_map is None:
         model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's

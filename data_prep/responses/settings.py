@@ -36,6 +36,7 @@ class GenerateConfig(TargetConfig):
     shard_size: Count = free(512)
     dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
     device_map: str | None = free(None)  # auto spreads a large target over all GPUs of one process
+    tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     seed: Seed = 0  # with a prompt's id it decides the answer
     out_dir: str = free("runs/generate_responses")  # where everything goes
 

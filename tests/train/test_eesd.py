@@ -26,6 +26,7 @@ from inference.drafters.shaped import Shaped
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
+from outrider.groups import ALONE, Group
 from outrider.run_dirs import LOCK_FILE
 from tests.launched import free_port
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
@@ -217,7 +218,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    metrics = Watch(run, opened, heldout, student, None, active=True)(student, 1)
+    metrics = Watch(run, opened, heldout, student, None, ALONE)(student, 1)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     _, stack = open_stack(path)
@@ -234,7 +235,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
         )[1:]
     ]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
-    idle = Watch(run, opened, heldout, student, None, active=False)
+    idle = Watch(run, opened, heldout, student, None, Group(index=1, count=2))
     assert idle(student, 1) == {}
     assert idle.whole is None
 
