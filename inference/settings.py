@@ -263,6 +263,7 @@ class EvaluateConfig(RehearsedConfig):
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)
     tensor_parallel: Count = 1  # processes over which one copy of the target is split; see docs/clusters.md
+    plan: bool = free(False)  # only say what every GPU would hold; needs no weights
     threads: Threads = None  # of the CPU; auto: measured before every prompt; null: torch's choice
     seed: int = 0  # of sampling, and of what rules and searches draw
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
@@ -299,6 +300,7 @@ class EvaluateConfig(RehearsedConfig):
             ),
             ("stop_strings", self.stop_strings, "none for target=replay: recordings are replayed whole"),
             ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
+            ("plan", self.plan, "false for target=replay: no model runs"),
             ("tensor_parallel", self.tensor_parallel > 1, "1 for target=replay: no model runs"),
             ("runtime", self.runtime == "graphed", "auto for target=replay: no model runs"),
             ("debug", self.debug, "false for target=replay: no model runs; try it with a small num_prompts"),

@@ -31,6 +31,7 @@ from inference.decode import speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
+from inference.memory import plan_capture
 from inference.stopping import Step
 from inference.structures.factory import Chain
 from outrider.errors import UserError
@@ -55,6 +56,11 @@ def calibrate(config: CalibrateConfig) -> None:
 
     Raises `UserError` before a target is loaded when checkpoint, target or directory are unusable.
     """
+    if config.plan:
+        target = open_target_of(config.checkpoint, config.target, config.revision).config
+        positions = min(config.seq_len + config.new_tokens, context_limit(target))
+        print(plan_capture(config, config.checkpoint, target, positions), flush=True)
+        return
     with ExitStack() as held:
         state = join_processes()
         read_meta(config.checkpoint)  # before anything is made there

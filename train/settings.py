@@ -138,6 +138,7 @@ class CalibrateConfig(RehearsedConfig):
     l2: Annotated[float, at_least(0)] = 0.01  # penalty on the head's weights, per token
     dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
     tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
+    plan: bool = free(False)  # only say what every GPU would hold; needs no weights
     out_dir: str = free("runs/calibrate")  # where everything goes
 
     def __post_init__(self) -> None:

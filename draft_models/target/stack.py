@@ -59,8 +59,8 @@ def load_layers(
         make = partial(split_kind, model, cuts, group=group, vocabulary=vocabulary) if cuts else None
         return _load_converted(files, model, layers, dtype, make).to(device)  # type: ignore[arg-type]
     wanted = {source: cuts[whole_name(name)] for name, source in source_of.items() if whole_name(name) in cuts}
-    stored = files.read(source_of.values(), dtype, wanted)
-    weights = {name: stored[source].to(device) for name, source in source_of.items()}
+    stored = files.read(source_of.values(), dtype, wanted, device)
+    weights = {name: stored[source] for name, source in source_of.items()}
     try:
         model.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:  # its second line names the first tensor

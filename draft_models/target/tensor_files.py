@@ -63,12 +63,17 @@ class TensorFiles:
     bytes_hashed: int = field(default=0)
 
     def read(
-        self, names: Iterable[str], dtype: torch.dtype | None = None, parts: Mapping[str, Part] | None = None
+        self,
+        names: Iterable[str],
+        dtype: torch.dtype | None = None,
+        parts: Mapping[str, Part] | None = None,
+        device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
         """Exactly the tensors in `names`, in `dtype` where one is given; `bytes_read` grows by their stored size.
 
         Without `dtype` each is of its stored type, or float32 where it was quantised. Integers always are of their
-        stored type. parts: of the tensors it names nothing else is read, but for quantised ones. Raises `UserError`.
+        stored type. parts: of the tensors it names nothing else is read, but for quantised ones. device: where each
+        goes as soon as it is read. Raises `UserError`.
         """
         tensors = {}
         for name, stored in self.stored(names):
@@ -78,7 +83,8 @@ class TensorFiles:
                 tensor = tensor if part is None else part.of(tensor)
             else:
                 tensor = self._read(name, stored, part)
-            tensors[name] = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+            tensor = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+            tensors[name] = tensor.to(device)
         return tensors
 
     def _unscaled(self, name: str, stored: StoredTensor) -> Tensor:

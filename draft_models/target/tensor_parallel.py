@@ -184,6 +184,11 @@ def own_layer(module: nn.Module) -> Any:
     return module.own if isinstance(module, SplitInputs | SplitOutputs | SplitEmbedding) else module
 
 
+def heads_are_split(config: PreTrainedConfig) -> bool:
+    """Whether a process has its own heads only. Some architectures have matrices split, but all heads everywhere."""
+    return "colwise" in (_plan_of(config) or {}).values()
+
+
 def require_dividing(config: PreTrainedConfig, size: int) -> None:
     """Raise `UserError` where the heads or the inner rows of MLPs do not divide by `size`."""
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim"):
@@ -192,12 +197,16 @@ def require_dividing(config: PreTrainedConfig, size: int) -> None:
             raise UserError(f"tensor_parallel={size}: the target has {name}={count}, which {size} does not divide")
 
 
+def _plan_of(config: PreTrainedConfig) -> dict[str, str] | None:
+    return getattr(config, "base_model_tp_plan", None) or PLANS.get(config.model_type)
+
+
 def _styles(model: PreTrainedModel) -> Mapping[str, str]:
     """How every split module of the layers is split, by transformers' name of the style. Raises `UserError`."""
-    config = model.config
-    plan = getattr(config, "base_model_tp_plan", None) or PLANS.get(config.model_type)
+    plan = _plan_of(model.config)
     if not plan:
-        raise UserError(f"tensor_parallel: nobody has said how {config.model_type!r} is split; give it one process")
+        kind = model.config.model_type
+        raise UserError(f"tensor_parallel: nobody has said how {kind!r} is split; give it one process")
     patterns = [
         (re.compile(re.escape(f"{model.base_model_prefix}.{pattern}").replace(r"\*", r"\d+")), style)
         for pattern, style in plan.items()

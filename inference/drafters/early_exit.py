@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from draft_models.calibration import META_FILE, CalibrationHead, load_calibration
 from draft_models.checkpoint import from_pretrained, read_meta
@@ -19,6 +20,7 @@ from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
+from inference.memory import Place, cache_bytes, count, pass_bytes
 from inference.session import TargetSession, View
 from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
@@ -118,6 +120,13 @@ class EarlyExitMaker(Maker):
         lay_out(model.exit, stack)
         if model.exit.head is None:
             model.exit.use_head(stack.head)
+
+    def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
+        """It drafts in sessions of its own, with caches that begin at another layer."""
+        meta, whole = read_meta(where), replace(place, size=1)
+        drafter = EarlyExit.empty(target, meta.exit_layer, own_head=meta.own_head, own_layer=meta.own_layer)
+        caches = cache_bytes(target, place) + cache_bytes(target, whole, layers=1) + pass_bytes(target, place)
+        return {"early exit's weights": count(drafter) * place.itemsize, "caches of decoding with it": caches}
 
     def make(
         self, model: Calibrated, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None

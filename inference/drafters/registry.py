@@ -11,10 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from draft_models.target.open_target import OpenTarget
     from draft_models.target.stack import LayerStack
     from inference.auto.policy import Tuning
     from inference.drafters.interface import Drafter
+    from inference.memory import Place
     from inference.settings import MethodConfig
     from outrider.streams import Streams
 
@@ -45,6 +48,10 @@ class Maker(ABC):
     def stacks(self, model: Any) -> "list[LayerStack]":
         """The stacks that it runs in sessions of their own."""
         return []
+
+    def held(self, where: str, target: "PreTrainedConfig", place: "Place") -> dict[str, int]:
+        """Bytes that the model in `where` and its sessions take on every process, by what they are."""
+        return {}
 
     @abstractmethod
     def make(

@@ -1,14 +1,16 @@
 """A small causal LM drafts, beside the target."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from draft_models.small_lm import SmallLM, load_small_lm
-from draft_models.target.architectures import position_limit
+from draft_models.target.architectures import position_limit, read_config
 from draft_models.target.attention import Band
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget
@@ -20,6 +22,7 @@ from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
+from inference.memory import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
 from inference.settings import MethodConfig
@@ -151,6 +154,11 @@ class SmallLMMaker(Maker):
 
     def stacks(self, model: SmallLM) -> list[LayerStack]:
         return [model] if isinstance(model, LayerStack) else []
+
+    def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
+        config, whole = read_config(where, role="small_lm"), replace(place, size=1)
+        caches = cache_bytes(config, whole) + pass_bytes(config, whole)
+        return {"small LM's weights": weight_bytes(config, whole), "its caches": caches}
 
     def make(
         self, model: SmallLM, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None

@@ -5,12 +5,16 @@ from draft_models.rehearsal import rehearsable
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.replay import evaluate_replay
 from inference.evaluate.subject import heldout_fraction
+from inference.memory import plan_evaluation
 from inference.settings import EvaluateConfig
 
 
 @rehearsable
 def evaluate(config: EvaluateConfig) -> None:
     """What the command does (see `evaluate_checkpoint` and `evaluate_replay`). Raises `UserError`."""
+    if config.plan:
+        print(plan_evaluation(config), flush=True)
+        return
     prompts = read_prompts(
         config.prompt_text or config.prompts,
         limit=config.num_prompts,

@@ -1,0 +1,119 @@
+"""What every process would hold to decode: weights, caches, and what passes of fixed shape write. Reads no weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from draft_models.checkpoint import open_target_of
+from draft_models.target.anatomy import context_limit
+from draft_models.target.empty_models import anatomy, empty_model
+from draft_models.target.open_target import open_target, pick_dtype
+from draft_models.target.tensor_parallel import heads_are_split, own_layer, split_model
+from inference.drafters.registry import KINDS
+from inference.fixed_shapes import WIDTHS
+from inference.settings import EvaluateConfig
+from outrider.groups import Group
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Place:
+    """How models are held: of `size` processes with a copy, each has a part; `itemsize` bytes a value; texts of up to
+    `positions` tokens."""
+
+    size: int
+    itemsize: int
+    positions: int
+
+    @property
+    def slots(self) -> int:
+        """Of a cache for passes of fixed shape (see `inference.cuda_graphs.Arena`)."""
+        widest = WIDTHS[-1]
+        return -(-(self.positions + widest) // widest) * widest + widest
+
+
+class Decoding(Protocol):
+    """The options that say how models are held."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def tensor_parallel(self) -> int: ...
+
+
+def count(module: nn.Module) -> int:
+    """Its parameters, those it has under two names once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def weight_bytes(config: PreTrainedConfig, place: Place, *, vocabulary: bool = True) -> int:
+    """Of the weights of a model that one process has. vocabulary: see `split_model`."""
+    model = empty_model(config)
+    tied = model.get_output_embeddings() is not None and bool(config.tie_word_embeddings)
+    if place.size > 1:
+        split_model(model, Group(size=place.size), vocabulary=vocabulary)
+        if tied and vocabulary:  # split, they are two layers of one matrix
+            own_layer(model.get_submodule(anatomy(config).head)).weight = None
+    return count(model) * place.itemsize
+
+
+def cache_bytes(config: PreTrainedConfig, place: Place, layers: int | None = None) -> int:
+    """Of the keys and values of `layers` layers, by default all, that one process has."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own = heads // place.size if place.size > 1 and heads_are_split(config) else heads
+    every = config.num_hidden_layers if layers is None else layers
+    return 2 * every * own * width * place.slots * place.itemsize
+
+
+def pass_bytes(config: PreTrainedConfig, place: Place) -> int:
+    """Of what passes of fixed shape read and write outside of the model: hidden states and logits of the widest."""
+    return WIDTHS[-1] * (4 * config.hidden_size + config.vocab_size) * place.itemsize
+
+
+def plan_evaluation(config: EvaluateConfig) -> str:
+    """What each GPU holds in an evaluation: a greppable line, then one for each part. Raises `UserError`."""
+    if config.checkpoint is None:
+        target = open_target(str(config.target), config.revision).config
+    else:
+        target = open_target_of(config.checkpoint, config.target, config.revision).config
+    place, dtype = place_of(config, target, context_limit(target))
+    held = {"target's weights": weight_bytes(target, place)}
+    if config.device == "cpu":
+        held["the same, packed for the runtime"] = held["target's weights"]
+    held["caches of plain decoding"] = cache_bytes(target, place) + pass_bytes(target, place)
+    for kind in KINDS.values():
+        where = config.where(kind)
+        if where is not None:
+            held |= kind.load_maker().held(where, target, place)
+    return describe(held, place, dtype)
+
+
+def plan_capture(config: Decoding, checkpoint: str, target: PreTrainedConfig, positions: int) -> str:
+    """The same of capturing what a calibration head learns from, on texts of up to `positions` tokens."""
+    place, dtype = place_of(config, target, positions)
+    held = {"target's weights": weight_bytes(target, place)}
+    held |= KINDS["early_exit"].load_maker().held(checkpoint, target, place)
+    return describe(held, place, dtype)
+
+
+def place_of(config: Decoding, target: PreTrainedConfig, positions: int) -> tuple[Place, torch.dtype]:
+    """Where a target is held. dtype=auto is as on a GPU, whatever machine plans, unless the CPU is asked for."""
+    device = torch.device("cpu" if getattr(config, "device", None) == "cpu" else "cuda")
+    dtype = pick_dtype(config.dtype, target, device)
+    return Place(config.tensor_parallel, dtype.itemsize, positions), dtype
+
+
+def describe(held: Mapping[str, int], place: Place, dtype: torch.dtype) -> str:
+    """The plan as text."""
+    name = str(dtype).removeprefix("torch.")
+    lines = [
+        f"plan tensor_parallel={place.size} positions={place.positions} dtype={name} "
+        f"device_gb={sum(held.values()) / GB:.2f}"
+    ]
+    return "\n".join([*lines, *(f"  {what}: {size / GB:.3f} GB" for what, size in held.items())])

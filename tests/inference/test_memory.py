@@ -1,0 +1,89 @@
+"""plan=true: what it says of weights and caches is what loading and decoding really take."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.open_target import open_target
+from draft_models.target.stack import LayerStack, load_layers
+from inference.cuda_graphs import Graphed
+from inference.decode import autoregressive
+from inference.evaluate.command import evaluate
+from inference.memory import Place, cache_bytes, weight_bytes
+from inference.settings import EvaluateConfig, MethodConfig
+from outrider.groups import Group
+from tests.families import FAMILIES, save_family
+from tests.inference.test_tensor_parallel import SPLIT
+from tests.tiers import quick_where
+from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
+
+
+@pytest.mark.parametrize("family", quick_where(lambda name: name in ("llama", "gpt2"), sorted(FAMILIES)))
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_are_what_loading_takes(tmp_path: Path, family: str, size: int) -> None:
+    """Of every process; tied or not."""
+    if size > 1 and family not in SPLIT:
+        pytest.skip("cannot be split")
+    target = open_target(str(save_family(tmp_path, family)))
+    for rank in range(size):
+        group = Group(rank=rank, size=size)
+        every = range(target.config.num_hidden_layers)
+        model = load_layers(target.files, target.config, every, dtype=torch.bfloat16, group=group)
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        assert held == pytest.approx(
+            weight_bytes(target.config, Place(size, 2, 64)), rel=0.02
+        )  # a router may stay in float32
+
+
+def test_caches_are_what_decoding_takes(tmp_path: Path) -> None:
+    """In passes of fixed shape, for texts as long as were planned."""
+    target = open_target(str(save_target(tmp_path, kv_heads=2)))
+    runtime = Graphed()
+    runtime.prepare(100, ())
+    list(autoregressive(target.stack(dtype=torch.float32), random_prompt(60), max_new_tokens=40, runtime=runtime))
+    (arena,) = runtime._arenas.values()
+    place = Place(1, 4, 100)
+    assert arena.capacity == place.slots
+    assert arena.rest._buffer is not None
+    assert arena.rest._buffer.nbytes == cache_bytes(target.config, place)
+    assert cache_bytes(target.config, replace(place, size=2)) == cache_bytes(target.config, place) // 2
+
+
+def llama_2_70b() -> LlamaConfig:
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    return LlamaConfig(
+        **shape, num_key_value_heads=8, vocab_size=32000, max_position_embeddings=4096, dtype="float16",
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "weights"), [(2, 68.98), (4, 34.49)])
+def test_the_papers_largest_target(tmp_path: Path, capsys: pytest.CaptureFixture, size: int, weights: float) -> None:
+    """By its config alone: 68.98 B parameters of two bytes, over the GPUs."""
+    llama_2_70b().save_pretrained(tmp_path)
+    methods = {"lookup": MethodConfig(source="prompt_lookup")}
+    evaluate(EvaluateConfig(target=str(tmp_path), methods=methods, tensor_parallel=size, plan=True))
+    first, target, caches = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"plan tensor_parallel={size} positions=4096 dtype=float16 device_gb=")
+    assert float(target.split()[-2]) == pytest.approx(weights, abs=0.01)
+    assert float(caches.split()[-2]) == pytest.approx(1.38 / size, abs=0.02)
+
+
+def test_an_early_exit_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Its weights are whole everywhere, and its sessions have caches of their own."""
+    path = save_target(tmp_path / "target")
+    target = open_target(str(path))
+    drafter = make_drafter(path, LAYERS - 1)
+    save_pretrained(tmp_path / "drafter", drafter, target.fingerprint, {}, torch.float32)
+    methods = {"m": MethodConfig()}
+    config = EvaluateConfig(checkpoint=str(tmp_path / "drafter"), methods=methods, plan=True, dtype="float32")
+    evaluate(config)
+    lines = capsys.readouterr().out.splitlines()
+    own = sum(parameter.nbytes for parameter in drafter.parameters()) / 1e9
+    assert f"  early exit's weights: {own:.3f} GB" in lines
+    assert any(line.startswith("  caches of decoding with it: ") for line in lines)
+    assert isinstance(target.stack(dtype=torch.float32), LayerStack)
