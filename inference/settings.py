@@ -313,7 +313,7 @@ class EvaluateConfig(RehearsedConfig):
         """The same methods on tiny random models, with few tokens."""
         used = [kind for kind in KINDS.values() if kind.option and kind.tiny and self.where(kind)]
         given: dict[str, Any] = {str(kind.option): str(models / str(kind.tiny)) for kind in used}
-        given |= self.cut(prompt_chars=120, max_new_tokens=16)
+        given |= self.cut(tensor_parallel=1, prompt_chars=120, max_new_tokens=16)
         given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
         return replace(self, target=str(models / TARGET), revision=None, **given)
 

@@ -111,7 +111,7 @@ class EesdConfig(TargetConfig):
 
     def small(self, models: Path) -> Self:
         """Two steps on the first layer of a tiny target."""
-        limits = self.cut(seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8)
+        limits = self.cut(tensor_parallel=1, seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8)
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
         return replace(self, target=str(models / TARGET), revision=None, exit_layer=1, **given)
 
@@ -147,7 +147,9 @@ class CalibrateConfig(RehearsedConfig):
 
     def small(self, models: Path) -> Self:
         """Two steps for a tiny drafter."""
-        limits = self.cut(prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4)
+        limits = self.cut(
+            tensor_parallel=1, prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4
+        )
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
         return replace(self, checkpoint=str(models / EARLY_EXIT), target=None, revision=None, **given)
 
@@ -266,7 +268,9 @@ class FinetuneConfig(TargetConfig):
 
     def small(self, models: Path) -> Self:
         """Two steps of a tiny drafter: a finished one where one was given, else a new one."""
-        limits = self.cut(seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8)
+        limits = self.cut(
+            tensor_parallel=1, seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8
+        )
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
         given |= {"drafter": self.drafter.small(models), "target": str(models / TARGET)}
         return replace(self, revision=None, **given)

@@ -53,7 +53,9 @@ class GenerateConfig(TargetConfig):
 
     def small(self, models: Path) -> Self:
         """A few short answers of a tiny target."""
-        limits = self.cut(prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8)
+        limits = self.cut(
+            tensor_parallel=1, prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8
+        )
         given: dict[str, Any] = {**limits, "data": self.data.small(models)}
         return replace(self, target=str(models / TARGET), revision=None, **given)
 
