@@ -14,6 +14,8 @@ from torch import Tensor, distributed
 from outrider.errors import UserError
 
 Value = TypeVar("Value")
+# Its name from torch 2.13 on, or before.
+_all_gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Group:
         if self.size == 1:
             return part
         whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        distributed.all_gather_into_tensor(whole, part.contiguous(), group=self.processes)
+        _all_gather(whole, part.contiguous(), group=self.processes)
         return whole.view(self.size, *part.shape).movedim(0, -2).flatten(-2)
 
     def agreed(self, value: Value) -> Value:
