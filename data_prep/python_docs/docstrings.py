@@ -10,6 +10,8 @@ _SECTION = re.compile(
 )
 _SIGNATURE = re.compile(r"[\w.]+\([^\n]*\)?(?:\s*->\s*[^\n]*)?$")
 _ROLE = re.compile(r":[a-zA-Z:]+:`[~!]?([^`<]+?)(?:\s*<[^`>]*>)?`")
+_ITEM = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s", re.MULTILINE)  # of a list
+_HYPHEN = re.compile(r"(?<=\w)-\n\s*(?=\w)")  # at the end of a line
 _LITERAL = re.compile(r"``([^`]+)``")
 _LINK = re.compile(r"\[?`[.~]?([\w.]+(?:\(\))?)`\]?")  # [`Name`], `.Name`
 _QUOTED_NAME = re.compile(r'(?<!\w)"(\w+(?:\.\w+)*(?:\(\))?)"(?!\w)')  # as the language reference marks names
@@ -32,7 +34,7 @@ def prose(docstring: str) -> list[str]:
     for number, block in enumerate(_blocks(docstring)):
         paragraph = plain(block)
         heading = _SECTION.match(block) or re.search(r"\n[-=~*^]{3,}\s*$", block) or "\n---" in block
-        if heading or block[0].isspace() or "\n " in block:
+        if heading or block[0].isspace() or "\n " in block or _ITEM.search(block):
             break
         if number == 0 and paragraph[-1].isalnum() | (paragraph[-1] in ")`") and not _CUT_OFF.search(paragraph):
             paragraph += "."  # a headline
@@ -78,7 +80,7 @@ def quoted(paragraphs: list[str], most: int) -> str:
 
 def plain(block: str) -> str:
     """A paragraph on one line, names in single backticks."""
-    text = _ROLE.sub(r"`\1`", " ".join(block.split()))
+    text = _ROLE.sub(r"`\1`", " ".join(_HYPHEN.sub("-", block).split()))
     text = _LITERAL.sub(r"`\1`", text)
     text = _LINK.sub(r"`\1`", text)
     return _QUOTED_NAME.sub(r"`\1`", text)

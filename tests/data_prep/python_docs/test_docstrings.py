@@ -35,7 +35,8 @@ def test_signatures_go_markup_becomes_backticks_and_code_ends_it():
         "Explanation\n===========\nMore of it.",
         ".. note:: Take care.",
         "    indented = 1",
-        "- a list\n- of things",
+        "There are two:\n- one thing.\n- another thing.",
+        "1. This first.\n2. That second.",
         "It is at <object at 0x7f0012345678>.",
         "It uses _private_helper for that.",
         "It ends with a colon:",
@@ -53,6 +54,10 @@ def test_a_headline_gets_its_full_stop_unless_it_is_cut_off():
     assert prose("Return the sum of `x`") == ["Return the sum of `x`."]
     assert prose("The simple form is equivalent to\n\n    if x: pass") == []
     assert prose("A headline.\n\nNo sentence of its own") == ["A headline."]
+
+
+def test_a_word_may_be_cut_at_the_end_of_a_line():
+    assert prose("The limit is platform-\ndependent.") == ["The limit is platform-dependent."]
 
 
 def test_a_page_may_begin_with_code():
