@@ -10,7 +10,7 @@ from draft_models.settings import TARGET, Dtype, RehearsedConfig
 from outrider.errors import UserError, require
 from outrider.settings import Count, Named, RunConfig, Settings, above, at_least, at_most, below, free
 
-Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca"]
+Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 ChatTemplate = Literal["tokenizer", "vicuna"]  # how a conversation becomes text: by the tokenizer's own, or as Vicuna's
 PromptTemplate = Literal["auto", ChatTemplate, "none"]  # how a prompt does (see `render_prompt`)
 REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
@@ -25,7 +25,8 @@ class SourceConfig(Settings):
     packages: for python_stdlib: read the source of the installed packages too, about 200 MB beside torch.
     path: for hub the name of the dataset; for local a file, a directory, a glob, or a list of those.
     streaming: for hub only, as subset, data_dir, revision and split are: handed to `datasets.load_dataset`.
-    layout: how a record is laid out; auto decides from the first record of each file or dataset.
+    layout: how a record is laid out; auto decides from the first record of each file or dataset. prompts: what
+    evaluate-checkpoint reads, for generate-responses alone.
     column: the column to read; None: the layout's usual one.
     template: how a conversation becomes text: tokenizer (its own chat template) or vicuna.
     max_records: read only this many records, counted before the train / held-out split.
@@ -55,6 +56,8 @@ class SourceConfig(Settings):
             require(bool(self.path), "path", None, "a file, directory, glob or list of those with source=local")
         only_library = self.source == "python_stdlib" or not self.packages
         require(only_library, "packages", self.packages, f"false with source={self.source}")
+        no_column = self.layout != "prompts" or self.column is None
+        require(no_column, "column", self.column, "null with layout=prompts, which is told by the columns")
         if self.source in ("local", "python_stdlib"):
             for key in ("subset", "data_dir", "revision", "split", "streaming"):
                 unset = getattr(SourceConfig, key)

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conf import register
 from conf.options import markdown
+from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, TrigramConfig
 from inference.settings import EvaluateConfig
@@ -24,6 +25,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "finetune_drafter": ("train/finetune_drafter.py", FinetuneConfig),
     "build_trigrams": ("data_prep/build_trigrams.py", TrigramConfig),
     "generate_responses": ("data_prep/generate_responses.py", GenerateConfig),
+    "write_prompts": ("data_prep/write_prompts.py", PromptsConfig),
     "convert_target": ("data_prep/convert_target.py", ConvertConfig),
     "toy_target": ("train/toy_target.py", ToyTargetConfig),
     "pipeline": ("train/pipeline.py", PipelineConfig),

@@ -15,6 +15,7 @@ ENTRIES = {
     "data_prep/build_trigrams.py",
     "data_prep/convert_target.py",
     "data_prep/generate_responses.py",
+    "data_prep/write_prompts.py",
     "inference/evaluate_checkpoint.py",
     "train/calibrate.py",
     "train/eesd.py",
@@ -34,8 +35,15 @@ MAY_IMPORT = {
     "data_prep/ngrams": {*TEXT, "draft_models", "outrider"},
     "inference": {*TEXT, "draft_models", "outrider"},
     "data_prep/responses": {*TEXT, "draft_models", "inference", "outrider"},
+    "data_prep/python_docs": {*TEXT, "outrider"},
     "data_prep/targets": {"data_prep/settings", "draft_models", "outrider"},
-    "data_prep": {"data_prep/settings", "data_prep/ngrams", "data_prep/responses", "data_prep/targets"},  # its entries
+    "data_prep": {
+        "data_prep/settings",
+        "data_prep/ngrams",
+        "data_prep/responses",
+        "data_prep/targets",
+        "data_prep/python_docs",
+    },  # its entries
     "train": {*TEXT, "data_prep/responses", "draft_models", "inference", "outrider"},
 }
 

@@ -165,7 +165,7 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
     seen: set[str] = set()
     parts = [part for _, _, part in config.data.parts()] or [config.data]
     for data in parts:
-        for record in read_records(data, "train", todo.counts):
+        for record in read_records(data, "train", todo.counts, asking=True):
             task = _to_task(record, data, config, tokenizer)
             if task.id in seen:
                 todo.counts["duplicates"] += 1
@@ -179,6 +179,9 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
 
 
 def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    if "text" in record and record.get("asked"):
+        ids = render_prompt((record["text"],), tokenizer, "none")
+        return Task(prompt_id(text=record["text"]), record["id"], data.template, ids)
     if "text" in record:
         beginning = record["text"][: config.prefix_tokens * _CHARS_A_TOKEN]
         ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,29 +1,17 @@
 """Prompts to measure decoding on: held-out library files, benchmark files, or texts given inline."""
 
-import reprlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data_prep.settings import DataConfig
-from data_prep.text.records import alpaca_instruction
+from data_prep.text.prompt_records import Prompt, prompt_text, to_prompt
 from data_prep.text.sources import read_file, read_records
 from outrider.errors import UserError, require
-from outrider.files import is_text
 
 _STRIDE = 4  # further prompts of a library file begin this many prompt lengths apart
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt: the user's turns, and whether they are chat (to be rendered by a template) or bare text."""
-
-    id: str
-    category: str
-    turns: tuple[str, ...]
-    chat: bool
 
 
 def read_prompts(
@@ -54,7 +42,9 @@ def read_prompts(
     elif isinstance(prompts, str):
         found = list(_from_file(prompts))
     else:
-        found = [Prompt(f"inline:{i}", "inline", (_text(t, f"inline:{i}"),), False) for i, t in enumerate(prompts, 1)]
+        found = [
+            Prompt(f"inline:{i}", "inline", (prompt_text(t, f"inline:{i}"),), False) for i, t in enumerate(prompts, 1)
+        ]
     if not found:
         raise UserError(f"prompts={prompts}: no prompt in it")
     found = _with_own_ids(found)
@@ -109,47 +99,7 @@ def _from_file(name: str) -> Iterator[Prompt]:
             "or a list of texts"
         )
     for number, raw in read_file(path):
-        yield _to_prompt(raw, f"{path}:{number}" if number else str(path), number)
-
-
-def _to_prompt(raw: Any, where: str, number: int) -> Prompt:
-    if isinstance(raw, str):
-        return Prompt(str(number), "text", (_text(raw, where),), False)
-    if not isinstance(raw, dict):
-        raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
-    identity = _encodable(str(raw.get("question_id", raw.get("task_id", raw.get("id", number)))), where)
-    category = _encodable(str(raw.get("category") or ""), where)
-    if "turns" in raw:
-        if not isinstance(raw["turns"], list) or not raw["turns"]:
-            raise UserError(f"{where}: turns={raw['turns']!r}: expected a list of texts")
-        return Prompt(identity, category or "question", tuple(_text(t, where) for t in raw["turns"]), True)
-    if "question" in raw:
-        return Prompt(identity, category or "question", (_text(raw["question"], where),), True)
-    if "instruction" in raw:
-        _text(raw["instruction"], where)
-        return Prompt(identity, category or "instruction", (_text(alpaca_instruction(raw), where),), True)
-    if "prompt" in raw:
-        kind = "code" if "task_id" in raw else "text"
-        return Prompt(identity, category or kind, (_text(raw["prompt"], where),), False)
-    if "text" in raw:
-        return Prompt(identity, category or "text", (_text(raw["text"], where),), False)
-    raise UserError(
-        f"{where}: expected one of the columns turns, question, instruction, prompt, text; "
-        f"columns present: {', '.join(map(str, raw)) or '(none)'}"
-    )
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: prompt is {reprlib.repr(value)}: expected a text that is not empty")
-    return _encodable(value, where)
-
-
-def _encodable(text: str, where: str) -> str:
-    """`text`, which goes to a tokenizer or a report as it is. Raises `UserError` where UTF-8 cannot hold it."""
-    if not is_text(text):
-        raise UserError(f"{where}: {reprlib.repr(text)} has a lone surrogate, which no text has; remove it")
-    return text
+        yield to_prompt(raw, f"{path}:{number}" if number else str(path), number)
 
 
 def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:

@@ -38,6 +38,7 @@ class TextRecord(TypedDict):
     id: str
     text: str
     truncated: NotRequired[bool]  # it breaks off: what it ends with is no end
+    asked: NotRequired[bool]  # a prompt: to be continued from its end
 
 
 @final
@@ -84,6 +85,11 @@ def find_layout(raw: Any, layout: str, column: str | None, where: str) -> Layout
             f"{where}: cannot tell the layout from columns {_columns(raw)}; name it with layout= and column="
         )
     return Layout(found, column)
+
+
+def is_conversation(raw: dict[str, Any]) -> bool:
+    """Whether a record's columns are those of a conversation with its answers."""
+    return bool(_first(raw, _CHAT_COLUMNS)) or ("instruction" in raw and bool(_first(raw, _ANSWER_COLUMNS)))
 
 
 def to_record(raw: Any, layout: Layout, identity: str) -> Record:

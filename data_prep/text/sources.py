@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from data_prep.settings import DataConfig
+from data_prep.text.prompt_records import asked_record, asks, to_prompt
 from data_prep.text.records import Layout, Record, SkipRecordError, content_key, find_layout, text_record, to_record
 from outrider.errors import UserError
 from outrider.files import parse_json
 
 Split = Literal["train", "heldout"]
 RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # what generate-responses leaves in a directory
+_PROMPTS = Layout("prompts", "any")  # told by the columns of each record
 _SETTLED = 2 * 10**9  # nanoseconds: a file written later may be written again under the same time stamp
 
 # Left out: tests and their data, installed packages, and generated tables. The character maps in encodings
@@ -37,17 +39,27 @@ _NOT_LIBRARY = {
 }
 
 
-def read_records(config: DataConfig, split: Split, counts: Counter[str] | None = None) -> Iterator[Record]:
+def read_records(
+    config: DataConfig, split: Split, counts: Counter[str] | None = None, *, asking: bool = False
+) -> Iterator[Record]:
     """The records of one split, in the order of the source.
 
     A record is held out if a hash of it falls below `config.heldout_fraction`. The hash is of its path for
     python_stdlib, else of its content, so that copies stay on one side. It is the same on every machine, whatever else
     is read. `counts` receives records, empty, malformed and unreadable. Of a mix come all records of each source in
-    turn. Raises `UserError` that names file and record.
+    turn.
+
+    asking: the records are to be answered, so they may be prompts (see `to_prompt`) as well; a prompt has no answer to
+    learn from. With layout=auto the first record of a file decides. Raises `UserError` that names file and record.
     """
     counts = Counter() if counts is None else counts
     for _, _, part in config.parts():
-        yield from read_records(part, split, counts)
+        yield from read_records(part, split, counts, asking=asking)
+    if config.layout == "prompts" and not asking:
+        raise UserError(
+            "layout=prompts: prompts have no answers to learn from; answer them with generate_responses, and give its "
+            "responses (data=responses)"
+        )
     detected: set[Layout] = set()
     seen = 0
     for name, rows in _sources(config, counts):
@@ -57,12 +69,12 @@ def read_records(config: DataConfig, split: Split, counts: Counter[str] | None =
                 return
             seen += 1
             identity = f"{name}:{number}" if number else name
-            if not isinstance(raw, str) and layout is None:
-                layout = find_layout(raw, config.layout, config.column, identity)
+            if layout is None and (config.layout == "prompts" or not isinstance(raw, str)):
+                layout = _layout_of(raw, config, asking, identity)
                 if config.layout == "auto" and layout not in detected:
                     detected.add(layout)
                     print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
-            record, reason = _convert(raw, layout, config, identity)
+            record, reason = _convert(raw, layout, config, identity, number)
             key = identity if record is None or config.source == "python_stdlib" else content_key(record)
             if is_heldout(key, config.heldout_fraction) != (split == "heldout"):
                 continue
@@ -110,10 +122,20 @@ def _sources(config: DataConfig, counts: Counter[str]) -> Iterator[tuple[str, It
             yield name, _text_rows(path, counts)
 
 
+def _layout_of(raw: Any, config: DataConfig, asking: bool, where: str) -> Layout:
+    """The layout of the file that begins with the record `raw` (see `find_layout`)."""
+    found_prompts = asking and config.layout == "auto" and config.column is None and asks(raw)
+    if config.layout == "prompts" or found_prompts:
+        return _PROMPTS
+    return find_layout(raw, config.layout, config.column, where)
+
+
 def _convert(
-    raw: Any, layout: Layout | None, config: DataConfig, identity: str
+    raw: Any, layout: Layout | None, config: DataConfig, identity: str, number: int
 ) -> tuple[Record | None, Literal["records", "empty", "malformed"]]:
     try:
+        if layout is _PROMPTS:
+            return asked_record(to_prompt(raw, identity, number), identity), "records"
         if isinstance(raw, str):
             if config.layout not in ("auto", "text", "code"):
                 raise UserError(f"{identity}: plain text, but layout={config.layout} needs records with columns")

@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from conf import CONF_DIR, build, explain, register
+from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, TrigramConfig
 from inference.settings import EvaluateConfig
@@ -34,6 +35,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "finetune_drafter": (FinetuneConfig, "train/finetune_drafter.py", ["target=t"]),
     "toy_target": (ToyTargetConfig, "train/toy_target.py", []),
     "generate_responses": (GenerateConfig, "data_prep/generate_responses.py", ["target=t"]),
+    "write_prompts": (PromptsConfig, "data_prep/write_prompts.py", []),
     "convert_target": (ConvertConfig, "data_prep/convert_target.py", ["target=t"]),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
 }
@@ -169,6 +171,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "toy_target": "seq_len",
         "finetune_drafter": "seq_len",
         "generate_responses": "max_new_tokens",
+        "write_prompts": "per_object",
         "convert_target": "resume",
         "pipeline": "resume",
     }[command]

@@ -1,0 +1,1 @@
+"""Chat prompts about what Python and its packages document."""

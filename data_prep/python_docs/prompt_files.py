@@ -1,0 +1,92 @@
+"""Prompts about what Python documents, in two files that share no documented object.
+
+train.jsonl    prompts to answer (generate-responses), {"id", "category", "objects", "turns"}
+heldout.jsonl  prompts to evaluate on, of the same layout
+prompts.json   what they are made of, how many there are, and the SHA-256 of each file; written last
+"""
+
+import hashlib
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from data_prep.python_docs.instructions import Instruction, as_lines, halves, make_instructions, read_subjects
+from data_prep.python_docs.modules import PACKAGES, STANDARD_LIBRARY
+from data_prep.python_docs.settings import PromptsConfig
+from data_prep.python_docs.subjects import Collector
+from data_prep.text.sources import Split
+from outrider.errors import UserError
+from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.processes import from_main, join_processes, only_run_of
+from outrider.run_dirs import check_identity
+
+RECORD_FILE = "prompts.json"
+FILES: dict[Split, str] = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
+
+
+def write_prompts(config: PromptsConfig) -> None:
+    """Write both files into `config.out_dir`. Raises `UserError`. Of a launcher, one process does it."""
+    state = join_processes()
+    folder = require_writable(config.out_dir)
+    with only_run_of(state, folder, "prompts"):
+        from_main(state, lambda: _write(config, folder))
+
+
+def _write(config: PromptsConfig, folder: Path) -> None:
+    installed = [name for name in config.packages if find_spec(name) is not None]
+    for name in sorted(set(config.packages) - set(installed)):
+        print(f"python_docs: {name} is not installed; nothing is asked about it", flush=True)
+    identity: dict[str, Any] = {
+        **config.deciding(),
+        "python": platform.python_version(),
+        "versions": _versions(installed),
+    }
+    if _finished(folder, identity, config):
+        print(f"{folder}: finished already")
+        return
+    modules = [*STANDARD_LIBRARY, *(module for name in installed for module in PACKAGES[name])]
+    collector = Collector(config.quoted_chars)
+    subjects = read_subjects(modules, collector)
+    for name, why in collector.skipped.items():
+        print(f"python_docs: {name} is left out, it cannot be imported ({why})", flush=True)
+    files: dict[str, Any] = {
+        split: _save(make_instructions(own, config.per_object), folder / FILES[split])
+        for split, own in halves(subjects, config.heldout_fraction).items()
+    }
+    write_json(folder / RECORD_FILE, {"made_of": identity, "left_out": collector.skipped, **files})
+    counts = " ".join(f"{split}={about['prompts']}" for split, about in files.items())
+    print(f"write_prompts out_dir={folder} objects={len(subjects)} {counts}", flush=True)
+
+
+def _save(made: Sequence[Instruction], path: Path) -> dict[str, Any]:
+    """Write one half; what there is to say about it."""
+    content = as_lines(made)
+    write_atomically(path, content)
+    return {
+        "prompts": len(made),
+        "objects": len({name for one in made for name in one.objects}),
+        "categories": dict(sorted(Counter(one.category for one in made).items())),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    """The version of each package, by the name under which it is imported."""
+    distributions = packages_distributions()
+    return {name: version(min(distributions[name])) if name in distributions else "unknown" for name in packages}
+
+
+def _finished(folder: Path, identity: dict[str, Any], config: PromptsConfig) -> bool:
+    """Whether the same prompts are there already. Raises `UserError` where others are, or resume=true is not given."""
+    record = folder / RECORD_FILE
+    if not record.exists():
+        return False
+    if not config.resume:
+        raise UserError(f"out_dir={folder}: holds prompts already; resume=true keeps them, another out_dir keeps both")
+    before = read_json(record, "record of prompts", "give another out_dir")
+    check_identity(before.get("made_of") if isinstance(before, dict) else None, identity, record, config)
+    return True

@@ -1,0 +1,25 @@
+"""Settings of write-prompts; light, so that a config error shows at once."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from data_prep.python_docs.modules import PACKAGES
+from outrider.errors import require_choice
+from outrider.settings import Count, RunConfig, at_least, below, free
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsConfig(RunConfig):
+    """write-prompts: instructions about what Python and its packages document, in two files of chat prompts."""
+
+    packages: tuple[str, ...] = tuple(PACKAGES)  # whose documentation is read beside the standard library's
+    # share of the documented objects whose prompts are kept for evaluation, chosen by a hash of each object's name
+    heldout_fraction: Annotated[float, at_least(0), below(1)] = 0.1
+    per_object: Count = 4  # prompts about one object alone, at most; more of them are comparisons of two
+    quoted_chars: Annotated[int, at_least(200)] = 900  # of a documentation that is given with a prompt, at most
+    out_dir: str = free("runs/prompts")  # where everything goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.packages:
+            require_choice("packages", name, tuple(PACKAGES))

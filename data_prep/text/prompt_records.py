@@ -1,0 +1,78 @@
+"""A record of a prompt file, of any layout → a prompt: the user's turns, or a text to continue."""
+
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+from data_prep.text.records import Record, alpaca_instruction, is_conversation
+from outrider.errors import UserError
+from outrider.files import is_text
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: the user's turns, and whether they are chat (to be rendered by a template) or bare text."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+    chat: bool
+
+
+def to_prompt(raw: Any, where: str, number: int) -> Prompt:
+    """The prompt in a record or text, as its columns tell; `where` (file:line) is named in errors.
+
+    Raises `UserError` for a record without such a column, and for a prompt that is not a text, or blank.
+    """
+    if isinstance(raw, str):
+        return Prompt(str(number), "text", (prompt_text(raw, where),), False)
+    if not isinstance(raw, dict):
+        raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
+    identity = _encodable(str(raw.get("question_id", raw.get("task_id", raw.get("id", number)))), where)
+    category = _encodable(str(raw.get("category") or ""), where)
+    if "turns" in raw:
+        if not isinstance(raw["turns"], list) or not raw["turns"]:
+            raise UserError(f"{where}: turns={raw['turns']!r}: expected a list of texts")
+        return Prompt(identity, category or "question", tuple(prompt_text(t, where) for t in raw["turns"]), True)
+    if "question" in raw:
+        return Prompt(identity, category or "question", (prompt_text(raw["question"], where),), True)
+    if "instruction" in raw:
+        prompt_text(raw["instruction"], where)
+        return Prompt(identity, category or "instruction", (prompt_text(alpaca_instruction(raw), where),), True)
+    if "prompt" in raw:
+        kind = "code" if "task_id" in raw else "text"
+        return Prompt(identity, category or kind, (prompt_text(raw["prompt"], where),), False)
+    if "text" in raw:
+        return Prompt(identity, category or "text", (prompt_text(raw["text"], where),), False)
+    raise UserError(
+        f"{where}: expected one of the columns turns, question, instruction, prompt, text; "
+        f"columns present: {', '.join(map(str, raw)) or '(none)'}"
+    )
+
+
+def prompt_text(value: Any, where: str) -> str:
+    """`value`, a text that is not blank. Raises `UserError` naming `where` for anything else."""
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: prompt is {reprlib.repr(value)}: expected a text that is not empty")
+    return _encodable(value, where)
+
+
+def asks(raw: Any) -> bool:
+    """Whether a record's columns are those of a prompt, and not of a conversation or of a text to learn from."""
+    if not isinstance(raw, dict) or is_conversation(raw):
+        return False
+    return bool({"turns", "question", "instruction"} & raw.keys()) or ("prompt" in raw and "text" not in raw)
+
+
+def asked_record(prompt: Prompt, identity: str) -> Record:
+    """A prompt in the normal form of records: user turns that follow each other, or a text that is `asked`."""
+    if prompt.chat:
+        return {"id": identity, "messages": [{"role": "user", "content": turn} for turn in prompt.turns]}
+    return {"id": identity, "text": prompt.turns[0], "asked": True}
+
+
+def _encodable(text: str, where: str) -> str:
+    """`text`, which goes to a tokenizer or a report as it is. Raises `UserError` where UTF-8 cannot hold it."""
+    if not is_text(text):
+        raise UserError(f"{where}: {reprlib.repr(text)} has a lone surrogate, which no text has; remove it")
+    return text

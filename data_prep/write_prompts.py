@@ -1,0 +1,19 @@
+"""Chat prompts from what Python and its packages document, for training and for evaluation.
+
+python data_prep/write_prompts.py out_dir=runs/prompts
+"""
+
+from conf import entry
+from data_prep.python_docs.settings import PromptsConfig
+
+
+@entry("write_prompts", PromptsConfig)
+def main(config: PromptsConfig) -> None:
+    # Imported once the config is known to be good: the documented packages take seconds.
+    from data_prep.python_docs.prompt_files import write_prompts
+
+    write_prompts(config)
+
+
+if __name__ == "__main__":
+    main()
