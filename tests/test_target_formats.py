@@ -14,6 +14,7 @@ from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import DataConfig
 from draft_models.checkpoint import read_meta
 from draft_models.target.open_target import open_target
+from draft_models.target.stored_tensors import Part
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig
 from outrider.errors import UserError
 from tests.draft_models.target.test_bin_files import as_bin
@@ -37,6 +38,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("targets")
     plain = save_plain_target(folder / "plain")
     return {
+        "plain": plain,
         "gguf": write_gguf(plain, folder / "model.gguf", "Q8_0"),
         "gguf Q4_0": write_gguf(plain, folder / "other.gguf", "Q4_0"),
         "bin": as_bin(plain, folder / "bin"),
@@ -61,6 +63,19 @@ def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], 
     assert all(one["identical"] == one["checked"] > 0 for one in judged.values())
     assert read_meta(tmp_path / "eesd").fingerprint.target == str(target)
     evaluate(replace(config, resume=True))
+
+
+@pytest.mark.parametrize("form", ["plain", "gguf", "gguf Q4_0", "bin"])
+def test_parts_of_its_tensors_are_read(targets: dict[str, Path], form: str) -> None:
+    """As a target that is split over processes reads them: rows, columns, pieces of rows, and of biases."""
+    files = open_target(str(targets[form])).files
+    whole = files.read(files.file_of)
+    for dim, pieces in ((0, 1), (0, 2), (1, 1)):
+        for rank in range(3):
+            part = Part(dim, rank, 3, pieces)
+            names = [name for name, tensor in whole.items() if tensor.ndim > dim]
+            for name, tensor in files.read(names, parts=dict.fromkeys(names, part)).items():
+                assert torch.equal(tensor, part.of(whole[name])), (name, part)
 
 
 def test_a_drafter_is_for_one_quantisation(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig) -> None:

@@ -164,7 +164,9 @@ def test_the_best_weights_outlast_a_change_of_processes(
     finetune_drafter(run)
     before = weights(tmp_path / "out")
     state = join_processes()
-    two = SimpleNamespace(is_main_process=True, device=state.device, num_processes=2, wait_for_everyone=lambda: None)
+    two = SimpleNamespace(
+        is_main_process=True, device=state.device, process_index=0, num_processes=2, wait_for_everyone=lambda: None
+    )
     monkeypatch.setattr("train.small_lm.join_processes", lambda: two)
     finetune_drafter(replace(run, resume=True))
     assert same(before, weights(tmp_path / "out"))
