@@ -1,6 +1,7 @@
 """What the decoding benchmarks decode with: a target and its drafters, as the runtime and as transformers run them."""
 
 import argparse
+import copy
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from data_prep.text.chat import render_prompt
@@ -161,7 +161,7 @@ def as_model(target: str, drafter: EarlyExit, device: torch.device, dtype: torch
         layers[-1].load_state_dict(drafter.layer.state_dict())
     final_norm(model).load_state_dict(drafter.norm.state_dict())
     if drafter.head is not None:
-        model.lm_head.weight = nn.Parameter(drafter.head.weight.detach().clone(), requires_grad=False)
+        model.set_output_embeddings(copy.deepcopy(drafter.head))
     return model
 
 

@@ -160,6 +160,12 @@ class EarlyExitStudent(nn.Module):
         self.stack.requires_grad_(False)
         self.drafter.requires_grad_(True)
 
+    def train(self, mode: bool = True) -> "EarlyExitStudent":
+        """The exit layer may drop out and jitter while it trains; what is frozen is the target as it decodes."""
+        super().train(mode)
+        self.stack.eval()
+        return self
+
     def gradient_checkpointing_enable(self) -> None:
         """Recompute the exit layer in the backward pass instead of keeping its activations."""
         layer: Any = self.drafter.layer  # without one of its own there is nothing to recompute
@@ -198,7 +204,7 @@ class EarlyExitStudent(nn.Module):
         keep, head = labels != IGNORE, self.drafter.output_head
         hidden = self.hidden(input_ids, positions, documents)[0][keep].to(head.weight.dtype)
         choices = torch.full_like(labels, IGNORE)
-        choices[keep] = torch.cat([head(part).argmax(-1) for part in hidden.split(1024)])
+        choices[keep] = torch.cat([self.drafter.rule(head(part)).argmax(-1) for part in hidden.split(1024)])
         return choices
 
 

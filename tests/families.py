@@ -93,13 +93,13 @@ def family_config(name: str, **changes: Any) -> PreTrainedConfig:
     return kind(**{**sizes, "tie_word_embeddings": False, **FAMILIES[name], **changes})
 
 
-def save_family(path: Path, name: str, **changes: Any) -> Path:
-    """Write a random target of family `name` to `path`, whose next tokens depend on the text and are sure enough."""
+def save_family(path: Path, family: str, **changes: Any) -> Path:
+    """Write a random target of `family` to `path`, whose next tokens depend on the text and are sure enough."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(family_config(name, **changes)).eval()
+    model: Any = AutoModelForCausalLM.from_config(family_config(family, **changes)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "norm" not in name:  # Cohere's norms of queries and keys are matrices
                 parameter.mul_(6.0)
             elif parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -87,7 +87,8 @@ def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: b
     drafter = EarlyExit.from_model(model, exit_layer, own_head=own_head).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in drafter.layer.parameters():
-        parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+        if parameter.numel() > 1:  # one number alone has no spread
+            parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=dtype)
     return drafter
 
 

@@ -1,18 +1,22 @@
 """What an EESD training would cost, from the target's config alone: no weight is read."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draft_models.early_exit import exit_layers
-from draft_models.target.empty_models import decoder_layers, empty_layers, final_norm
+from draft_models.early_exit import EarlyExitStudent, exit_layers
+from draft_models.target.empty_models import decoder_layers, empty_layers, empty_model
+from train.optimizers import layer_matrices
 from train.settings import EesdConfig
 
 GB = 1e9
-# Of a trained parameter: float32 master, its gradient, and AdamW's two moments.
-BYTES_PER_TRAINED = 4 + 4 + 8
+# Of a trained parameter: float32 master, its gradient, and AdamW's two moments; Muon has one of its matrices.
+BYTES_PER_MOMENT = 4
+BYTES_PER_TRAINED = 4 + 4 + 2 * BYTES_PER_MOMENT
 
 
 @dataclass(frozen=True)
@@ -46,48 +50,66 @@ class Plan:
 def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> Plan:
     """The plan of `config` for a target of this shape.
 
-    Matrices cost 2 operations a parameter and token forward and 4 backward, frozen ones 2. Attention over seq_len
-    tokens costs 2 · 2 · seq_len/2 · d a token and layer forward, as keys and values are seen half on average.
+    What is held is counted on the student itself, made without weights. Matrices cost 2 operations a parameter and
+    token forward and 4 backward, frozen ones 2; of a mixture's experts those that a token is sent to. Attention over
+    seq_len tokens costs 2 · 2 · seq_len/2 · d a token and layer forward, as keys and values are seen half on average.
     """
-    layers = list(exit_layers(target, exit_layer))
-    model = empty_layers(target, layers)
-    embedding, layer = _count(model.get_input_embeddings()), _count(decoder_layers(model)[-1])
-    norm, head = _count(final_norm(model)), _count(model.get_output_embeddings())
-    tied = bool(target.tie_word_embeddings)
-    frozen_layers = target.num_hidden_layers if config.objective == "kl" else exit_layer
-    read_layers = frozen_layers if config.objective == "kl" else len(layers)
-    read = embedding + read_layers * layer + norm + (0 if tied else head)
-    parts = [
-        Part("embedding", embedding, trained=False),
-        Part(f"first {frozen_layers} layers", frozen_layers * layer, trained=False),
-        Part("exit layer", layer if config.train_layer else 0, trained=True),
-        Part("exit norm", norm, trained=True),
-    ]
-    if config.train_head:
-        parts.append(Part("exit head", head, trained=True))
-    if not config.train_head or config.objective == "kl":
-        parts.append(Part("target's head", 0 if tied else head, trained=False))
+    distill = config.objective == "kl"
+    model = empty_layers(target, range(target.num_hidden_layers) if distill else exit_layers(target, exit_layer))
+    head: Any = model.get_output_embeddings()
+    if target.tie_word_embeddings:
+        head.weight = model.get_input_embeddings().weight
+    read = sum(tensor.numel() for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+    student = EarlyExitStudent(
+        model, exit_layer, train_head=config.train_head, train_layer=config.train_layer, distill=distill
+    )
+    parts = _parts(student)
     width = torch.finfo(getattr(torch, config.frozen_dtype)).bits // 8
     rows = config.fit.micro_batch_rows or config.fit.batch_rows
     trained = sum(part.parameters for part in parts if part.trained)
+    one_moment = _count(layer_matrices(student)) if config.fit.optimizer == "muon" else 0
     memory = {
         "frozen weights": width * sum(part.parameters for part in parts if not part.trained),
-        "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained,
+        "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained - BYTES_PER_MOMENT * one_moment,
         # between the frozen layers and the exit layer, in float32; its own activations come on top, see the log
         f"hidden states of {rows} rows × {config.seq_len} tokens": 4 * rows * config.seq_len * target.hidden_size,
     }
     attention = 2 * config.seq_len * target.hidden_size
-    step = (6 if config.train_head else 4) * head + (3 * (2 * layer + attention) if config.train_layer else 0)
-    forward = 2 * layer + attention
-    taught = 2 * head if config.objective == "kl" else 0  # the target's own logits
+    forward = [2 * _met(layer, target) + attention for layer in decoder_layers(empty_model(target))]
+    head_work = _count(head.parameters())
+    step = (6 if config.train_head else 4) * head_work + (3 * forward[-1] if config.train_layer else 0)
+    taught = 2 * head_work if distill else 0  # the target's own logits
     return Plan(
         read=read,
         read_bytes=read * _stored_bytes(target),
-        parts=tuple(parts),
+        parts=parts,
         device_bytes=memory,
-        flops=frozen_layers * forward + taught + step,
-        full_flops=target.num_hidden_layers * forward + taught + step,
+        flops=sum(forward if distill else forward[:exit_layer]) + taught + step,
+        full_flops=sum(forward) + taught + step,
     )
+
+
+def _parts(student: EarlyExitStudent) -> tuple[Part, ...]:
+    """What `student` holds. A matrix that two parts share is counted with the first of them."""
+    stack, drafter = student.stack, student.drafter
+    before = [stack.embed_tokens, stack.embed_positions, stack.input_norm]
+    places: dict[str, tuple[list[nn.Module | None], bool]] = {
+        "embedding": (before, False),
+        f"first {len(stack.layers)} layers": ([stack.layers], False),
+        "exit layer": ([drafter.layer], True),
+        "exit norm": ([drafter.norm], True),
+        "exit head": ([drafter.head], True),
+        "target's norm": ([getattr(stack, "norm", None)], False),
+        "target's head": ([getattr(stack, "head", None)], False),
+    }
+    parts, seen = [], set[int]()
+    for name, (modules, trained) in places.items():
+        there = [module for module in modules if module is not None]
+        new = {id(p): p for module in there for p in module.parameters() if id(p) not in seen}
+        seen |= new.keys()
+        if there:
+            parts.append(Part(name, _count(new.values()), trained))
+    return tuple(parts)
 
 
 def describe_plan(plan: Plan, exit_layer: int, layers: int) -> str:
@@ -105,8 +127,14 @@ def describe_plan(plan: Plan, exit_layer: int, layers: int) -> str:
     return "\n".join(lines)
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _met(layer: nn.Module, target: PreTrainedConfig) -> int:
+    """The parameters of `layer` that a token meets. Tensors of three dimensions hold a matrix for each expert."""
+    chosen = getattr(target, "num_experts_per_tok", None) or 1
+    return sum(chosen * p[0].numel() if p.ndim == 3 else p.numel() for p in layer.parameters())
 
 
 def _stored_bytes(target: PreTrainedConfig) -> int:

@@ -25,9 +25,10 @@ from draft_models.rehearsal import rehearsable
 from draft_models.small_lm import USE, require_same_vocabulary
 from draft_models.target.anatomy import context_limit
 from draft_models.target.architectures import load_config
-from draft_models.target.attention import ATTENTION
+from draft_models.target.attention import ATTENTION, stock_name
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import load_tokenizer, open_target, pick_dtype
+from draft_models.target.proof import prove_layers
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
 from inference.drafters.small_lm import SmallLMSource
@@ -119,7 +120,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     elif state.is_main_process:
         step, metrics = best.restore(student)
         drafter = student.merged(served)
-        drafter.set_attn_implementation("sdpa")  # ours is of no use to others
+        drafter.set_attn_implementation(stock_name(drafter))  # ours is of no use to others
         export(drafter, tokenizer, out_dir)
         facts: dict[str, Any] = {"objective": config.objective, "data": config.data.source}
         facts |= {"steps": result.steps, "chosen step": step}
@@ -158,7 +159,7 @@ def drafter_config(
         "num_hidden_layers": drafter.layers,
         "num_attention_heads": drafter.heads,
         "num_key_value_heads": drafter.kv_heads or drafter.heads,
-        "max_position_embeddings": target.max_position_embeddings,
+        "max_position_embeddings": context_limit(target),
         "tie_word_embeddings": drafter.tied,
     }
     return LlamaConfig(**shape, **special_tokens(tokenizer))
@@ -167,7 +168,7 @@ def drafter_config(
 def require_room(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> None:
     """Raise `UserError` where rows or continuations are longer than a model's context."""
     for name, model in (("target", target), ("drafter", drafter)):
-        limit = model.max_position_embeddings
+        limit = context_limit(model)
         if config.seq_len > limit:
             raise UserError(f"seq_len={config.seq_len}: the {name}'s context is {limit} tokens")
         if config.decode_tokens >= limit:
@@ -189,6 +190,7 @@ def start_lm(
         else:
             files = open_tensors(drafter.path, drafter.revision)
             lm = load_layers(files, shape, range(shape.num_hidden_layers), dtype=torch.float32)
+            prove_layers(lm, f"drafter.path={drafter.path}")
             lm.requires_grad_(True)
         if config.lora_rank:
             alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha

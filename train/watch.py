@@ -91,5 +91,6 @@ def target_choices(stack: LayerStack, batch: dict[str, Tensor]) -> Tensor:
     keep = moved["labels"] != IGNORE
     choices = moved["labels"].clone()
     hidden = packed_hidden(stack, moved["input_ids"], moved["positions"], moved["documents"])[keep]
-    choices[keep] = torch.cat([stack.head(part).argmax(-1) for part in hidden.split(1024)])
+    rule = stack.anatomy.logits
+    choices[keep] = torch.cat([rule(stack.head(part)).argmax(-1) for part in hidden.split(1024)])
     return choices

@@ -215,12 +215,20 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def stock_name(model: PreTrainedModel) -> str:
+    """The attention that transformers takes for `model` where nothing else is asked for. Gemma 2 has no sdpa there."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 @contextmanager
-def stock_attention(model: PreTrainedModel, name: str = "sdpa") -> Iterator[None]:
-    """`model` with transformers' own attention `name`; it may share its layers with the runtime, which uses ours."""
+def stock_attention(model: PreTrainedModel, name: str | None = None) -> Iterator[None]:
+    """`model` with transformers' own attention `name`; it may share its layers with the runtime, which uses ours.
+
+    None: `stock_name`'s.
+    """
     ours = model.config._attn_implementation
     if ours == ATTENTION:  # a model that cannot have ours has transformers' own already
-        model.set_attn_implementation(name)
+        model.set_attn_implementation(name or stock_name(model))
     try:
         yield
     finally:

@@ -57,21 +57,33 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 def empty_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedModel:
     """The same with the given layers only, in that order, each as it is in the whole model."""
-    parts = anatomy(config)
-    model = empty_model(config)
-    base, _, attribute = parts.layers.rpartition(".")
-    every: Any = model.get_submodule(parts.layers)
+    return pick_layers(empty_model(config), layers, {})
+
+
+def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int, Any]) -> PreTrainedModel:
+    """A copy of `model` with the given ones of its layers only, in that order.
+
+    copied: what stands in the place of a part's copy, by the part's id (as in `copy.deepcopy`). It grows.
+    """
+    parts, every = anatomy_of(model), decoder_layers(model)
+    copied[id(every)] = nn.ModuleList()
+    picked = copy.deepcopy(model, copied)
     # A layer may be wanted twice. All go on looking at one config, by which transformers chooses their attention.
-    chosen = [copy.deepcopy(every[index], {id(model.config): model.config}) for index in layers]
+    chosen = [copy.deepcopy(every[index], dict(copied)) for index in layers]
     for place, layer in enumerate(chosen):
         number_layer(layer, place)
-    setattr(model.get_submodule(base), attribute, nn.ModuleList(chosen))
-    for name, values in list(vars(config).items()):
-        if isinstance(values, list | tuple) and len(values) == config.num_hidden_layers:  # one for each layer
-            setattr(model.config, name, [values[index] for index in layers])
-    model.config.num_hidden_layers = len(layers)
-    model.anatomy = parts.select(layers)  # type: ignore[assignment]
-    return model
+    picked.get_submodule(parts.layers).extend(chosen)  # type: ignore[operator]  # a module list
+    for name, values in settings_by_layer(model.config).items():
+        setattr(picked.config, name, [values[index] for index in layers])
+    picked.config.num_hidden_layers = len(layers)
+    picked.anatomy = parts.select(layers)  # type: ignore[assignment]
+    return picked
+
+
+def settings_by_layer(config: PreTrainedConfig) -> dict[str, Sequence[Any]]:
+    """The lists in `config` that have an entry for each layer, by name."""
+    lists = {name: values for name, values in vars(config).items() if isinstance(values, list | tuple)}
+    return {name: values for name, values in lists.items() if len(values) == config.num_hidden_layers}
 
 
 def number_layer(layer: nn.Module, index: int) -> None:

@@ -2,14 +2,16 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from draft_models.target.anatomy import context_limit
 from draft_models.target.attention import stock_attention
+from draft_models.target.empty_models import anatomy_of, decoder_layers, pick_layers, settings_by_layer
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM, RowCache
 from outrider.errors import UserError, reason
@@ -20,6 +22,7 @@ from outrider.errors import UserError, reason
 EXACT, ROUNDED = 1e-4, 0.1
 LARGEST_COPY = 2 * 2**30  # bytes of a float32 copy that is worth its memory
 LONGEST_WINDOW = 4096  # that a text is made to go beyond
+FEW_TOKENS = 4096  # of the vocabulary that a copy of some layers has
 SHORT = 12  # tokens of a text that goes beyond nothing
 
 # Logits [n, V] of tokens [n] at positions [n] that see what `visible` [n, cached + n] says, after what a cache holds.
@@ -29,15 +32,19 @@ Feed = Callable[[Tensor, Tensor, Tensor, RowCache], Tensor]
 def prove_layers(model: PreTrainedModel, name: str) -> None:
     """Raise `UserError` unless a `LayerStack` of `model` agrees with the model's own forward (see `_difference`).
 
-    Weights of 16 bits are compared in float32 where a copy is small enough. name: the option and value that gave the
-    model, for the message.
+    Weights of 16 bits are compared in float32. Where a copy of the whole is too large, one of some layers is compared
+    (see `_one_of_each_kind`), and the whole coarsely. name: the option and value that gave the model, for the message.
     """
-    allowed = EXACT
-    if next(model.parameters()).dtype in (torch.bfloat16, torch.float16):
-        if 4 * sum(parameter.numel() for parameter in model.parameters()) <= LARGEST_COPY:
-            model = copy.deepcopy(model).float()
-        else:
-            allowed = ROUNDED
+    if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
+        _prove_layers(model, name, EXACT)
+    elif 4 * sum(parameter.numel() for parameter in model.parameters()) <= LARGEST_COPY:
+        _prove_layers(copy.deepcopy(model).float(), name, EXACT)
+    else:
+        _prove_layers(model, name, ROUNDED)
+        _prove_layers(_one_of_each_kind(model), name, EXACT)
+
+
+def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
     stack = LayerStack(model)
     for length in _lengths(model.config, stack.windows):
         try:
@@ -52,6 +59,32 @@ def prove_layers(model: PreTrainedModel, name: str) -> None:
                 f"spread at {place} (rounding: up to {allowed:.0e}), so it does something that is not known here. "
                 "Drafters that need no layers of it are not affected (prompt lookup, n-grams, small LMs)"
             )
+
+
+def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
+    """A float32 copy of `model` with the first layer of every kind, in their order, and its first tokens.
+
+    Layers are of a kind where they are called alike, have the same entries in the config's lists, and consist of the
+    same modules with the same switches.
+    """
+    first: dict[Any, int] = {}
+    by_layer = settings_by_layer(model.config).values()
+    for index, (layer, call) in enumerate(zip(decoder_layers(model), anatomy_of(model).calls, strict=True)):
+        made_of = [(type(module), _switches(module)) for module in layer.modules()]
+        first.setdefault((call, str([values[index] for values in by_layer]), str(made_of)), index)
+    embed: Any = model.get_input_embeddings()
+    outer = [*embed.parameters(), *model.get_output_embeddings().parameters()]
+    cut = {id(weight): nn.Parameter(weight[:FEW_TOKENS].detach().float(), False) for weight in outer}
+    copied = pick_layers(model, list(first.values()), cut).float()
+    own: Any = copied.get_input_embeddings()
+    own.num_embeddings, own.padding_idx = len(own.weight), None
+    copied.config.get_text_config().vocab_size = len(own.weight)
+    return copied
+
+
+def _switches(module: nn.Module) -> list[tuple[str, object]]:
+    """What is on, off, named or absent in a module."""
+    return sorted((name, value) for name, value in vars(module).items() if value is None or type(value) in (bool, str))
 
 
 def prove_rows(lm: PlainLM) -> None:

@@ -25,6 +25,7 @@ from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig
 from inference.stopwatch import Clock
 from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.tree import DraftTree
+from outrider.errors import UserError
 from outrider.groups import ALONE, Group
 from outrider.streams import Streams
 
@@ -143,7 +144,16 @@ def measure(
     def rounds() -> Iterator[Round]:
         while True:
             drafter = Shaped(make_shaped(explicit[0], streams).model, probe)
-            yield from (r for r in decode(speculative, drafter, tokens=new_tokens) if r.drafted)
+            drafted = False
+            for r in decode(speculative, drafter, tokens=new_tokens):
+                if r.drafted:
+                    drafted = True
+                    yield r
+            if not drafted:
+                raise UserError(
+                    f"the {method.source} drafter proposed nothing in a text of {new_tokens} tokens, so it cannot be "
+                    "measured: expected logits that are numbers; look at its training, or evaluate a fixed size"
+                )
 
     verified: list[tuple[int, float]] = []
     rests: list[float] = []

@@ -20,6 +20,7 @@ from draft_models.target.tensor_files import open_tensors
 from inference.drafters.early_exit import EarlyExitSource
 from inference.session import TargetSession
 from inference.tree import ROOT, chain_parents
+from tests.families import save_family
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -59,16 +60,17 @@ def draft_logits(stack: LayerStack, drafter: EarlyExit, tokens: list[int]) -> to
 
 @pytest.mark.parametrize("own_head", [True, False])
 @pytest.mark.parametrize("own_layer", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "phi"])  # whose head has a bias
 def test_transformers_gets_the_same_drafter(tmp_path: Path, architecture: str, own_layer: bool, own_head: bool) -> None:
     from subjects import as_model
 
-    path = save_target(tmp_path, architecture, kv_heads=2)
+    path = save_family(tmp_path, "phi") if architecture == "phi" else save_target(tmp_path, architecture, kv_heads=2)
     drafter = make_drafter(path, 2, noise=0.5, own_head=own_head)
     if not own_layer:
         drafter.layer = NoLayer()
     if drafter.head is not None:
-        drafter.head.weight += 0.1
+        for weight in drafter.head.parameters():
+            weight += 0.1
     drafter.norm.weight += 0.1
     tokens = random_prompt(9)
     model = as_model(str(path), drafter, torch.device("cpu"), torch.float32)

@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.planted_faults import rope_scaled
 from data_prep.settings import DataConfig
 from draft_models.card import CARD_FILE, add_report
 from draft_models.small_lm import load_small_lm
 from draft_models.target.architectures import load_config
-from draft_models.target.open_target import load_tokenizer
+from draft_models.target.open_target import load_tokenizer, open_target
 from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
@@ -27,6 +28,7 @@ from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.processes import join_processes
 from outrider.run_dirs import LOCK_FILE
+from tests.families import save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, TORCHRUN, finetuning, finish, kill_when, launch, log, same
@@ -349,6 +351,8 @@ def test_bad_input_names_what_is_wrong_before_anything_is_written(
     out_dir = tmp_path / "out"
     other = save_target(tmp_path / "other")
     short = save_target(tmp_path / "short", max_position_embeddings=32)
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    rescaled = save_target(tmp_path / "rescaled", rope_parameters=rope)
     vocabulary = byte_tokenizer()
     vocabulary.add_tokens(["<extra>"])
     vocabulary.save_pretrained(other)
@@ -359,6 +363,7 @@ def test_bad_input_names_what_is_wrong_before_anything_is_written(
         "seq_len=999: the target's context is 256": {"seq_len": 999},
         "decode_tokens=256: expected less": {"decode_tokens": 256},
         "seq_len=48: the drafter's context is 32": {"drafter": DrafterConfig(path=str(short))},
+        "seq_len=48: the drafter's context is 32 ": {"drafter": DrafterConfig(path=str(rescaled))},
     }
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):
@@ -391,6 +396,27 @@ def test_what_is_started_is_what_was_asked_for(target: Path, small: Path, corpus
                          drafter=DrafterConfig(path=str(small)))  # fmt: skip
         lm: Any = start_lm(run, load_config(str(small)), tokenizer, torch.device("cpu"))
         assert lm.peft_config["default"].lora_alpha == expected
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi"])
+def test_a_drafter_of_another_family_is_trained(tmp_path: Path, corpus: DataConfig, family: str) -> None:
+    """Soft caps, which transformers has no fused attention for, and a head with a bias; on its own samples as well."""
+    large = save_family(tmp_path / "large", family)
+    small = save_family(tmp_path / "small", family, intermediate_size=32)
+    run = finetuning(large, corpus, tmp_path / "out", on_policy=0.5, drafter=DrafterConfig(path=str(small)))
+    finetune_drafter(run)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.config.model_type == family
+    assert exported.config._attn_implementation in ("eager", "sdpa")
+    assert exported.config.intermediate_size == 32
+    assert not same(weights(tmp_path / "out"), weights(small))
+    open_target(str(tmp_path / "out")).layers(dtype=torch.float32)  # proves itself
+
+
+def test_a_drafter_must_prove_itself(target: Path, small: Path, corpus: DataConfig) -> None:
+    run = finetuning(target, corpus, Path("out"), drafter=DrafterConfig(path=str(small)))
+    with rope_scaled(1.01), pytest.raises(UserError, match=r"drafter\.path=.* differ from its own forward's"):
+        start_lm(run, load_config(str(small)), load_tokenizer(str(target)), torch.device("cpu"))
 
 
 def test_a_new_drafter_is_saved_as_the_target_is(tmp_path: Path, corpus: DataConfig) -> None:

@@ -13,9 +13,12 @@ from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.target.architectures import load_config
 from draft_models.target.stack import load_layers
 from draft_models.target.tensor_files import open_tensors
-from tests.tiny import save_target
+from tests.families import FAMILIES, family_config, save_family
+from tests.tiers import quick_where
+from tests.tiny import random_prompt, save_target
 from train.early_exit import train_early_exit
 from train.fit_settings import FitConfig
+from train.optimizers import build_optimizer
 from train.plan import describe_plan, make_plan
 from train.settings import EesdConfig
 
@@ -63,26 +66,66 @@ def test_the_work_and_the_memory_are_counted_part_by_part() -> None:
     assert distilled.flops == distilled.full_flops == layers * forward + 2 * head + step  # the target's logits too
 
 
+def require_allocated(path: Path, config: EesdConfig) -> None:
+    """The plan of `config` for the target in `path` is what is read, trained and held after a step of training."""
+    target, files = load_config(str(path)), open_tensors(str(path))
+    plan = make_plan(config, target, 2)
+    distill = config.objective == "kl"
+    layers = range(target.num_hidden_layers) if distill else exit_layers(target, 2)
+    frozen_dtype = getattr(torch, config.frozen_dtype)
+    model = load_layers(files, target, layers, dtype=frozen_dtype)
+    assert plan.read_bytes == files.bytes_read
+    student = EarlyExitStudent(model, 2, train_head=config.train_head, train_layer=config.train_layer, distill=distill)
+    optimizer = build_optimizer(student, config.fit)
+    student(**BATCH)["loss_sum"].backward()
+    optimizer.step()
+    parameters = list(student.parameters())
+    frozen = [p for p in parameters if not p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
+    gradients = [p.grad for p in trained if p.grad is not None]
+    moments = [m for state in optimizer.state.values() for m in state.values() if torch.is_tensor(m) and m.ndim]
+    assert plan.trained == sum(p.numel() for p in trained)
+    assert sum(p.parameters for p in plan.parts) == sum(p.numel() for p in parameters)
+    held_frozen, held_trained, _ = plan.device_bytes.values()
+    assert held_frozen == sum(p.nbytes for p in frozen)
+    unused = sum(p.numel() for p in trained if p.grad is None)  # biases of routers, which choose but do not weigh
+    assert unused < 1e-3 * plan.trained
+    assert held_trained - 12 * unused == sum(t.nbytes for t in (*trained, *gradients, *moments))
+
+
+IDS = torch.tensor([random_prompt(24)])
+BATCH = {
+    "input_ids": IDS, "labels": IDS.roll(-1, 1), "positions": torch.arange(24)[None],
+    "documents": torch.zeros(1, 24, dtype=torch.long),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("train_head", [True, False])
 @pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
 @pytest.mark.slow
 def test_the_plan_is_what_happens(tmp_path: Path, objective: str, train_head: bool, tied: bool) -> None:
     path = save_target(tmp_path / "target", tied=tied)
-    target, files = load_config(str(path)), open_tensors(str(path))
     config = replace(CONFIG, objective=objective, train_head=train_head, frozen_dtype="float32")
-    plan = make_plan(config, target, 2)
-    layers = range(target.num_hidden_layers) if objective == "kl" else exit_layers(target, 2)
-    model = load_layers(files, target, layers, dtype=torch.float32)
-    assert plan.read_bytes == files.bytes_read
-    student = EarlyExitStudent(model, 2, train_head=train_head, distill=objective == "kl")
-    assert plan.trained == sum(p.numel() for p in student.parameters() if p.requires_grad)
-    frozen = {id(p): p.numel() for p in student.parameters() if not p.requires_grad}
-    own_norm = 64 if objective == "kl" else 0  # the target's final norm, which distillation runs
-    shared = 0 if train_head or tied or objective == "kl" else student.drafter.output_head.weight.numel()
-    assert sum(frozen.values()) + shared * (not any("head" in n for n, _ in student.stack.named_parameters())) == (
-        sum(p.parameters for p in plan.parts if not p.trained) + own_norm
-    )
+    require_allocated(path, config)
+    require_allocated(path, replace(config, fit=replace(config.fit, optimizer="muon")))
+    require_allocated(path, replace(config, train_layer=False))
+
+
+@pytest.mark.parametrize("family", quick_where(lambda name: name in ("ernie4_5_moe", "gpt2"), sorted(FAMILIES)))
+def test_the_plan_of_a_family_is_what_happens(tmp_path: Path, family: str) -> None:
+    """Learned positions, heads with a bias, layers of several sizes, experts."""
+    path = save_family(tmp_path / "target", family)
+    config = replace(CONFIG, frozen_dtype="float32")  # in 16 bits transformers keeps a few routers in 32
+    for objective, train_head in (("cross_entropy", True), ("kl", False)):
+        require_allocated(path, replace(config, objective=objective, train_head=train_head))
+
+
+def test_a_token_costs_the_experts_it_meets() -> None:
+    """Mixtral sends it to 2 of 4: a step costs what a mixture of 2 experts does, but for its router."""
+    every, two = (make_plan(CONFIG, family_config("mixtral", num_experts=n, num_local_experts=n), 2) for n in (4, 2))
+    assert every.trained > two.trained
+    assert every.flops - two.flops == 5 * 2 * 2 * 32  # twice forward, three times the exit layer: routers of width 32
 
 
 def test_the_command_plans_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

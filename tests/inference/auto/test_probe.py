@@ -161,6 +161,16 @@ def test_what_needs_no_measuring_is_left_alone(models: tuple, monkeypatch: pytes
     assert tune({"tree": tree}, stack, drafters, random_prompt(9), clock=slow)[0]["tree"].structure.delta == 1.0
 
 
+def test_a_drafter_without_numbers_is_refused(tmp_path: Path) -> None:
+    """It drafts nothing, in any text, and a tree's δ is measured on drafts."""
+    path = save_target(tmp_path)
+    drafter = make_drafter(path, LAYERS - 1)
+    drafter.output_head.weight.data.fill_(torch.nan)
+    tree = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=6))
+    with pytest.raises(UserError, match="early_exit drafter proposed nothing in a text of"):
+        tune({"tree": tree}, open_stack(path)[1], {"early_exit": Calibrated(drafter)}, random_prompt(9))
+
+
 def test_a_padding_runtime_has_steps_in_its_costs(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, drafters, _ = models
     clock = WorkClock(monkeypatch)
