@@ -91,6 +91,7 @@ def test_candidates_beyond_the_support_change_nothing(p: list[int], q: list[int]
 
 @given(p=weights, q=weights, k=st.integers(2, 3))
 @settings(deadline=None, max_examples=30)
+@pytest.mark.slow
 def test_independent_draws_may_drop_their_repeats(p: list[int], q: list[int], k: int) -> None:
     """The without-replacement rule passes over repeats, and the draws that are left are draws without replacement."""
     found = node_law(WITHOUT, distribution(p), distribution(q), k, replace=True)

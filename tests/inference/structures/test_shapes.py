@@ -205,6 +205,7 @@ def test_draws_without_replacement_follow_the_sequential_law(k: int) -> None:
     assert (exhausted[:, -1] == -1).all()
 
 
+@pytest.mark.slow
 def test_k_config_draws_have_their_laws() -> None:
     """Through the tree, both sampled modes: sequences of two draws at the root."""
     total = 4000

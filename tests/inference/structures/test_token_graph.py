@@ -42,6 +42,7 @@ def pruned_tree(q: Q, limit: int, out_degree: int, theta_prob: float, theta_sibl
 
 @settings(max_examples=200)
 @given(q=untied, config=graphs)
+@pytest.mark.slow
 def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> None:
     config = config | {"limit": min(config["limit"], 4)}
     source = KnownSource(q)
