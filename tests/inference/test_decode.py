@@ -236,6 +236,7 @@ def test_cut() -> None:
     assert cut([2], {2}, 1) == (2,)
 
 
+@pytest.mark.slow
 def test_stop_strings_anywhere_in_a_block(tmp_path: Path) -> None:
     """Text ends with the token that completes the string, as with transformers' own `stop_strings`."""
     path = save_target(tmp_path)

@@ -153,6 +153,7 @@ def test_any_kind_drafts(tiny_models: Path, folder: Path, given: dict[str, Any],
     assert model.generate(PROMPT, max_new_tokens=16) == expected
 
 
+@pytest.mark.slow
 def test_a_report_is_that_of_the_command(model: Any, tmp_path: Path) -> None:
     report = model.report([PROMPT, ["a question?", "and then?"]], max_new_tokens=6, out_dir=str(tmp_path / "kept"))
     assert (report["method"], report["lossless"]["identical"], report["turns"]) == ("eesd_beta", 3, 3)

@@ -82,6 +82,7 @@ def test_a_finished_run_is_kept(alone: EvaluateConfig, monkeypatch: pytest.Monke
     assert tokens(alone) == before
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused(
     alone: EvaluateConfig, models: Path, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

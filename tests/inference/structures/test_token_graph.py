@@ -54,7 +54,7 @@ def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> Non
     assert set(source.paths) == {path[:-1] for path in expected}  # only what has children was fed
 
 
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=300)
 @given(q=sources, config=graphs, tau=st.integers(1, 3), budget=st.sampled_from([7, 30, 300]))
 def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int) -> None:
     source = KnownSource(q)
