@@ -98,6 +98,7 @@ def test_independent_draws_may_drop_their_repeats(p: list[int], q: list[int], k:
     assert found == plain(everywhere(distribution(p)), 1)
 
 
+@settings(deadline=None)
 @given(p=weights, candidates=st.lists(st.integers(0, 3), max_size=5))
 def test_naive_is_sampling_from_p_and_looking(p: list[int], candidates: list[int]) -> None:
     """A candidate is accepted exactly when the one sample from p equals it; its first copy, if it is repeated."""

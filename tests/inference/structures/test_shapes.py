@@ -118,6 +118,7 @@ def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
 # --- k-config ----------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     q=sources,
     widths=st.lists(st.integers(1, 4), min_size=1, max_size=3),
@@ -252,6 +253,7 @@ shapes = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     q=sources,
     shape=st.one_of(shapes, st.just(EAGLE_25), st.integers(1, 40).map(binary_shape)),
