@@ -7,27 +7,28 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 from pathlib import Path
 
 import pytest
-import torch
 
-from draft_models.tiny_models import save_tiny_models
-from tests.tiers import COLLECTED, beyond_two_cases
+from tests.tiers import COLLECTED, beyond_one_case
+
+# torch is imported where it is used: what hands the tests out to workers reads this file and runs none of them.
 
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and what can draft for it (see `save_tiny_models`); not to be written to."""
+    from draft_models.tiny_models import save_tiny_models
+
     folder = tmp_path_factory.mktemp("models")
     save_tiny_models(folder, "llama")
     return folder
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # tiny models; workers share the cores
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in beyond_two_cases(items):
+    import torch
+
+    torch.set_num_threads(1)  # tiny models; workers share the cores
+    for item in beyond_one_case(items):
         item.add_marker(pytest.mark.slow)
     config.stash[COLLECTED] = [(str(item.path), {mark.name for mark in item.iter_markers()}) for item in items]
     if torch.cuda.is_available():

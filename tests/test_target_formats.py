@@ -46,6 +46,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.slow
 def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig, form: str) -> None:
     target = targets[form]
     train_early_exit(distilling(target, corpus, tmp_path / "eesd", objective="kl", train_head=False))

@@ -9,13 +9,13 @@ import pytest
 COLLECTED = pytest.StashKey[list[tuple[str, set[str]]]]()
 
 
-def beyond_two_cases(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The cases of parametrized tests that the quick tier leaves out: all quick ones but the first and the last."""
+def beyond_one_case(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The cases of parametrized tests that the quick tier leaves out: all quick ones but the first."""
     quick: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow") is None:
             quick.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [item for cases in quick.values() for item in cases[1:-1]]
+    return [item for cases in quick.values() for item in cases[1:]]
 
 
 def quick_where(is_quick: Callable[[Any], bool], cases: Iterable[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from draft_models.target.anatomy import Anatomy
 from draft_models.target.attention import ATTENTION
@@ -47,12 +48,14 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     Raises `UserError` for a config that no model can be made of.
     """
     try:
-        with init_empty_weights(include_buffers=False):
-            return AutoModelForCausalLM.from_config(
+        with init_empty_weights(include_buffers=False), no_init_weights():  # there is nothing to draw on meta
+            model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), attn_implementation=ATTENTION, trust_remote_code=False
             )
     except Exception as error:
         raise UserError(f"{config.name_or_path}: its {CONFIG_FILE} describes no model ({reason(error)})") from error
+    model.tie_weights()
+    return model
 
 
 def empty_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedModel:

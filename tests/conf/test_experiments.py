@@ -108,7 +108,8 @@ def test_what_can_be_rehearsed_has_a_random_target() -> None:
     assert set(get_args(Architecture)) == set(TINY_ARCHITECTURES)
 
 
-@pytest.mark.parametrize("architecture", quick_where(lambda name: name == "llama", TINY_ARCHITECTURES))
+@pytest.mark.parametrize("architecture", TINY_ARCHITECTURES)
+@pytest.mark.slow
 def test_every_architecture_can_be_rehearsed(architecture: str, tmp_path: Path) -> None:
     overrides = ["debug=true", f"debug_architecture={architecture}", f"out_dir={tmp_path / 'run'}"]
     run("eesd", composed("eesd/llama2_13b", *overrides, "fit.micro_batch_rows=64", "decode_prompts=16"))
@@ -125,6 +126,7 @@ def test_every_architecture_can_be_rehearsed(architecture: str, tmp_path: Path) 
     assert [arm["method"] for arm in report["reports"]] == methods
 
 
+@pytest.mark.slow
 def test_a_rehearsal_is_repeated_or_resumed_and_deletes_only_its_own(tmp_path: Path) -> None:
     overrides = ["debug=true", f"out_dir={tmp_path / 'run'}"]
     config = composed("generate_responses/llama2_13b", *overrides)

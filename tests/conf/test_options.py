@@ -64,6 +64,7 @@ class Declared:
     fourth: int = 4
 
 
+@pytest.mark.slow
 def test_the_command_prints_it_without_torch_and_whoever_reads_may_leave() -> None:
     command = [sys.executable, ROOT / "train/eesd.py", "--help"]
     whole = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -86,6 +86,7 @@ def test_a_file_is_no_larger_than_asked(tmp_path: Path, sources: dict[str, Path]
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
+@pytest.mark.slow
 def test_a_killed_conversion_goes_on(
     tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:

@@ -246,6 +246,7 @@ def test_graphs_replay_to_the_same_tokens(
 
 
 @pytest.mark.usefixtures("recorded")
+@pytest.mark.slow
 def test_graphs_keep_the_rotary_tables_they_read(target: Path) -> None:
     """A longer text in another arena has them made anew, twice; the graphs of the first arena read the older ones."""
     _, stack = open_stack(target)

@@ -124,6 +124,7 @@ def test_the_target_as_its_own_drafter_is_always_right(tmp_path: Path, own_head:
     assert [len(r.tokens) for r in rounds] == [5] * 8
 
 
+@pytest.mark.slow
 def test_eos_at_every_position(tmp_path: Path) -> None:
     """Text ends with the first EOS wherever in a round it falls: first token, inside a draft, the bonus."""
     path = save_target(tmp_path)
@@ -235,6 +236,7 @@ def test_cut() -> None:
     assert cut([2], {2}, 1) == (2,)
 
 
+@pytest.mark.slow
 def test_stop_strings_anywhere_in_a_block(tmp_path: Path) -> None:
     """Text ends with the token that completes the string, as with transformers' own `stop_strings`."""
     path = save_target(tmp_path)

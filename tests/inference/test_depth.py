@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.target.stack import LayerStack
@@ -76,6 +76,7 @@ def noting(drafter: Any, seen: Seen) -> Any:
     return drafter
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=40))
 def test_the_depth_of_any_tree(places: list[int]) -> None:
     parents = tuple(place % (node + 1) - 1 for node, place in enumerate(places))

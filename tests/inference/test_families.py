@@ -28,7 +28,7 @@ from tests.families import FAMILIES, LAYERS, save_family
 from tests.tiers import quick_where
 from tests.tiny import method_of, random_prompt, reference_generate
 
-SHAPES = {"chain": StructureConfig(), "tree": StructureConfig(kind="opt_tree", nodes=10, delta=0.0, max_depth=5)}
+SHAPES = (StructureConfig(), StructureConfig(kind="opt_tree", nodes=10, delta=0.0, max_depth=5))
 TOKENS = 20
 
 
@@ -57,17 +57,16 @@ def test_greedy_equals_generate(target: OpenTarget) -> None:
     stack, prompt = target.stack(dtype=torch.float32), random_prompt(14)
     plain = AutoModelForCausalLM.from_pretrained(target.source, dtype=torch.float32).eval()
     expected = reference_generate(plain, prompt, TOKENS)
-    drafter = exit_of(target, LAYERS - 1, noise=0.05)
+    exits = EarlyExitSource(exit_of(target, LAYERS - 1, noise=0.05))
+    drafters = [PromptLookup(), *(Shaped(exits, make_structure(method_of(shape), Streams(0))) for shape in SHAPES)]
     drafted = 0
     for runtime in (Eager(), Graphed()):
         plainly = autoregressive(stack, prompt, max_new_tokens=TOKENS, runtime=runtime)
         assert [t for r in plainly for t in r.tokens] == expected
-        for shape in SHAPES.values():
-            made = Shaped(EarlyExitSource(drafter), make_structure(method_of(shape), Streams(0)))
-            for each in (made, PromptLookup()):
-                rounds = list(speculative(stack, each, prompt, max_new_tokens=TOKENS, runtime=runtime))
-                assert [t for r in rounds for t in r.tokens] == expected
-                drafted += sum(r.accepted for r in rounds)
+        for drafter in drafters:
+            rounds = list(speculative(stack, drafter, prompt, max_new_tokens=TOKENS, runtime=runtime))
+            assert [t for r in rounds for t in r.tokens] == expected
+            drafted += sum(r.accepted for r in rounds)
     assert drafted > 0
 
 

@@ -22,6 +22,7 @@ from inference.settings import MethodConfig, StopConfig
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.streams import Streams
+from tests.pairwise import all_pairs
 from tests.tiers import quick_where
 from tests.tiny import (
     ARCHITECTURES,
@@ -167,9 +168,10 @@ def test_every_linear_is_replaced_and_shared_ones_stay_shared() -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("own_head", [True, False])
-@pytest.mark.parametrize("architecture", quick_where(lambda name: name == "llama", ARCHITECTURES))
+@pytest.mark.parametrize(
+    ("architecture", "tied", "own_head"),
+    quick_where(lambda row: row[0] == "llama", all_pairs(ARCHITECTURES, (True, False), (True, False))),
+)
 def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied: bool, own_head: bool) -> None:
     path = save_target(tmp_path, architecture, tied=tied, kv_heads=2)
     model, _ = open_stack(path)

@@ -353,6 +353,7 @@ def test_a_decay_needs_an_end_token(saying: Callable[..., Path], tmp_path: Path)
         evaluate(path, tmp_path / "out", ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_sizes_are_measured_by_the_same_choice(
     saying: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

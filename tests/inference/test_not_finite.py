@@ -30,10 +30,12 @@ from inference.settings import MethodConfig, SamplingConfig, StopConfig
 from inference.structures.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
+from tests.pairwise import all_pairs
 from tests.recorded import record_graphs
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
 SOURCES = ("early_exit", "small_lm", "plain_lm")
+RUNTIMES = ("eager", "graphed", "recorded")
 NAN, INFINITY = math.nan, math.inf
 PROMPT = random_prompt(14)
 METHOD = MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))
@@ -76,7 +78,7 @@ def models(path: Path) -> Models:
     return Models(path)
 
 
-@pytest.fixture(params=["eager", "graphed", "recorded"])
+@pytest.fixture(params=RUNTIMES)
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     if request.param == "recorded":
@@ -102,13 +104,16 @@ def draft(
 # --- what is left behind, and what is drafted ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["graphed", "recorded"], indirect=True)
-@pytest.mark.parametrize("poison", [NAN, INFINITY])
-@pytest.mark.parametrize(("source", "structure"), [("early_exit", "chain"), ("small_lm", "opt_tree")])
+@pytest.mark.parametrize(
+    ("drafted", "poison", "runtime"),
+    all_pairs([("early_exit", "chain"), ("small_lm", "opt_tree")], [NAN, INFINITY], ["graphed", "recorded"]),
+    indirect=["runtime"],
+)
 @pytest.mark.slow
 def test_what_a_generation_leaves_behind_changes_no_other(
-    models: Models, runtime: Graphed, source: str, structure: str, poison: float
+    models: Models, runtime: Graphed, drafted: tuple[str, str], poison: float
 ) -> None:
+    source, structure = drafted
     expected = plain(models, 16)
     for _ in range(2):
         assert plain(models, 16, runtime) == expected
@@ -121,16 +126,19 @@ def test_what_a_generation_leaves_behind_changes_no_other(
                     memory.fill_(poison if memory.is_floating_point() else 0)
 
 
-@pytest.mark.parametrize("poison", [NAN, INFINITY])
-@pytest.mark.parametrize("structure", ["chain", "k_config", "opt_tree"])
-@pytest.mark.parametrize("source", SOURCES)
+SHAPES = ("chain", "k_config", "opt_tree")
+DRAFTED = [  # a plain LM runs eagerly
+    *all_pairs(["early_exit", "small_lm"], SHAPES, [NAN, INFINITY], RUNTIMES),
+    *all_pairs(["plain_lm"], SHAPES, [NAN, INFINITY], ["eager"]),
+]
+
+
+@pytest.mark.parametrize(("source", "structure", "poison", "runtime"), DRAFTED, indirect=["runtime"])
 @pytest.mark.slow
 def test_a_drafted_token_that_is_no_number_changes_no_other(
     models: Models, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, poison: float
 ) -> None:
     """Every model computes NaN of a token that some drafts have and the text has not: it must be as if they had not."""
-    if runtime.name == "graphed" and source == "plain_lm":
-        pytest.skip("it runs eagerly")
     expected = plain(models, 20)
     bad = next(token for token in range(VOCABULARY) if token not in expected and token not in PROMPT)
     for embedding in models.embeddings():
@@ -155,9 +163,10 @@ def test_a_drafted_token_that_is_no_number_changes_no_other(
         assert any(accepted[accepted.index(0) :])  # drafting recovers
 
 
-@pytest.mark.parametrize("sampler", [None, Sampler(SamplingConfig(temperature=0.7, top_p=0.9))])
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("source", "structure", "sampler"),
+    all_pairs(SOURCES, STRUCTURES, [None, Sampler(SamplingConfig(temperature=0.7, top_p=0.9))]),
+)
 def test_a_drafter_without_numbers_costs_acceptance_only(
     models: Models, source: str, structure: str, sampler: Sampler | None
 ) -> None:
@@ -191,14 +200,13 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-@pytest.mark.parametrize("arm", ["plain", "chain", "k_config"])
+@pytest.mark.parametrize(
+    ("arm", "chosen", "runtime"), all_pairs(["plain", "chain", "k_config"], SAMPLERS, RUNTIMES), indirect=["runtime"]
+)
 @pytest.mark.slow
-def test_logits_that_are_no_numbers_are_an_error(
-    models: Models, runtime: Runtime, arm: str, sampler: Sampler | None
-) -> None:
+def test_logits_that_are_no_numbers_are_an_error(models: Models, runtime: Runtime, arm: str, chosen: str) -> None:
     """At the first position of the text that has such, however far drafts go beyond it; all before it is emitted."""
-
+    sampler = SAMPLERS[chosen]
     sampled = sampler is not None and not sampler.greedy
 
     def run() -> Iterator[Round]:

@@ -120,6 +120,7 @@ def test_a_fault_in_what_is_kept_changes_the_text(
     assert [t for r in rounds for t in r.tokens] != reference_generate(of(path), random_prompt(14), 21)
 
 
+@pytest.mark.slow
 def test_the_report(target: tuple[Path, LayerStack], tmp_path: Path, config: Callable[..., EvaluateConfig]) -> None:
     path, _ = target
     made = config(

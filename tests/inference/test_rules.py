@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.calibration import POSITIONS, CalibrationHead
@@ -32,6 +32,7 @@ def draft_length(rule: StopRule) -> int:
     return drafted
 
 
+@settings(deadline=None)
 @given(k=st.integers(1, 20))
 def test_fixed_length(k: int) -> None:
     assert [FixedLength(k).stop(step(i)) for i in range(1, k + 1)] == [False] * (k - 1) + [True]
@@ -55,6 +56,7 @@ def test_posterior_updates(drafted: int, accepted: int, natural: tuple, printed:
         assert (rule.alpha, rule.beta) == (2.0 + right, 3.0 + wrong)
 
 
+@settings(deadline=None)
 @given(
     outcomes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=30),
     update=st.sampled_from(["natural", "printed"]),
@@ -109,6 +111,7 @@ def drafts(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return tokens, parents, choices
 
 
+@settings(deadline=None)
 @given(drafts())
 def test_greedy_walks_the_targets_own_path(draft: tuple[list[int], list[int], list[int]]) -> None:
     tokens, parents, choices = draft

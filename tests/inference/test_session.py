@@ -137,6 +137,7 @@ def test_every_row_of_a_tree_sees_its_own_path(
 _tree_targets: dict = {}
 
 
+@settings(deadline=None)
 @given(parents=trees())
 def test_lineages_are_the_transitive_closure(parents: list[int]) -> None:
     closure = unpack(Rows(parents).lineages, len(parents))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -91,6 +91,7 @@ class At:
 # --- where they stop, and what they see ------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @every_builder
 @given(q=sources, depth=st.integers(1, LIMIT), seed=st.integers(0, 99))
 @pytest.mark.slow
@@ -106,6 +107,7 @@ def test_a_draft_stopped_at_a_depth_is_the_one_of_that_limit(name: str, q: Q, de
     check(tree, source, depth if stopped else LIMIT)
 
 
+@settings(deadline=None)
 @every_builder
 @given(q=untied, seed=st.integers(0, 99))
 @pytest.mark.slow

@@ -91,12 +91,14 @@ def test_candidates_beyond_the_support_change_nothing(p: list[int], q: list[int]
 
 @given(p=weights, q=weights, k=st.integers(2, 3))
 @settings(deadline=None, max_examples=30)
+@pytest.mark.slow
 def test_independent_draws_may_drop_their_repeats(p: list[int], q: list[int], k: int) -> None:
     """The without-replacement rule passes over repeats, and the draws that are left are draws without replacement."""
     found = node_law(WITHOUT, distribution(p), distribution(q), k, replace=True)
     assert found == plain(everywhere(distribution(p)), 1)
 
 
+@settings(deadline=None)
 @given(p=weights, candidates=st.lists(st.integers(0, 3), max_size=5))
 def test_naive_is_sampling_from_p_and_looking(p: list[int], candidates: list[int]) -> None:
     """A candidate is accepted exactly when the one sample from p equals it; its first copy, if it is repeated."""

@@ -80,6 +80,7 @@ def test_greedy_text_is_the_targets_own(model: Any, options: dict[str, Any]) -> 
         assert 1 <= model.last.tau < 40
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_runtime_shows(folder: Path, model: Any) -> None:
     """What the test above compares is not the same thing twice; a report of such text says so, and ends nothing."""
     expected = by_transformers(model, PROMPT, do_sample=False, max_new_tokens=40)
@@ -92,6 +93,7 @@ def test_a_fault_of_the_runtime_shows(folder: Path, model: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["eesd_auto", "eesd_tree"])
+@pytest.mark.slow
 def test_sizes_that_are_measured(folder: Path, model: Any, method: str) -> None:
     """They are, once, after the first prompt; the text is the same."""
     loaded = shown_by_letters(outrider.load(folder / EARLY_EXIT, device="cpu", method=method, runtime="graphed"))
@@ -151,6 +153,7 @@ def test_any_kind_drafts(tiny_models: Path, folder: Path, given: dict[str, Any],
     assert model.generate(PROMPT, max_new_tokens=16) == expected
 
 
+@pytest.mark.slow
 def test_a_report_is_that_of_the_command(model: Any, tmp_path: Path) -> None:
     report = model.report([PROMPT, ["a question?", "and then?"]], max_new_tokens=6, out_dir=str(tmp_path / "kept"))
     assert (report["method"], report["lossless"]["identical"], report["turns"]) == ("eesd_beta", 3, 3)
@@ -178,6 +181,7 @@ def test_what_cannot_be_is_refused(model: Any, tiny_models: Path) -> None:
             outrider.load(target, **given)
 
 
+@pytest.mark.slow
 def test_the_page_runs(tiny_models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """docs/python.md, with the demo's products replaced by tiny ones."""
     (tmp_path / "runs/demo").mkdir(parents=True)

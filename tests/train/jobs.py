@@ -6,22 +6,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from data_prep.settings import DataConfig
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.tensor_files import open_tensors
+from tests.tiny import LAYERS, make_drafter, save_target
+from train import run_dir
 from train.fit_settings import FitConfig, WandbConfig
-from train.settings import DrafterConfig, EesdConfig, FinetuneConfig
+from train.settings import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog "
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 FIT = FitConfig(steps=4, batch_rows=4, lr=3e-3, precision="fp32", save_every=2, wandb=WandbConfig(mode="disabled"))
+
+CALIBRATING = replace(FIT, steps=None, epochs=4, batch_rows=2, lr=2e-2, save_every=None)
 
 
 def write_corpus(folder: Path) -> DataConfig:
@@ -67,6 +77,32 @@ def distilling(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) 
     return replace(settings, **changes)
 
 
+def save_for_calibration(folder: Path) -> Path:
+    """A target, a drafter that is right about half the time, and text, in `folder`."""
+    path = save_target(folder / "target")
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.1), fingerprint, {}, torch.float32)
+    lines = [json.dumps({"text": f"{i} the quick brown fox {i * 7919} jumps " * 3}) for i in range(80)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def calibrating(folder: Path, out_dir: Path, **changes: Any) -> CalibrateConfig:
+    """Four epochs of a head for the drafter in `folder` (see `save_for_calibration`)."""
+    data = DataConfig(
+        source="local",
+        path=str(folder / "text.jsonl"),
+        layout="text",
+        heldout_fraction=0.3,
+        cache_dir=str(folder / "c"),
+    )
+    settings = CalibrateConfig(
+        checkpoint=str(folder / "drafter"), data=data, fit=CALIBRATING, prompts=20, heldout_prompts=6, seq_len=64,
+        new_tokens=24, max_draft=4, out_dir=str(out_dir),
+    )  # fmt: skip
+    return replace(settings, **changes)
+
+
 def log(out_dir: Path) -> list[dict[str, float]]:
     """The lines of a run's log."""
     return [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
@@ -77,11 +113,16 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def launch(script: str, config: Any, *launcher: str, threads: int = 1) -> subprocess.Popen[str]:
-    """`python script` with every option as `config` has it, in a process of its own, or those of a launcher."""
+def launch(script: str, config: Any, threads: int = 1) -> subprocess.Popen[str]:
+    """`python script` with every option as `config` has it, in a process of its own."""
+    return start([script, *options_of(config)], threads)
+
+
+def start(words: Sequence[str], threads: int = 1) -> subprocess.Popen[str]:
+    """`python words…` from the root, without a GPU."""
     return subprocess.Popen(
-        [sys.executable, *launcher, str(ROOT / script), *options_of(config)],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, *words],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -118,3 +159,17 @@ def kill_when(found: Callable[[], object], job: subprocess.Popen[str], later: fl
     job.send_signal(signal.SIGKILL)
     output, _ = job.communicate()
     assert job.returncode == -signal.SIGKILL, output
+
+
+def interrupted_at(step: int, run: Callable[[], None]) -> None:
+    """Run with a signal's exception instead of the publication of checkpoint-`step`."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = run_dir.publish
+
+        def publish(staged: Path, final: Path, keep: int) -> None:
+            if final.name == f"checkpoint-{step}":
+                raise KeyboardInterrupt
+            real(staged, final, keep)
+
+        patch.setattr(run_dir, "publish", publish)
+        run()

@@ -11,6 +11,7 @@ from conf import CONF_DIR, build, register
 from train.settings import OBJECTIVES, FinetuneConfig
 
 
+@pytest.mark.slow
 def test_every_row_is_a_run_of_the_command_and_differs_from_the_others() -> None:
     options = ablate_small_lm.parse(["--target", "t", "--out", "o", "--steps", "30"])
     rows = ablate_small_lm.plan(options)

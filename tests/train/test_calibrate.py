@@ -2,7 +2,6 @@
 
 import json
 import resource
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_prep.settings import DataConfig
 from draft_models.calibration import META_FILE, WEIGHTS_FILE, CalibrationHead, load_calibration, save_calibration
 from draft_models.checkpoint import read_meta, save_pretrained
 from draft_models.losses import IGNORE
@@ -26,9 +24,8 @@ from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
-from tests.train import jobs
-from tests.train.jobs import TORCHRUN, finish, kill_when, launch
-from train import run_dir
+from tests.train.jobs import CALIBRATING as FIT
+from tests.train.jobs import calibrating, interrupted_at, kill_when, launch, log, save_for_calibration
 from train.calibration import (
     EXAMPLES,
     CalibrationModel,
@@ -42,36 +39,11 @@ from train.calibration import (
     predict,
     reliability,
 )
-from train.settings import CalibrateConfig
-
-FIT = replace(jobs.FIT, steps=None, epochs=4, batch_rows=2, lr=2e-2, save_every=None)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, a drafter that is right about half the time, and text."""
-    folder = tmp_path_factory.mktemp("calibrate")
-    path = save_target(folder / "target")
-    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
-    save_pretrained(folder / "drafter", make_drafter(path, LAYERS - 1, noise=0.1), fingerprint, {}, torch.float32)
-    lines = [json.dumps({"text": f"{i} the quick brown fox {i * 7919} jumps " * 3}) for i in range(80)]
-    (folder / "text.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-def config(folder: Path, out_dir: Path, **changes: object) -> CalibrateConfig:
-    data = DataConfig(
-        source="local",
-        path=str(folder / "text.jsonl"),
-        layout="text",
-        heldout_fraction=0.3,
-        cache_dir=str(folder / "c"),
-    )
-    settings = CalibrateConfig(
-        checkpoint=str(folder / "drafter"), data=data, fit=FIT, prompts=20, heldout_prompts=6, seq_len=64,
-        new_tokens=24, max_draft=4, out_dir=str(out_dir),
-    )  # fmt: skip
-    return replace(settings, **changes)
+    return save_for_calibration(tmp_path_factory.mktemp("calibrate"))
 
 
 def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
@@ -174,7 +146,7 @@ def test_scores_by_hand() -> None:
 
 @pytest.mark.slow
 def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> None:
-    calibrate(config(folder, tmp_path / "run"))
+    calibrate(calibrating(folder, tmp_path / "run"))
     sha = read_meta(folder / "drafter").weights_sha256
     head = load_calibration(folder / "drafter", sha)
     facts = json.loads((folder / "drafter" / META_FILE).read_text())
@@ -187,7 +159,7 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
         for split in ("train", "heldout")
     }
     assert facts["heldout"]["tokens"] == tokens["heldout"] != tokens["train"] == facts["examples"]
-    last = jobs.log(tmp_path / "run")[-1]  # of the head as it was trained, what is stored says the same
+    last = log(tmp_path / "run")[-1]  # of the head as it was trained, what is stored says the same
     assert facts["heldout"]["predictors"]["head"]["brier"] == pytest.approx(last["eval_brier"], rel=1e-4)
 
     with pytest.raises(UserError, match="belongs to an earlier training"):
@@ -233,7 +205,7 @@ def test_bad_input_is_refused_before_anything_is_captured(folder: Path, tmp_path
     }
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):
-            calibrate(config(folder, tmp_path / "run", **changes))
+            calibrate(calibrating(folder, tmp_path / "run", **changes))
         assert not (tmp_path / "run" / "captured").exists()
 
 
@@ -245,6 +217,7 @@ def test_a_head_is_found_beside_its_drafter_only(tmp_path: Path) -> None:
         load_calibration(tmp_path, "a" * 64)
 
 
+@pytest.mark.slow
 def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held-out text apart from the other, as much of it as leaves room; again for other settings, text or drafter."""
     texts: list[tuple[int, ...]] = []
@@ -263,7 +236,7 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
 
     monkeypatch.setattr("train.calibration.capture", capture)
     monkeypatch.setattr("train.calibration.fit", fit)
-    run = config(folder, tmp_path / "run", resume=True)
+    run = calibrating(folder, tmp_path / "run", resume=True)
 
     def captured(**changes: object) -> int:
         texts.clear()
@@ -286,23 +259,6 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
     assert identities[0] == identities[1] != identities[-1]  # which a resumed fit would refuse
 
 
-@pytest.mark.slow
-def test_two_processes_equal_one(folder: Path, tmp_path: Path) -> None:
-    """They share out what is to be captured, and the rows of a step."""
-    one = config(folder, tmp_path / "one", fit=replace(FIT, epochs=None, steps=8))
-    calibrate(one)
-    alone = load_file(folder / "drafter" / WEIGHTS_FILE)
-    (folder / "drafter" / WEIGHTS_FILE).unlink()
-    finish(launch("train/calibrate.py", replace(one, out_dir=str(tmp_path / "two")), *TORCHRUN))
-    together = load_file(folder / "drafter" / WEIGHTS_FILE)
-    assert alone["target"].abs().max() > 1e-3  # it did learn
-    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
-    captured = [sorted((tmp_path / name / "captured").rglob("*.safetensors")) for name in ("one", "two")]
-    assert [len(files) for files in captured] == [4, 4]  # of 8 prompts each: three to learn from, one to report on
-    for mine, theirs in zip(*captured, strict=True):
-        torch.testing.assert_close(load_file(mine), load_file(theirs), rtol=1e-4, atol=1e-4)
-
-
 def test_a_full_disk_leaves_the_previous_head(tmp_path: Path) -> None:
     previous, head = CalibrationHead(4, 4), CalibrationHead(40, 40)
     torch.nn.init.ones_(previous.target)
@@ -321,33 +277,19 @@ def test_a_full_disk_leaves_the_previous_head(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigkill_then_resume_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
     fit = replace(FIT, epochs=None, steps=30, save_every=10)
-    calibrate(config(folder, tmp_path / "straight", fit=fit))
+    calibrate(calibrating(folder, tmp_path / "straight", fit=fit))
     straight = load_file(folder / "drafter" / WEIGHTS_FILE)
     # The same number of threads, as the order of sums depends on it.
-    run = config(folder, tmp_path / "killed", fit=fit)
+    run = calibrating(folder, tmp_path / "killed", fit=fit)
     job = launch("train/calibrate.py", run, threads=torch.get_num_threads())
     kill_when(lambda: any((tmp_path / "killed").rglob("*.safetensors")), job)  # while it captures
     assert not list((tmp_path / "killed").glob("checkpoint-*"))
     kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "killed" / "captured").rglob("*.safetensors")}
     (folder / "drafter" / WEIGHTS_FILE).unlink()
     with pytest.raises(KeyboardInterrupt):  # now while it fits
-        _interrupted_at(20, lambda: calibrate(replace(run, resume=True)))
+        interrupted_at(20, lambda: calibrate(replace(run, resume=True)))
     calibrate(replace(run, resume=True))
     assert kept
     assert kept == {p: p.stat().st_mtime_ns for p in kept}  # what was captured was not captured again
     resumed = load_file(folder / "drafter" / WEIGHTS_FILE)
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
-
-
-def _interrupted_at(step: int, run: Callable[[], None]) -> None:
-    """Run with a signal's exception instead of the publication of checkpoint-`step`."""
-    with pytest.MonkeyPatch.context() as patch:
-        real = run_dir.publish
-
-        def publish(staged: Path, final: Path, keep: int) -> None:
-            if final.name == f"checkpoint-{step}":
-                raise KeyboardInterrupt
-            real(staged, final, keep)
-
-        patch.setattr(run_dir, "publish", publish)
-        run()

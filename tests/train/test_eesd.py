@@ -1,7 +1,6 @@
 """EESD training end to end on tiny targets: from a config to a drafter that decodes."""
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +27,10 @@ from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.groups import ALONE, Group
 from outrider.run_dirs import LOCK_FILE
-from tests.launched import free_port
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
-from tests.train.jobs import TORCHRUN, distilling, finish, launch, same
+from tests.train.jobs import distilling, same
 from train.early_exit import Watch, default_exit_layer, train_early_exit
 from train.fit import fit
 from train.watch import heldout_prompt, heldout_prompts
@@ -108,29 +106,6 @@ def test_training_reads_only_what_it_needs(tmp_path: Path, corpus: DataConfig, c
     assert len(list(path.glob("*.safetensors"))) < len(set(files.file_of.values()))
     train_early_exit(distilling(path, corpus, tmp_path / "eesd", exit_layer=1))
     assert f"read_bytes={size} " in capsys.readouterr().out
-
-
-def torchrun() -> Sequence[str]:
-    return TORCHRUN
-
-
-def accelerate_launch() -> Sequence[str]:
-    options = ["--config_file=conf/accelerate/ddp.yaml", "--num_processes=2", f"--main_process_port={free_port()}"]
-    return ["-m", "accelerate.commands.launch", *options]
-
-
-@pytest.mark.parametrize("launcher", [torchrun, accelerate_launch])
-@pytest.mark.slow
-def test_two_processes_equal_one(tmp_path: Path, corpus: DataConfig, launcher: Callable[[], Sequence[str]]) -> None:
-    path = save_target(tmp_path / "target")
-    train_early_exit(distilling(path, corpus, tmp_path / "one"))
-    said = finish(launch("train/eesd.py", distilling(path, corpus, tmp_path / "two"), *launcher()))
-    assert "processes=2" in said
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    start = open_tensors(str(path)).read(["lm_head.weight"])["lm_head.weight"]
-    assert (one["head.weight"] - start).abs().max() > 1e-3  # it did train
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
 
 
 def test_accumulation_equals_one_batch(tmp_path: Path, corpus: DataConfig) -> None:

@@ -15,13 +15,13 @@ from torch.utils.data import default_collate
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
-from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
-from tests.train.jobs import TORCHRUN, finish, log
+from tests.train.fit_runs import fit_tiny, trained_weights
+from tests.train.jobs import log
 from train import run_dir
 from train.fit import fit
 from train.fit_settings import WandbConfig
 from train.progress import start_wandb, tracker_of
-from train.row_order import epoch_order, own_share, step_rows
+from train.row_order import epoch_order, step_rows
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
 
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
@@ -55,18 +55,6 @@ def test_any_accumulation_is_the_plain_loop(tmp_path, micro, clip):
     options = {"max_grad_norm": clip, "seed": 3}  # not the default: the order of the rows is the seed's
     model, _ = fit_tiny(tmp_path, optimizer="adamw", micro_batch_rows=micro, **options)
     torch.testing.assert_close(trained_weights(model), _plain_loop(**options), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_two_processes_are_one(tmp_path):
-    output = finish(start_tiny(tmp_path / "two", *TORCHRUN, micro_batch_rows=2, optimizer="adamw"))
-    fit_tiny(tmp_path / "one", optimizer="adamw")
-    two, one = (load_file(tmp_path / name / "checkpoint-8" / WEIGHTS_FILE) for name in ("two", "one"))
-    torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-12)
-    assert output.count("step=8/8 ") == 1  # rank 0 only
-    for entry, reference in zip(log(tmp_path / "two"), log(tmp_path / "one"), strict=True):
-        assert entry["loss"] == pytest.approx(reference["loss"], rel=1e-9)
-        assert entry["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-9)
 
 
 def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
@@ -117,15 +105,6 @@ def test_row_order_is_a_function_of_seed_and_epoch():
     assert len(order) == 25
     assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
     assert order[8:24] == [row for step in range(2, 6) for row in step_rows(10, 4, 3, step)]  # across epochs
-
-
-@pytest.mark.parametrize(("micro", "processes"), [(1, 1), (4, 1), (2, 2), (3, 4)])
-def test_processes_share_a_step_out(micro, processes):
-    """Taken in turn, their micro batches are the step's rows in order: it does not matter how many there are."""
-    rows = step_rows(37, 24, 0, 2)
-    shares = [own_share(rows, micro, process, processes) for process in range(processes)]
-    assert {len(share) for share in shares} == {24 // (micro * processes)}
-    assert [row for turn in zip(*shares, strict=True) for batch in turn for row in batch] == rows
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints

@@ -33,6 +33,7 @@ def llama_2(size: int) -> LlamaConfig:
     return LlamaConfig(**shape, vocab_size=32000, dtype="float16")
 
 
+@pytest.mark.slow
 def test_the_papers_own_arithmetic() -> None:
     """EESD Table 6: LLaMA-2-70B with N = 5 loads 5.6 B parameters and trains 1.12 B, 13B with N = 3 1.6 B and 481 M."""
     plan = make_plan(CONFIG, llama_2(70), 5)
@@ -48,6 +49,7 @@ def test_the_papers_own_arithmetic() -> None:
     assert smaller.trained / 1e6 == pytest.approx(481, abs=1)
 
 
+@pytest.mark.slow
 def test_the_work_and_the_memory_are_counted_part_by_part() -> None:
     width, middle, keys, vocabulary, layers = 8192, 28672, 1024, 32000, 80
     layer = 2 * width * width + 2 * width * keys + 3 * width * middle + 2 * width

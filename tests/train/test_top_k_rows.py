@@ -84,6 +84,7 @@ def test_cached_rows_say_what_the_target_says(tmp_path: Path, target: Path, chat
     assert max(int((shorter[i]["documents"] >= 0).sum()) for i in range(len(shorter))) <= 30
 
 
+@pytest.mark.slow
 def test_a_cached_run_learns_and_resumes(tmp_path: Path, target: Path, small: Path) -> None:
     data = save_responses(target, tmp_path / "responses")
     run = finetuning(target, data, tmp_path / "out", teacher="cached", drafter=DrafterConfig(path=str(small)),

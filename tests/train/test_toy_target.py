@@ -77,6 +77,7 @@ def finished(tmp_path_factory):
     return config
 
 
+@pytest.mark.slow
 def test_it_is_an_ordinary_directory(finished):
     model = AutoModelForCausalLM.from_pretrained(finished.out_dir)
     tokenizer = AutoTokenizer.from_pretrained(finished.out_dir)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf import CONF_DIR, build, register
@@ -131,6 +131,7 @@ def test_each_source_has_its_own_heldout_records(mix, tokenizer):
     assert len(load_rows(config, tokenizer, 128, "heldout"))
 
 
+@settings(deadline=None)
 @given(
     available=st.lists(st.integers(1, 500), min_size=1, max_size=4),
     means=st.lists(st.floats(1, 100), min_size=4, max_size=4),

@@ -89,6 +89,7 @@ def tokenizers(tokenizer: PreTrainedTokenizerFast) -> dict[str, PreTrainedTokeni
     return {"byte-level": tokenizer, "bytes": byte_tokenizer(), "llama-like": llama_like()}
 
 
+@pytest.mark.slow
 def test_pieces_have_the_tokens_of_the_whole_at_its_places(
     tokenizers: dict[str, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_arrays_that_do_not_fit_together_are_refused_whatever_their_digests(
         TrigramTable.open(tmp_path / "unsound")
 
 
+@pytest.mark.slow
 def test_the_command_says_so_in_one_line(tmp_path: Path) -> None:
     """What ended the interpreter with SIGSEGV: the starts of a level overwritten in place."""
     table = save(tmp_path / "table")

@@ -203,6 +203,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         files.read(files.file_of)
 
 
+@pytest.mark.slow
 def test_by_its_name_on_the_hub(tmp_path: Path) -> None:
     """As it lies in the Hub's cache, without a network."""
     source = save_target(tmp_path / "source", tied=True)

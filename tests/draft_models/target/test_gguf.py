@@ -162,6 +162,7 @@ def test_a_file_that_ends_too_early_is_refused_wherever_it_ends(tmp_path: Path, 
             open_tensors(str(path))
 
 
+@pytest.mark.slow
 def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) -> None:
     """Anywhere before the weights: no traceback, no endless loop, no list that fills the memory."""
     whole = written.read_bytes()

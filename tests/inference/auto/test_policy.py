@@ -125,6 +125,7 @@ def rate_of_length(shares: Sequence[float], seconds: Costs, length: int) -> floa
     return emitted / (length * seconds.step[1] + seconds.verify[length + 1] + seconds.rest)
 
 
+@settings(deadline=None)
 @given(shares=shares, seconds=some_costs)
 def test_best_length_is_the_best(shares: list[float], seconds: Costs) -> None:
     found = best_length(shares, seconds)
@@ -146,6 +147,7 @@ def test_the_chain_follows_acceptance() -> None:
 # --- OPT-Trees -------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(worths=shares, spent=st.floats(0, 3), seconds=some_costs)
 def test_best_count_is_the_best(worths: list[float], spent: float, seconds: Costs) -> None:
     count, rate = best_count(worths, spent, seconds)

@@ -119,6 +119,7 @@ def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.Monkey
         assert all(right <= tried for right, tried in zip(tuning.right, tuning.tried, strict=True))
 
 
+@pytest.mark.slow
 def test_a_prompt_as_long_as_the_context_is_measured_with(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, drafters, _ = models
     prompts = []
@@ -228,6 +229,7 @@ def test_sampling_with_chosen_sizes(models: tuple, monkeypatch: pytest.MonkeyPat
     assert arms["m"](random_prompt(20), Streams(0)).tokens == arms["m"](random_prompt(20), Streams(0)).tokens
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, drafters, _ = models
     methods, tunings = tune(METHODS, stack, drafters, random_prompt(20), clock=WorkClock(monkeypatch))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.decode import speculative
@@ -26,6 +26,7 @@ def slow_lookup(text: list[int], max_ngram: int, count: int) -> list[int]:
     return []
 
 
+@settings(deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
     rounds=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6),

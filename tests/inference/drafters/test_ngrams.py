@@ -193,6 +193,7 @@ def test_drafts_keep_to_limits() -> None:
         assert len(drafter.draft(torch.tensor([VOCABULARY + 7]), 5)) == 0
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_its_buffers() -> None:
     for config in CONFIGS.values():
         drafter = make_ngram_drafter(TABLE, config, 0)

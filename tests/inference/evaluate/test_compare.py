@@ -22,6 +22,7 @@ from tests.inference.evaluate.evaluating import (
 from tests.tiny import unproven
 
 
+@pytest.mark.slow
 def test_arms_are_warm_and_take_turns_at_being_first(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_other_tokens_than_the_targets_end_with_status_1(
     assert report["lossless"]["identical"] == 0
 
 
+@pytest.mark.slow
 def test_a_turn_beyond_the_drafters_own_context_is_left_out(checkpoint: Path, command: Callable) -> None:
     save_target(checkpoint / "short", "opt", max_position_embeddings=100)
     (checkpoint / "two_turns.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["so?", "and " * 20]}) + "\n")
@@ -231,6 +232,7 @@ def test_prompts_are_held_out_as_training_held_them_out(checkpoint: Path, tmp_pa
         assert heldout_fraction(asked) == (0.01 if source == "python_stdlib" else DataConfig.heldout_fraction)
 
 
+@pytest.mark.slow
 def test_end_tokens_and_ignoring_them(checkpoint: Path, command: Callable) -> None:
     """generation_config.json's list comes first, config.json's next, the tokenizer's last; text ends there."""
     target = checkpoint / "target"

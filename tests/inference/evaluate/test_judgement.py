@@ -25,7 +25,6 @@ from inference.sampling import Sampler
 from inference.settings import MethodConfig, SamplingConfig
 from inference.structures.factory import make_structure
 from outrider.streams import Streams
-from tests.tiers import quick_where
 from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
 
 TOKENS = 40
@@ -78,7 +77,8 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @pytest.mark.parametrize("runtime", ["eager", "graphed"])
-@pytest.mark.parametrize("architecture", quick_where(lambda name: name == "llama", ARCHITECTURES))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.slow
 def test_a_correct_runtime_only_rounds(tmp_path: Path, architecture: str, runtime: str) -> None:
     """Windows shorter than the text, grouped heads, fused and packed layers; both kinds of half precision."""
     dtype = torch.bfloat16 if runtime == "eager" else torch.float16

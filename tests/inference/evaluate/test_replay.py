@@ -246,6 +246,7 @@ def test_a_live_target_refuses_another_tokenizers_table(
     assert "built with another tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_table_for_a_live_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """evaluate-checkpoint decodes with a live target and says that nothing was lost."""
     target = save_target(tmp_path / "target")

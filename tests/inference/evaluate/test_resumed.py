@@ -71,6 +71,7 @@ def test_killed_and_resumed(
     assert 0 < report["settings"]["structure"]["delta"] <= 1
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_kept(alone: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resumed, it loads no target and writes the same report; without resume=true it is refused."""
     with pytest.raises(UserError, match="holds results already; resume=true continues them, another out_dir keeps"):
@@ -81,6 +82,7 @@ def test_a_finished_run_is_kept(alone: EvaluateConfig, monkeypatch: pytest.Monke
     assert tokens(alone) == before
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused(
     alone: EvaluateConfig, models: Path, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_target_or_code_that_was_changed_in_place_is_refused(
     assert {file.name: file.read_bytes() for file in Path(made.out_dir).glob("r*.json*")} == before
 
 
+@pytest.mark.slow
 def test_kernels_are_chosen_once_for_a_run(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

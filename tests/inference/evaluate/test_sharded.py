@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(alone: EvaluateConfig, config: Callable[..., EvaluateConfig]) -> None:
     made = config("two")
     assert together(made, 2) == [0, 0]

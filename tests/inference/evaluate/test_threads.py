@@ -55,6 +55,7 @@ def test_what_is_tried_and_timed() -> None:
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.slow
 def test_the_report_says_how_many(
     tmp_path: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

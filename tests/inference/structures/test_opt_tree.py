@@ -39,7 +39,7 @@ def algorithm_1(q: Q, vocabulary: int, nodes: int, delta: float, depth: int) -> 
         expected = now
 
 
-@settings(max_examples=200)
+@settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 10**6), nodes=st.integers(1, 5), depth=st.integers(1, 4), ties=st.booleans())
 def test_opt_tree_is_the_best_tree(seed: int, nodes: int, depth: int, ties: bool) -> None:
     q = dyadic_q(seed) if ties else random_q(seed, vocabulary=3)
@@ -54,6 +54,7 @@ def test_opt_tree_is_the_best_tree(seed: int, nodes: int, depth: int, ties: bool
     assert bool((tree.path_probs > 0).all())
 
 
+@settings(deadline=None)
 @given(
     q=sources,
     nodes=st.integers(1, 12),
@@ -76,6 +77,7 @@ def test_opt_tree_follows_algorithm_1(q: Q, nodes: int, delta: float, depth: int
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), vocabulary=st.sampled_from([63, 64, 65, 200]), nodes=st.integers(1, 80))
+@pytest.mark.slow
 def test_opt_tree_over_a_wide_vocabulary(seed: int, vocabulary: int, nodes: int) -> None:
     q = random_q(seed, vocabulary)
     source = KnownSource(q)
@@ -84,6 +86,7 @@ def test_opt_tree_over_a_wide_vocabulary(seed: int, vocabulary: int, nodes: int)
     assert set(paths) == algorithm_1(q, vocabulary, nodes, 0.0, 3)[2]
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), nodes=st.integers(1, 8))
 def test_opt_tree_is_closed_under_certain_tokens(seed: int, nodes: int) -> None:
     """q ∈ {0, 1}: every p̂ is a tie; the tree is the chain."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -96,6 +96,7 @@ def test_processed_probabilities_decide_and_know_their_rows(structure: Callable[
 # --- chain -------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(q=sources, count=st.integers(1, 6), limit=st.integers(0, 6), sampled=st.booleans())
 def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
     source, rule = KnownSource(q), Until(count)
@@ -117,6 +118,7 @@ def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
 # --- k-config ----------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     q=sources,
     widths=st.lists(st.integers(1, 4), min_size=1, max_size=3),
@@ -124,6 +126,7 @@ def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
     limit=st.integers(1, 4),
     seed=st.integers(0, 99),
 )
+@pytest.mark.slow
 def test_k_config_levels(q: Q, widths: list[int], mode: str, limit: int, seed: int) -> None:
     source = KnownSource(q)
     tree = k_config(source, root(), limit=limit, widths=widths, mode=mode, generator=random.Random(seed))
@@ -205,6 +208,7 @@ def test_draws_without_replacement_follow_the_sequential_law(k: int) -> None:
     assert (exhausted[:, -1] == -1).all()
 
 
+@pytest.mark.slow
 def test_k_config_draws_have_their_laws() -> None:
     """Through the tree, both sampled modes: sequences of two draws at the root."""
     total = 4000
@@ -249,6 +253,7 @@ shapes = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     q=sources,
     shape=st.one_of(shapes, st.just(EAGLE_25), st.integers(1, 40).map(binary_shape)),

@@ -40,8 +40,9 @@ def pruned_tree(q: Q, limit: int, out_degree: int, theta_prob: float, theta_sibl
         level = extended
 
 
-@settings(max_examples=200)
+@settings(deadline=None, max_examples=200)
 @given(q=untied, config=graphs)
+@pytest.mark.slow
 def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> None:
     config = config | {"limit": min(config["limit"], 4)}
     source = KnownSource(q)
@@ -53,7 +54,7 @@ def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> Non
     assert set(source.paths) == {path[:-1] for path in expected}  # only what has children was fed
 
 
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=300)
 @given(q=sources, config=graphs, tau=st.integers(1, 3), budget=st.sampled_from([7, 30, 300]))
 def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int) -> None:
     source = KnownSource(q)
@@ -114,6 +115,7 @@ def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int) ->
         assert set(unmerged) == {path for node in tops for path in expand(node, (graph.tokens[node],))}
 
 
+@settings(deadline=None)
 @given(q=untied, budget=st.integers(1, 12))
 def test_a_level_over_the_budget_keeps_its_likeliest_nodes(q: Q, budget: int) -> None:
     config = {"limit": 4, "out_degree": 3, "theta_prob": 0.0, "theta_sibling": 0.0, "tau": 0}

@@ -1,0 +1,121 @@
+"""Two processes of torchrun train what one process trains: the loop, and every command with rows to share out."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from data_prep.settings import DataConfig
+from draft_models import calibration, checkpoint
+from tests.train.fit_runs import fit_tiny
+from tests.train.jobs import (
+    CALIBRATING,
+    FIT,
+    TORCHRUN,
+    calibrating,
+    distilling,
+    finetuning,
+    finish,
+    log,
+    options_of,
+    save_for_calibration,
+    start,
+)
+from train.calibration import calibrate
+from train.early_exit import train_early_exit
+from train.row_order import own_share, step_rows
+from train.settings import DrafterConfig
+from train.small_lm import finetune_drafter
+from train.trained_weights import WEIGHTS_FILE
+
+JOB = "tests/train/two_processes_job.py"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The same runs by two processes, in NAME, and by one, in NAME-alone."""
+
+    folder: Path
+    said: str  # by the two processes
+    head: dict[str, Tensor]  # the calibration that one process left
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, small: Path, corpus: DataConfig) -> Runs:
+    folder = tmp_path_factory.mktemp("runs")
+    drafted = save_for_calibration(folder / "drafted")
+    target = str(drafted / "target")
+    exits = distilling(Path(target), corpus, folder / "exit-alone", fit=replace(FIT, steps=6))
+    # On-policy steps too: what a row samples depends on the row, not on the process that has it.
+    adapters = finetuning(
+        Path(target), corpus, folder / "adapters-alone", drafter=DrafterConfig(path=str(small)), on_policy=0.5,
+        lora_rank=2,
+    )  # fmt: skip
+    head = calibrating(drafted, folder / "head-alone", fit=replace(CALIBRATING, epochs=None, steps=8))
+    fit_tiny(folder / "fit-alone", optimizer="adamw")
+    train_early_exit(exits)
+    finetune_drafter(adapters)
+    calibrate(head)
+    alone = load_file(drafted / "drafter" / calibration.WEIGHTS_FILE)
+    (drafted / "drafter" / calibration.WEIGHTS_FILE).unlink()
+    modules = {"exit": ("train.eesd", exits), "adapters": ("train.finetune_drafter", adapters)}
+    modules["head"] = ("train.calibrate", head)
+    commands = [
+        [module, *options_of(replace(config, out_dir=str(folder / name)))] for name, (module, config) in modules.items()
+    ]
+    (folder / "commands.json").write_text(json.dumps(commands))
+    return Runs(folder, finish(start([*TORCHRUN, JOB, str(folder)])), alone)
+
+
+@pytest.mark.slow
+def test_the_loop(runs: Runs) -> None:
+    two, one = (load_file(runs.folder / name / "checkpoint-8" / WEIGHTS_FILE) for name in ("fit", "fit-alone"))
+    torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-12)
+    assert runs.said.count("step=8/8 loss=") == 2  # rank 0 only, of the loop and of the head
+    for entry, reference in zip(log(runs.folder / "fit"), log(runs.folder / "fit-alone"), strict=True):
+        assert entry["loss"] == pytest.approx(reference["loss"], rel=1e-9)
+        assert entry["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_an_early_exit(runs: Runs) -> None:
+    assert "processes=2" in runs.said
+    two, one = (load_file(runs.folder / name / checkpoint.WEIGHTS_FILE) for name in ("exit", "exit-alone"))
+    start = load_file(runs.folder / "drafted/target/model.safetensors")["lm_head.weight"]
+    assert (one["head.weight"] - start).abs().max() > 1e-3  # it did train
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_adapters(runs: Runs, small: Path) -> None:
+    two, one, start = (
+        load_file(folder / "model.safetensors")
+        for folder in (runs.folder / "adapters", runs.folder / "adapters-alone", small)
+    )
+    assert any((one[name] - start[name]).abs().max() > 1e-3 for name in one)
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
+
+
+@pytest.mark.slow
+def test_a_calibration_head(runs: Runs) -> None:
+    """They share out what is to be captured, and the rows of a step."""
+    together = load_file(runs.folder / "drafted/drafter" / calibration.WEIGHTS_FILE)
+    assert runs.head["target"].abs().max() > 1e-3  # it did learn
+    torch.testing.assert_close(together, runs.head, rtol=1e-3, atol=1e-4)
+    captured = [sorted((runs.folder / name / "captured").rglob("*.safetensors")) for name in ("head-alone", "head")]
+    assert [len(files) for files in captured] == [4, 4]  # of 8 prompts each: three to learn from, one to report on
+    for mine, theirs in zip(*captured, strict=True):
+        torch.testing.assert_close(load_file(mine), load_file(theirs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("micro", "processes"), [(1, 1), (4, 1), (2, 2), (3, 4)])
+def test_processes_share_a_step_out(micro: int, processes: int) -> None:
+    """Taken in turn, their micro batches are the step's rows in order: it does not matter how many there are."""
+    rows = step_rows(37, 24, 0, 2)
+    shares = [own_share(rows, micro, process, processes) for process in range(processes)]
+    assert {len(share) for share in shares} == {24 // (micro * processes)}
+    assert [row for turn in zip(*shares, strict=True) for batch in turn for row in batch] == rows
