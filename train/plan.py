@@ -10,6 +10,8 @@ from transformers import PreTrainedConfig
 
 from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.target.empty_models import decoder_layers, empty_layers, empty_model
+from draft_models.target.tensor_parallel import split_model
+from outrider.groups import Group
 from train.optimizers import layer_matrices
 from train.settings import EesdConfig
 
@@ -48,7 +50,7 @@ class Plan:
 
 
 def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> Plan:
-    """The plan of `config` for a target of this shape.
+    """The plan of `config` for a target of this shape, for every process.
 
     What is held is counted on the student itself, made without weights. Matrices cost 2 operations a parameter and
     token forward and 4 backward, frozen ones 2; of a mixture's experts those that a token is sent to. Attention over
@@ -59,9 +61,13 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     head: Any = model.get_output_embeddings()
     if target.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
-    read = sum(tensor.numel() for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+    start = None
+    if distill and config.tensor_parallel > 1:
+        start = empty_layers(target, [target.num_hidden_layers - 1])
+        split_model(model, Group(size=config.tensor_parallel), vocabulary=False)
+    read = sum(map(_stored, [model] if start is None else [model, start]))
     student = EarlyExitStudent(
-        model, exit_layer, train_head=config.train_head, train_layer=config.train_layer, distill=distill
+        model, exit_layer, train_head=config.train_head, train_layer=config.train_layer, distill=distill, start=start
     )
     parts = _parts(student)
     width = torch.finfo(getattr(torch, config.frozen_dtype)).bits // 8
@@ -87,6 +93,11 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         flops=sum(forward if distill else forward[:exit_layer]) + taught + step,
         full_flops=sum(forward) + taught + step,
     )
+
+
+def _stored(model: nn.Module) -> int:
+    """The values that are read for it, of two names for one tensor once."""
+    return sum(tensor.numel() for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
 
 
 def _parts(student: EarlyExitStudent) -> tuple[Part, ...]:

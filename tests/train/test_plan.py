@@ -13,6 +13,7 @@ from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.target.architectures import load_config
 from draft_models.target.stack import load_layers
 from draft_models.target.tensor_files import open_tensors
+from outrider.groups import Group
 from tests.families import FAMILIES, family_config, save_family
 from tests.tiers import quick_where
 from tests.tiny import random_prompt, save_target
@@ -75,9 +76,14 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     distill = config.objective == "kl"
     layers = range(target.num_hidden_layers) if distill else exit_layers(target, 2)
     frozen_dtype = getattr(torch, config.frozen_dtype)
-    model = load_layers(files, target, layers, dtype=frozen_dtype)
+    group, start = Group(size=config.tensor_parallel), None
+    model = load_layers(files, target, layers, dtype=frozen_dtype, group=group, vocabulary=False)
+    if group.size > 1:
+        start = load_layers(files, target, [target.num_hidden_layers - 1], dtype=frozen_dtype)
     assert plan.read_bytes == files.bytes_read
-    student = EarlyExitStudent(model, 2, train_head=config.train_head, train_layer=config.train_layer, distill=distill)
+    student = EarlyExitStudent(
+        model, 2, train_head=config.train_head, train_layer=config.train_layer, distill=distill, start=start
+    )
     optimizer = build_optimizer(student, config.fit)
     student(**BATCH)["loss_sum"].backward()
     optimizer.step()
@@ -121,6 +127,15 @@ def test_the_plan_of_a_family_is_what_happens(tmp_path: Path, family: str) -> No
     config = replace(CONFIG, frozen_dtype="float32")  # in 16 bits transformers keeps a few routers in 32
     for objective, train_head in (("cross_entropy", True), ("kl", False)):
         require_allocated(path, replace(config, objective=objective, train_head=train_head))
+
+
+def test_the_plan_of_a_split_target_is_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each of two processes: half of the layers, all of the vocabulary and of what is trained."""
+    monkeypatch.setattr(Group, "add", lambda self, part: part)  # alone; what it holds is the same
+    path = save_target(tmp_path / "target", kv_heads=2)
+    config = replace(CONFIG, objective="kl", frozen_dtype="float32", tensor_parallel=2)
+    require_allocated(path, config)
+    require_allocated(path, replace(config, train_head=False))
 
 
 def test_a_token_costs_the_experts_it_meets() -> None:
