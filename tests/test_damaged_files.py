@@ -185,6 +185,7 @@ def test_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # ------------------------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_results_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin_run(tmp_path, {"seed": 0, "methods": {"m": 1}}, asdict(compare.Prepared({"m": MethodConfig()}, {})))
     append_result(tmp_path, 0, measured(0))
@@ -203,6 +204,7 @@ def test_results_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[
     require_named(file, as_lines, capsys, 200)
 
 
+@pytest.mark.slow
 def test_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from data_prep.responses.directory import open_run as begin
 
@@ -226,6 +228,7 @@ def test_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     require_named(tmp_path / "skipped-00000.jsonl", read, capsys, 40)
 
 
+@pytest.mark.slow
 def test_a_training_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out_dir = tmp_path / "run"
 
@@ -266,6 +269,7 @@ def test_steps_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     require_named(tmp_path / "report.json", lambda: run_dir.finished(tmp_path, "report.json", same, True), capsys, 60)
 
 
+@pytest.mark.slow
 def test_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def again(*_: object) -> None:
         raise UserError("a step is run again")

@@ -39,17 +39,15 @@ def test_what_was_faster_is_chosen_for_every_shape(tmp_path: Path, monkeypatch: 
 
 def test_what_was_not_measured_takes_the_nearest_choice(tmp_path: Path) -> None:
     """A function of the record alone: whoever asks, whenever, has the same answer."""
-    config = open_stack(save_target(tmp_path))[1].config
-    shape = attention_shape(config)
+    stack = open_stack(save_target(tmp_path))[1]
+    shape = attention_shape(stack)
     choices = [KernelChoice(*shape, 1, 128, "fused"), KernelChoice(*shape, 64, 2048, "products")]
-    asked = {
-        (width, keys): kernel_for(choices, config, width, keys) for width in (1, 2, 32, 64) for keys in (128, 4096)
-    }
+    asked = {(width, keys): kernel_for(choices, stack, width, keys) for width in (1, 2, 32, 64) for keys in (128, 4096)}
     assert asked[1, 128] == asked[2, 128] == "fused"
     assert asked[64, 4096] == asked[32, 4096] == "products"
-    assert asked == {key: kernel_for(choices, config, *key) for key in reversed(asked)}
+    assert asked == {key: kernel_for(choices, stack, *key) for key in reversed(asked)}
     other = [replace(choice, heads=99, kernel="products") for choice in choices]
-    assert kernel_for(other, config, 1, 128) == kernel_for([], config, 1, 128) == KERNELS[0]
+    assert kernel_for(other, stack, 1, 128) == kernel_for([], stack, 1, 128) == KERNELS[0]
 
 
 @pytest.mark.usefixtures("recorded")

@@ -188,6 +188,7 @@ def test_the_models_own_generate_works_on_a_split_one(tmp_path: Path) -> None:
     in_group(2, work)
 
 
+@pytest.mark.slow
 def test_an_evaluation_by_two_groups_of_two(
     alone: EvaluateConfig, config: Callable[..., EvaluateConfig], on_the_cpu: None
 ) -> None:

@@ -47,6 +47,7 @@ def weights(out_dir: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("start", quick_where(lambda start: start == "lora", ["new", "finished", "lora"]))
+@pytest.mark.slow
 def test_the_drafter_is_an_ordinary_directory_that_helps(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, start: str, capsys: pytest.CaptureFixture
 ) -> None:
@@ -390,6 +391,7 @@ def test_what_is_started_is_what_was_asked_for(target: Path, small: Path, corpus
 
 
 @pytest.mark.parametrize("family", ["gemma2", "phi"])
+@pytest.mark.slow
 def test_a_drafter_of_another_family_is_trained(tmp_path: Path, corpus: DataConfig, family: str) -> None:
     """Soft caps, which transformers has no fused attention for, and a head with a bias; on its own samples as well."""
     large = save_family(tmp_path / "large", family)

@@ -116,6 +116,7 @@ def test_a_calibration_head_of_a_split_target(target: Path, corpus: DataConfig, 
             torch.testing.assert_close(split[key][name], tensor, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_responses_of_a_split_target(target: Path, corpus: DataConfig, tmp_path: Path) -> None:
     """By two groups of two: the answers of one process, each written once."""
     one = GenerateConfig(

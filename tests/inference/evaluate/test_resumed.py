@@ -116,6 +116,7 @@ def test_other_settings_are_refused(
         evaluate(resumed)
 
 
+@pytest.mark.slow
 def test_another_target_is_refused(
     models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
