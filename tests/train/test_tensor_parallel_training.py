@@ -61,6 +61,7 @@ def corpus(tmp_path: Path) -> DataConfig:
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("train_head", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_an_early_exit_distilled_from_a_split_target(
     target: Path, corpus: DataConfig, tmp_path: Path, processes: int, train_head: bool
 ) -> None:

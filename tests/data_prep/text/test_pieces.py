@@ -169,6 +169,7 @@ def arrays(out_dir: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte-level", "bytes", "llama-like"])
+@pytest.mark.slow
 def test_a_table_of_long_texts_is_the_table_of_the_whole(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
