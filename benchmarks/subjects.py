@@ -23,7 +23,7 @@ from inference.decode import autoregressive
 from inference.drafters.early_exit import Calibrated
 from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.subject import load_plain
-from inference.fused_layers import can_pack
+from inference.packing import can_pack
 from inference.settings import RUNTIMES
 
 RANDOM: dict[str, Any] = {

@@ -13,6 +13,7 @@ import torch
 
 from draft_models.target.attention import KERNELS, grouped_attention, use_kernel
 from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_parallel import own_heads
 from inference.capture import GraphPool
 
 WIDTHS = (1, 4, 16, 64)  # rows of the passes that are measured,
@@ -44,10 +45,9 @@ def kernel_for(choices: Iterable[KernelChoice], stack: LayerStack, width: int, k
 
 def attention_shape(stack: LayerStack) -> tuple[int, int, int]:
     """Query heads, key heads and the width of a head, as this process has them."""
-    config, processes = stack.config, stack.group.size
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads // processes, (getattr(config, "num_key_value_heads", None) or heads) // processes, head_dim
+    config = stack.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return *own_heads(config, stack.group.size), head_dim
 
 
 @torch.inference_mode()

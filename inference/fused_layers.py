@@ -9,29 +9,12 @@ from torch import Tensor, nn
 
 from draft_models.target.attention import grouped_attention
 from draft_models.target.stack import LayerCache, LayerStack
+from inference.packing import can_pack, faster_packed, pack_linears
 
 # Whose arithmetic is known to be what is fused here. Layers of other architectures run as they are.
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 FUSED_LAYERS = {*(f"{family}DecoderLayer" for family in _FAMILIES), "OPTDecoderLayer"}
 FUSED_NORMS = {f"{family}RMSNorm" for family in _FAMILIES}
-ROWS = 8  # the row count the layout is chosen for; it serves 1 to 32 rows nearly as well
-
-
-class PackedLinear(nn.Module):
-    """A linear layer without gradient whose weight is in oneDNN's blocked layout.
-
-    PyTorch's plain path hands few-row products to a BLAS. That reads a [out, in] weight at well under memory speed and
-    gets slower with every row. The blocked layout reads it once, whatever the number of rows.
-    """
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
-        self.bias = None if linear.bias is None else linear.bias.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]."""
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
 
 
 class RMSNorm(nn.Module):
@@ -145,10 +128,12 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def lay_out(model: nn.Module, like: LayerStack) -> None:
-    """Make `model` ready to decode where `like`, the target, is: its layers fused, its weights packed."""
+    """Make `model` ready to decode where `like`, the target, is: its layers fused, its weights packed where that is
+    faster."""
     fuse_layers(model)
     if can_pack(like.device, like.dtype):
-        pack_linears(model)
+        # Processes that share a model out must round alike, or what they draft by themselves may differ.
+        pack_linears(model, lambda linears: like.group.agreed(faster_packed(linears)))
 
 
 def fuse_layers(model: nn.Module) -> None:
@@ -166,25 +151,3 @@ def _fused(module: nn.Module) -> nn.Module:
     if name in FUSED_LAYERS:
         return FusedLayer(module)
     return RMSNorm(module) if name in FUSED_NORMS else module
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this build of PyTorch has the layout for weights of `dtype` on `device`, and a processor fast with it."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
-    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
-
-def pack_linears(module: nn.Module) -> None:
-    """Replace every `nn.Linear` inside `module` by its packed form, for inference.
-
-    The module no longer holds the plain weights; whatever else shares its submodules gets the packed ones too.
-    """
-    packed: dict[int, PackedLinear] = {}
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                if id(child) not in packed:
-                    packed[id(child)] = PackedLinear(child)
-                setattr(parent, name, packed[id(child)])

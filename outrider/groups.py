@@ -12,6 +12,7 @@ from accelerate import PartialState
 from torch import Tensor, distributed
 
 from outrider.errors import UserError
+from outrider.processes import PATIENCE
 
 Value = TypeVar("Value")
 # Its name from torch 2.13 on, or before.
@@ -92,5 +93,5 @@ def join_group(state: PartialState, size: int) -> Group:
     if size == 1:
         return each_alone(state)
     index, rank = divmod(state.process_index, size)
-    made = [distributed.new_group([*range(first, first + size)]) for first in range(0, count * size, size)]
+    made = [distributed.new_group([*range(first, first + size)], PATIENCE) for first in range(0, count * size, size)]
     return Group(index, count, rank, size, made[index])

@@ -18,15 +18,16 @@ from outrider.errors import UserError
 from outrider.run_dirs import only_run
 
 Value = TypeVar("Value")
+PATIENCE = timedelta(hours=6)
 
 
 @functools.cache
 def join_processes() -> PartialState:
     """This process among those it was launched with (alone without a launcher). Any number of calls is one.
 
-    A collective waits up to six hours: what only the main process does (a download, an evaluation) may take long.
+    A collective waits up to `PATIENCE`: what only the main process does (a download, an evaluation) may take long.
     """
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=6))
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     atexit.register(_leave)
     return state
 
@@ -68,6 +69,8 @@ def _leave() -> None:
     asks too late aborts a process that had succeeded. Nothing joins them: DistributedDataParallel keeps its process
     group alive, destroyed or not.
     """
-    if distributed.is_available() and distributed.is_initialized():
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    if distributed.get_backend() == "gloo":  # NCCL would wait for every CUDA graph that holds a collective to go
         distributed.destroy_process_group()
         time.sleep(0.5)

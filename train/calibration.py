@@ -31,7 +31,7 @@ from inference.decode import speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
-from inference.memory import plan_capture
+from inference.memory_plan import plan_capture
 from inference.stopping import Step
 from inference.structures.factory import Chain
 from outrider.errors import UserError

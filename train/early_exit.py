@@ -188,7 +188,8 @@ class Watch:
         best: Best | None,
         group: Group,
     ):
-        active = group.is_first and (group.leads or config.decode_prompts > 0)
+        together = config.decode_prompts > 0 or config.objective == "kl"  # the group has a part each of what runs here
+        active = group.is_first and (group.leads or together)
         self.config, self.best, self.active, self.group = config, best, active, group
         self.norms = MovedNorms(student, served_dtype(target.config))
         size = config.eval_batch_rows

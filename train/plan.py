@@ -9,20 +9,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from draft_models.early_exit import EarlyExitStudent, exit_layers
+from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import decoder_layers, empty_layers, empty_model
 from draft_models.target.tensor_parallel import split_model
+from inference.memory_plan import GB, Place, cache_bytes, weight_bytes
 from outrider.groups import Group
 from train.optimizers import layer_matrices
 from train.settings import EesdConfig
 
-GB = 1e9
 # Of a trained parameter: float32 master, its gradient, and AdamW's two moments; Muon has one of its matrices.
 BYTES_PER_MOMENT = 4
 BYTES_PER_TRAINED = 4 + 4 + 2 * BYTES_PER_MOMENT
 
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """Parameters of one part of the model, read from the target or trained from a copy of what was read."""
 
     name: str
@@ -39,7 +40,7 @@ class Plan:
 
     read: int
     read_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[Piece, ...]
     device_bytes: dict[str, int]
     flops: int
     full_flops: int
@@ -80,6 +81,9 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         # between the frozen layers and the exit layer, in float32; its own activations come on top, see the log
         f"hidden states of {rows} rows × {config.seq_len} tokens": 4 * rows * config.seq_len * target.hidden_size,
     }
+    if config.decode_prompts:  # beside what is trained, in the dtype that it is served in
+        served = Place(config.tensor_parallel, _stored_bytes(target), context_limit(target))
+        memory["the whole target, to decode with"] = weight_bytes(target, served) + cache_bytes(target, served)
     attention = 2 * config.seq_len * target.hidden_size
     forward = [2 * _met(layer, target) + attention for layer in decoder_layers(empty_model(target))]
     head_work = _count(head.parameters())
@@ -100,7 +104,7 @@ def _stored(model: nn.Module) -> int:
     return sum(tensor.numel() for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
 
 
-def _parts(student: EarlyExitStudent) -> tuple[Part, ...]:
+def _parts(student: EarlyExitStudent) -> tuple[Piece, ...]:
     """What `student` holds. A matrix that two parts share is counted with the first of them."""
     stack, drafter = student.stack, student.drafter
     before = [stack.embed_tokens, stack.embed_positions, stack.input_norm]
@@ -119,7 +123,7 @@ def _parts(student: EarlyExitStudent) -> tuple[Part, ...]:
         new = {id(p): p for module in there for p in module.parameters() if id(p) not in seen}
         seen |= new.keys()
         if there:
-            parts.append(Part(name, _count(new.values()), trained))
+            parts.append(Piece(name, _count(new.values()), trained))
     return tuple(parts)
 
 

@@ -25,12 +25,12 @@ FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta
 class Report:
     """The numbers of the steps `steps`, of all processes together, on the main one's screen, in log.jsonl and W&B.
 
-    Every process has one and calls all of it. Its clock starts when it is made. times: how many processes count the
-    same rows.
+    Every process has one and calls all of it. Its clock starts when it is made. copies: how many processes
+    count the same rows.
     """
 
-    def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range, times: int = 1) -> None:
-        self._times = times
+    def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range, copies: int = 1) -> None:
+        self._copies = copies
         self.accelerator, self.out_dir, self.steps = accelerator, out_dir, steps
         self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
         self._start = self._interval_start = time.perf_counter()
@@ -50,7 +50,7 @@ class Report:
 
     def drain(self) -> tuple[float, float, float]:
         """Sums of [loss, supervised tokens, tokens] over all rows since the last call."""
-        own = torch.stack(self._sums).sum(0) / self._times
+        own = torch.stack(self._sums).sum(0) / self._copies
         self._sums.clear()
         return tuple(self.accelerator.reduce(own, "sum").tolist())
 

@@ -95,6 +95,12 @@ class EesdConfig(TargetConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
+            self.tensor_parallel == 1 or self.objective == "kl" or self.decode_prompts > 0,
+            "tensor_parallel",
+            self.tensor_parallel,
+            "1 where the whole target is not loaded: objective=cross_entropy and decode_prompts=0",
+        )
+        require(
             self.train_layer or self.fit.optimizer == "adamw",
             "fit.optimizer",
             self.fit.optimizer,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from draft_models.target.tensor_parallel import group_of
 from inference.sampling import Sampler, invert
 from outrider.errors import UserError
 from outrider.streams import Streams
@@ -100,6 +101,8 @@ class Generator:
             try:
                 return self._answer(prompts, draws)
             except torch.OutOfMemoryError:
+                if group_of(self.model).size > 1:  # the others are within a pass of the whole batch
+                    raise UserError(f"batch of {len(prompts)}: too large for the memory; lower batch_size") from None
                 if len(prompts) == 1:
                     return [Answer(failure="memory")]
                 self._fits = len(prompts) // 2

@@ -70,7 +70,8 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     group = join_group(state, config.tensor_parallel)
     identity = from_main(state, lambda: run_identity(config, target, dtype))
     identity["code"] = check_run(folder, identity, config.resume, config)
-    done, first = answered(folder), next_number(folder) + group.index
+    done, first = from_main(state, lambda: (answered(folder), next_number(folder)))
+    first += group.index
     state.wait_for_everyone()  # every process has seen which shards there are before there is one more
     if state.is_main_process:
         open_run(folder, identity)

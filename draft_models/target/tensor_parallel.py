@@ -45,6 +45,7 @@ PLANS: dict[str, dict[str, str]] = {  # of architectures that transformers has n
     "opt": _plan("decoder.layers", "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1", "self_attn.out_proj fc2"),
     "stablelm": _LLAMA,
 }
+_KEYS = re.compile(r"\.(k_proj|query_key_value|qkv_proj)$")  # what makes keys, as architectures call it
 UNSPLIT = {"replicated_with_grad_allreduce", "replicate"}  # a norm of every head by itself: each process has it whole
 
 
@@ -106,8 +107,7 @@ def split_model(model: PreTrainedModel, group: Group, *, vocabulary: bool = True
     """
     config, parts = model.config, anatomy_of(model)
     styles = dict(_styles(model))
-    if "colwise" in styles.values():  # else all processes have all heads
-        require_dividing(config, group.size)
+    require_dividing(config, group.size)
     if vocabulary:
         styles |= {parts.embed: "vocabulary", parts.head: "colwise_gather_output"}
     found: dict[str, Part] = {}
@@ -184,14 +184,21 @@ def own_layer(module: nn.Module) -> Any:
     return module.own if isinstance(module, SplitInputs | SplitOutputs | SplitEmbedding) else module
 
 
-def heads_are_split(config: PreTrainedConfig) -> bool:
-    """Whether a process has its own heads only. Some architectures have matrices split, but all heads everywhere."""
-    return "colwise" in (_plan_of(config) or {}).values()
+def own_heads(config: PreTrainedConfig, size: int) -> tuple[int, int]:
+    """Query heads and key heads of one of `size` processes: its part, or all where matrices are split but no heads."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return (heads // size, key_heads // size) if _splits_heads(config) else (heads, key_heads)
+
+
+def _splits_heads(config: PreTrainedConfig) -> bool:
+    return any(_KEYS.search(name) and style == "colwise" for name, style in (_plan_of(config) or {}).items())
 
 
 def require_dividing(config: PreTrainedConfig, size: int) -> None:
     """Raise `UserError` where the heads or the inner rows of MLPs do not divide by `size`."""
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "ffn_dim"):
+    heads = ("num_attention_heads", "num_key_value_heads") if _splits_heads(config) else ()
+    for name in (*heads, "intermediate_size", "ffn_dim"):
         count = getattr(config, name, None)
         if isinstance(count, int) and count % size:
             raise UserError(f"tensor_parallel={size}: the target has {name}={count}, which {size} does not divide")

@@ -20,7 +20,7 @@ from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
-from inference.memory import Place, cache_bytes, count, pass_bytes
+from inference.memory_plan import Place, cache_bytes, count, pass_bytes
 from inference.session import TargetSession, View
 from inference.settings import MethodConfig
 from inference.structures.factory import make_structure

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from draft_models.target.stack import LayerStack
     from inference.auto.policy import Tuning
     from inference.drafters.interface import Drafter
-    from inference.memory import Place
+    from inference.memory_plan import Place
     from inference.settings import MethodConfig
     from outrider.streams import Streams
 

@@ -22,7 +22,7 @@ from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
-from inference.memory import Place, cache_bytes, pass_bytes, weight_bytes
+from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
 from inference.settings import MethodConfig

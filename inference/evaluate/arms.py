@@ -24,6 +24,7 @@ from inference.sampling import Sampler
 from inference.settings import MethodConfig, SamplingConfig
 from inference.stop_strings import StopStrings
 from inference.stopwatch import Clock
+from outrider.groups import ALONE, Group
 from outrider.streams import Streams
 
 GREEDY = SamplingConfig()
@@ -280,10 +281,12 @@ def measure(
     conversation: str | None = None,
     seed: int = 0,
     profilers: Mapping[str, Arm] | None = None,
+    group: Group = ALONE,
 ) -> PromptResult:
     """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
 
     Of an arm's repeats the one with the median decoding time counts. `profilers` do the first of them again, untimed.
+    group: processes that decode together, whose leader's times count.
     """
     streams = [Streams(seed, prompt_id, repeat) for repeat in range(repeats)]
     names = list(arms)
@@ -292,10 +295,11 @@ def measure(
         shift = (turn + repeat) % len(names)
         for name in names[shift:] + names[:shift]:
             runs[name].append(arms[name](prompt, streams[repeat]))
-    middle = {
-        name: sorted(generations, key=lambda g: g.decode_seconds)[(repeats - 1) // 2]
-        for name, generations in runs.items()
+    median = {
+        name: sorted(range(repeats), key=lambda repeat: done[repeat].decode_seconds)[(repeats - 1) // 2]
+        for name, done in runs.items()
     }
+    middle = {name: runs[name][repeat] for name, repeat in group.agreed(median).items()}
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
     profiles = {name: profiler(prompt, streams[0]) for name, profiler in (profilers or {}).items()}
     answer = runs[AUTOREGRESSIVE][0].tokens

@@ -5,7 +5,7 @@ from draft_models.rehearsal import rehearsable
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.replay import evaluate_replay
 from inference.evaluate.subject import heldout_fraction
-from inference.memory import plan_evaluation
+from inference.memory_plan import plan_evaluation
 from inference.settings import EvaluateConfig
 
 

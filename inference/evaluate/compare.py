@@ -104,7 +104,7 @@ def _evaluate(
 ) -> list[str]:
     """The names of the methods that were not lossless."""
     subject = find_subject(config, group)
-    require_own_device(subject.device, state)
+    require_own_device(subject.device, state, group)
     turns = [[render(config, subject, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
@@ -126,14 +126,19 @@ def _evaluate(
     positions = longest_text(turns, new, context)
     if earlier is None:  # then the main process's group has a share, and nobody is at work beside it any more
         state.wait_for_everyone()
-        made = None
-        if group.index == 0 and group.size > 1:
+        begun: Prepared | Exception | None = None
+        if group.is_first:
             assert models is not None
-            made = prepare_methods(config, subject, models, rendered[0], positions)
+            try:
+                begun = prepare_methods(config, subject, models, rendered[0], positions)
+            except Exception as error:  # the others are to hear of it
+                begun = error
 
         def begin() -> Any:
-            assert models is not None
-            plain = asdict(made or prepare_methods(config, subject, models, rendered[0], positions))
+            if not isinstance(begun, Prepared):
+                assert begun is not None
+                raise begun
+            plain = asdict(begun)
             begin_run(out_dir, settings, plain)
             return plain
 
@@ -154,12 +159,18 @@ def _evaluate(
     return from_main(state, lambda: report(config, subject, prepared, len(prompts), out_dir))
 
 
-def require_own_device(device: torch.device, state: PartialState) -> None:
-    """Raise `UserError` where several processes would run on one GPU, or on machines whose speeds differ in kind."""
+def require_own_device(device: torch.device, state: PartialState, group: Group) -> None:
+    """Raise `UserError` where several processes would run on one GPU, or on machines whose speeds differ in kind.
+
+    Or where a group would talk by way of GPUs that its model is not on.
+    """
     if state.num_processes == 1:
         return
     if device != torch.device(device.type):
         raise UserError(f"device={device}: {state.num_processes} processes would share it; give device=auto")
+    if group.size > 1 and device.type != state.device.type:
+        given = f"device={device}: the {group.size} processes of a group exchange tensors on {state.device.type}"
+        raise UserError(f"{given}; give device=auto, or hide the GPUs (CUDA_VISIBLE_DEVICES=)")
     machines = sorted(set(gather_object([describe_machine(str(device))["device"]])))
     if len(machines) > 1:
         raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
@@ -268,7 +279,8 @@ def measure_prompt(
         texts.append(turn)
         ids = first if number == 0 else render(config, subject, prompt, texts)
         if len(ids) + config.max_new_tokens > context:
-            tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
+            if subject.group.leads:
+                tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
             room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
             reasons = itertools.chain([room], itertools.repeat("a turn before it was left out"))
             return tuple(results), tuple(map(Skipped, names[number:], reasons))
@@ -282,6 +294,7 @@ def measure_prompt(
             turn=position + number,
             seed=config.seed,
             profilers=bench.profilers,
+            group=subject.group,
         )
         differs = not sampled and not all(map(result.identical, bench.arms))
         if bench.judge is not None and (differs or position in bench.judged):

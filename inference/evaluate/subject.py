@@ -24,8 +24,8 @@ from draft_models.target.whole_model import PlainLM
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.report import describe_machine
-from inference.fused_layers import can_pack
 from inference.generation_config import Inherited, inherit, read_generation_config
+from inference.packing import can_pack
 from inference.runtime import Runtime, make_runtime
 from inference.settings import EvaluateConfig, MethodConfig, number
 from inference.stop_strings import StopStrings

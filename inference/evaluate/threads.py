@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from inference.fused_layers import PackedLinear, can_pack
+from inference.packing import PackedLinear, can_pack
 from outrider.groups import ALONE, Group
 
 ROWS, IN, OUT = 4, 1024, 4096  # of the product that is timed: a small model's, for a draft of a few tokens

@@ -30,7 +30,7 @@ from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import PlainSession, SmallLMSource
 from inference.evaluate import compare
-from inference.fused_layers import PackedLinear, can_pack, pack_linears
+from inference.packing import PackedLinear, can_pack, pack_linears
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.structures.factory import make_structure
 from outrider.errors import UserError

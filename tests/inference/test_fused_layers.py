@@ -17,7 +17,8 @@ from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations, prepare
 from inference.evaluate.lossless import judge
-from inference.fused_layers import FusedLayer, PackedLinear, RMSNorm, can_pack, fuse_layers, join, pack_linears
+from inference.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
+from inference.packing import PackedLinear, can_pack
 from inference.settings import MethodConfig, StopConfig
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
@@ -130,41 +131,6 @@ def check_decoding(stack: LayerStack, path: Path, prompt: list[int], expected: l
     assert [t for r in rounds for t in r.tokens] == expected
     assert sum(r.accepted for r in rounds) > 10
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens] == expected
-
-
-# --- packed ------------------------------------------------------------------------------------------------------
-
-
-@needs_onednn
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 1, 24), (1, 5, 24), (40, 24), (64, 24)])
-def test_equals_linear(bias: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    linear = nn.Linear(24, 17, bias=bias).requires_grad_(False).to(dtype)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    packed = PackedLinear(linear)
-    out = packed(x)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out, linear(x))
-    torch.testing.assert_close(packed(x), out, rtol=0, atol=0)
-
-
-def test_what_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not can_pack(torch.device("cuda"), torch.float32)
-    for supported in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
-        assert can_pack(CPU, torch.bfloat16) == (supported and can_pack(CPU, torch.float32))
-    assert not can_pack(CPU, torch.float16)
-    assert not can_pack(CPU, torch.float64)
-
-
-@needs_onednn
-def test_every_linear_is_replaced_and_shared_ones_stay_shared() -> None:
-    one = nn.Linear(4, 4)
-    model = nn.ModuleDict({"a": one, "b": nn.Sequential(one, nn.Linear(4, 2), nn.ReLU())})
-    pack_linears(model)
-    assert not any(isinstance(m, nn.Linear) for m in model.modules())
-    assert model["a"] is model["b"][0]
 
 
 @needs_onednn

@@ -11,7 +11,7 @@ from accelerate import PartialState
 from torch import nn
 
 from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target import tensor_parallel
+from draft_models.target import proof, tensor_parallel
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.stored_tensors import Part
@@ -22,7 +22,8 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.evaluate.subject import load_split
-from inference.fused_layers import can_pack, lay_out
+from inference.fused_layers import lay_out
+from inference.packing import can_pack
 from inference.runtime import Eager
 from inference.settings import EvaluateConfig, SamplingConfig, StructureConfig
 from inference.structures.factory import make_structure
@@ -101,6 +102,22 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path, family: str) -> None:
     def work(group: Group) -> None:
         with pytest.raises(UserError, match=r"tensor_parallel.*(split|does not divide)"):
             target.stack(dtype=torch.float32, group=group)
+
+    in_group(2, work)
+
+
+@pytest.mark.parametrize(
+    "family", quick_where(lambda name: name == "gemma2", ["gemma2", "llama", "olmo2", "qwen3_moe"])
+)
+def test_in_16_bits_it_proves_itself_too(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where float32 copies of all of it would be too large: on one layer of each kind, split as it is."""
+    monkeypatch.setattr(proof, "LARGEST_COPY", 0)
+    target = open_target(str(save_family(tmp_path, family)))
+
+    def work(group: Group) -> None:
+        stack = target.stack(dtype=torch.bfloat16, group=group)
+        said = [t for r in autoregressive(stack, random_prompt(9), max_new_tokens=TOKENS) for t in r.tokens]
+        group.require_same(said, "tokens")
 
     in_group(2, work)
 

@@ -138,6 +138,16 @@ def test_the_plan_of_a_split_target_is_what_happens(tmp_path: Path, monkeypatch:
     require_allocated(path, replace(config, train_head=False))
 
 
+def test_the_target_that_is_decoded_with_is_planned() -> None:
+    """Of 69 B parameters in 16 bits a quarter, and caches for its 4096 positions."""
+    config = replace(CONFIG, decode_prompts=8, tensor_parallel=4)
+    (more,) = set(make_plan(config, llama_2(70), 5).device_bytes.items()) - set(
+        make_plan(CONFIG, llama_2(70), 5).device_bytes.items()
+    )
+    assert more[0] == "the whole target, to decode with"
+    assert more[1] / 1e9 == pytest.approx(138 / 4, rel=0.02)
+
+
 def test_a_token_costs_the_experts_it_meets() -> None:
     """Mixtral sends it to 2 of 4: a step costs what a mixture of 2 experts does, but for its router."""
     every, two = (make_plan(CONFIG, family_config("mixtral", num_experts=n, num_local_experts=n), 2) for n in (4, 2))

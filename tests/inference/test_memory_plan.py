@@ -10,10 +10,12 @@ from transformers import LlamaConfig
 from draft_models.checkpoint import save_pretrained
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.tensor_parallel import own_heads
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive
 from inference.evaluate.command import evaluate
-from inference.memory import Place, cache_bytes, weight_bytes
+from inference.memory_plan import Place, cache_bytes, weight_bytes
+from inference.session import TargetSession
 from inference.settings import EvaluateConfig, MethodConfig
 from outrider.groups import Group
 from tests.families import FAMILIES, save_family
@@ -51,6 +53,20 @@ def test_caches_are_what_decoding_takes(tmp_path: Path) -> None:
     assert arena.rest._buffer is not None
     assert arena.rest._buffer.nbytes == cache_bytes(target.config, place)
     assert cache_bytes(target.config, replace(place, size=2)) == cache_bytes(target.config, place) // 2
+
+
+@pytest.mark.parametrize("family", quick_where(lambda name: name == "olmo2", SPLIT))
+def test_heads_are_those_of_a_process(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some architectures have their matrices split, and all heads on every process."""
+    monkeypatch.setattr(Group, "add", lambda self, part: part)  # alone: shapes are all that counts
+    monkeypatch.setattr(Group, "side_by_side", lambda self, part: torch.cat([part, part], -1))
+    target = open_target(str(save_family(tmp_path, family)))
+    group, every = Group(size=2), range(target.config.num_hidden_layers)
+    stack = LayerStack(load_layers(target.files, target.config, every, dtype=torch.float32, group=group))
+    session = TargetSession(stack, 0, 32)
+    session.prefill(random_prompt(8))
+    heads = {keys.shape[1] for keys, _ in session.rest._views.values()}
+    assert heads == {own_heads(target.config, 2)[1]}
 
 
 def llama_2_70b() -> LlamaConfig:

@@ -12,7 +12,7 @@ from draft_models.checkpoint import open_target_of
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy, empty_model
 from draft_models.target.open_target import open_target, pick_dtype
-from draft_models.target.tensor_parallel import heads_are_split, own_layer, split_model
+from draft_models.target.tensor_parallel import own_heads, own_layer, split_model
 from inference.drafters.registry import KINDS
 from inference.fixed_shapes import WIDTHS
 from inference.settings import EvaluateConfig
@@ -51,22 +51,21 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def weight_bytes(config: PreTrainedConfig, place: Place, *, vocabulary: bool = True) -> int:
-    """Of the weights of a model that one process has. vocabulary: see `split_model`."""
+def weight_bytes(config: PreTrainedConfig, place: Place) -> int:
+    """Of the weights of a model that one process has."""
     model = empty_model(config)
     tied = model.get_output_embeddings() is not None and bool(config.tie_word_embeddings)
     if place.size > 1:
-        split_model(model, Group(size=place.size), vocabulary=vocabulary)
-        if tied and vocabulary:  # split, they are two layers of one matrix
+        split_model(model, Group(size=place.size))
+        if tied:  # split, they are two layers of one matrix
             own_layer(model.get_submodule(anatomy(config).head)).weight = None
     return count(model) * place.itemsize
 
 
 def cache_bytes(config: PreTrainedConfig, place: Place, layers: int | None = None) -> int:
     """Of the keys and values of `layers` layers, by default all, that one process has."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    _, own = own_heads(config, place.size)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    own = heads // place.size if place.size > 1 and heads_are_split(config) else heads
     every = config.num_hidden_layers if layers is None else layers
     return 2 * every * own * width * place.slots * place.itemsize
 
@@ -79,7 +78,8 @@ def pass_bytes(config: PreTrainedConfig, place: Place) -> int:
 def plan_evaluation(config: EvaluateConfig) -> str:
     """What each GPU holds in an evaluation: a greppable line, then one for each part. Raises `UserError`."""
     if config.checkpoint is None:
-        target = open_target(str(config.target), config.revision).config
+        by_layers = any(KINDS[method.source].layers for method in config.methods.values())
+        target = open_target(str(config.target), config.revision, by_layers=by_layers).config
     else:
         target = open_target_of(config.checkpoint, config.target, config.revision).config
     place, dtype = place_of(config, target, context_limit(target))
