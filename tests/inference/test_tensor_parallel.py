@@ -31,7 +31,7 @@ from outrider.errors import UserError
 from outrider.groups import Group, join_group
 from outrider.streams import Streams
 from tests.families import FAMILIES, LAYERS, save_family
-from tests.inference.evaluate.evaluating import facts, processes, together, tokens
+from tests.inference.evaluate.evaluating import METHODS, facts, processes, together, tokens
 from tests.launched import launched
 from tests.tiers import quick_where
 from tests.tiny import method_of, random_prompt, reference_generate, save_target
@@ -226,12 +226,14 @@ def test_an_evaluation_by_two_groups_of_two(
 @pytest.mark.slow
 def test_a_sampled_evaluation(config: Callable[..., EvaluateConfig], on_the_cpu: None) -> None:
     """Equal streams draw equal tokens: were there a difference, the processes would say so."""
-    sampled = SamplingConfig(temperature=1.0)
-    made, one = config("out", tensor_parallel=2, sampling=sampled), config("one", sampling=sampled)
+    options = {"sampling": SamplingConfig(temperature=1.0), "methods": {"chain": METHODS["chain"]}}
+    options |= {"compare_transformers": False}
+    made, one = config("out", tensor_parallel=2, **options), config("one", **options)
     assert together(made, 2) == [0, 0]
     assert together(one, 1) == [0]
     plain = {key: said for key, said in tokens(one).items() if key[1] == "autoregressive"}
     assert {key: said for key, said in tokens(made).items() if key in plain} == plain
+    assert together(config("again", tensor_parallel=2, repeats=2, **options), 2) == [0, 0]  # one of two is kept
 
 
 def test_processes_that_disagree_are_stopped() -> None:

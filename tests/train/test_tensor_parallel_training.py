@@ -1,6 +1,7 @@
 """Commands whose target is split over processes leave what one process leaves."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -100,10 +101,10 @@ def test_a_small_lm_distilled_from_a_split_target(target: Path, corpus: DataConf
 @pytest.mark.slow
 def test_a_calibration_head_of_a_split_target(target: Path, corpus: DataConfig, tmp_path: Path) -> None:
     """The tokens that were tested, and what became of them."""
-    captured = []
+    captured, drafted = [], tmp_path / "drafter"
+    run(train_early_exit, jobs.distilling(target, corpus, drafted, fit=replace(jobs.FIT, steps=2)), 1)
     for name, processes in (("one", 1), ("split", 2)):
-        made = tmp_path / f"drafter_{name}"
-        run(train_early_exit, jobs.distilling(target, corpus, made, fit=replace(jobs.FIT, steps=2)), 1)
+        made = shutil.copytree(drafted, tmp_path / f"drafter_{name}")
         config = CalibrateConfig(
             checkpoint=str(made), data=corpus, fit=replace(jobs.FIT, batch_rows=2, save_every=None), prompts=10,
             heldout_prompts=4, seq_len=48, new_tokens=12, max_draft=4, tensor_parallel=processes,
