@@ -10,14 +10,13 @@ ablation.json and ablation.md.
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from commands import run_command
+
 from outrider.files import write_atomically, write_json
 
-ROOT = Path(__file__).parent.parent
 TRAIN = ["fit.epochs=null", "fit.optimizer=adamw", "fit.lr=2e-3", "fit.batch_rows=4", "fit.schedule=linear",
          "fit.warmup=20", "fit.eval_every=null", "seq_len=512", "eval_rows=16", "exit_layer=1",
          "fit.log_every=50", "fit.wandb.mode=disabled", "objective=cross_entropy"]  # fmt: skip
@@ -33,21 +32,15 @@ ROWS = {
 }
 
 
-def command(script: str, out_dir: Path, done: str, *overrides: str) -> None:
-    """Run a command of the project unless `out_dir`/`done` is there already."""
-    if (out_dir / done).exists():
-        return
-    line = [sys.executable, str(ROOT / script), f"out_dir={out_dir}", *overrides]
-    print("+", *line[1:], flush=True)
-    subprocess.run(line, check=True)
+def run_all(target: str, out: Path, steps: int, prompts: int, split: int) -> dict[str, Any]:
+    """Everything the table needs; the reports by drafter and method. split: see `run_command`.
 
-
-def run_all(target: str, out: Path, steps: int, prompts: int) -> dict[str, Any]:
-    """Everything the table needs; the reports by drafter and method."""
+    Training reads a few layers only, and is one process.
+    """
     responses = out / "responses"
-    command(
+    run_command(
         "data_prep/generate_responses.py", responses, "summary.json", f"target={target}",
-        "data=python_stdlib", "max_new_tokens=384", "resume=true",
+        "data=python_stdlib", "max_new_tokens=384", "resume=true", split=split,
     )  # fmt: skip
     mixed = ["data=self_distillation", "data@data.mix.open=python_stdlib",
              f"data.mix.generated.path={responses}/responses-*.jsonl"]  # fmt: skip
@@ -59,17 +52,17 @@ def run_all(target: str, out: Path, steps: int, prompts: int) -> dict[str, Any]:
     reports: dict[str, Any] = {}
     for name, overrides in drafters.items():
         folder = out / name
-        command("train/eesd.py", folder, "drafter.json", f"target={target}", f"fit.steps={steps}", *TRAIN,
-                *overrides, "resume=true")  # fmt: skip
+        run_command("train/eesd.py", folder, "drafter.json", f"target={target}", f"fit.steps={steps}", *TRAIN,
+                    *overrides, "resume=true")  # fmt: skip
         methods = sorted({method for drafter, method in ROWS.values() if drafter == name})
         if any(method.startswith("eesd_cali") for method in methods):
-            command("train/calibrate.py", out / f"{name}_head", "calibration.json", f"checkpoint={folder}",
-                    f"target={target}", "data=python_stdlib", "prompts=160", "heldout_prompts=32",
-                    "fit.wandb.mode=disabled", "resume=true")  # fmt: skip
+            run_command("train/calibrate.py", out / f"{name}_head", "calibration.json", f"checkpoint={folder}",
+                        f"target={target}", "data=python_stdlib", "prompts=160", "heldout_prompts=32",
+                        "fit.wandb.mode=disabled", "resume=true", split=split)  # fmt: skip
         fixed = ["methods.eesd_fixed.stop.max_draft=10"] if "eesd_fixed" in methods else []
-        command("inference/evaluate_checkpoint.py", out / f"{name}_report", "report.json", f"checkpoint={folder}",
-                f"target={target}", f"num_prompts={prompts}", f"method=[{','.join(methods)}]", *fixed,
-                "resume=true")  # fmt: skip
+        run_command("inference/evaluate_checkpoint.py", out / f"{name}_report", "report.json", f"checkpoint={folder}",
+                    f"target={target}", f"num_prompts={prompts}", f"method=[{','.join(methods)}]", *fixed,
+                    "resume=true", split=split)  # fmt: skip
         read = json.loads((out / f"{name}_report/report.json").read_text())
         reports[name] = {report["method"]: report for report in read.get("reports", [read])}
     return reports
@@ -99,8 +92,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"))
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--split", type=int, default=1, help="processes that hold a target larger than one GPU")
     options = parser.parse_args()
-    reports = run_all(options.target, options.out, options.steps, options.prompts)
+    reports = run_all(options.target, options.out, options.steps, options.prompts, options.split)
     write_json(options.out / "ablation.json", {"rows": ROWS, "reports": reports})
     write_atomically(options.out / "ablation.md", table(reports).encode())
     print(table(reports))

@@ -13,20 +13,19 @@ import argparse
 import json
 import shlex
 import statistics
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from commands import run_command
 
 from draft_models.checkpoint import provenance
 from inference.evaluate.report import describe_machine
 from outrider.files import require_writable, write_atomically, write_json
 from train.settings import OBJECTIVES
 
-ROOT = Path(__file__).parent.parent
 DRAWS = 2000  # of the bootstrap
 BATCH_ROWS, SEQ_LEN, METHOD = 8, 256, "vanilla"
 COMMON = [f"seq_len={SEQ_LEN}", f"fit.batch_rows={BATCH_ROWS}", "fit.epochs=null", "fit.schedule=linear",
@@ -76,26 +75,19 @@ def plan(options: argparse.Namespace) -> dict[str, Row]:
     }
 
 
-def command(script: str, out_dir: Path, done: str, *overrides: str) -> None:
-    """Run a command of the project unless `out_dir`/`done` is there already."""
-    if (out_dir / done).exists():
-        return
-    line = [sys.executable, str(ROOT / script), f"out_dir={out_dir}", *overrides]
-    print("+", *line[1:], flush=True)
-    subprocess.run(line, check=True)
-
-
 def run_all(options: argparse.Namespace, rows: dict[str, Row]) -> None:
     """Train and evaluate every drafter that is not there yet."""
     target = f"target={options.target}"
-    command("data_prep/generate_responses.py", options.out / "responses", "summary.json", target, "data=python_stdlib",
-            "max_new_tokens=128", "batch_size=64", "top_k_logits=16", "resume=true")  # fmt: skip
+    answers = ["data=python_stdlib", "max_new_tokens=128", "batch_size=64", "top_k_logits=16", "resume=true"]
+    run_command("data_prep/generate_responses.py", options.out / "responses", "summary.json", target, *answers,
+                split=options.split)  # fmt: skip
     for name, row in rows.items():
-        command("train/finetune_drafter.py", options.out / name, "finetune_drafter.json", target, *COMMON,
-                f"fit.steps={row.steps}", *row.overrides)  # fmt: skip
-        command("inference/evaluate_checkpoint.py", options.out / f"{name}_report", "report.json", target,
-                f"small_lm={options.out / name}", f"method=[{METHOD}]", f"num_prompts={options.prompts}",
-                f"max_new_tokens={options.tokens}", "compare_transformers=false", "resume=true")  # fmt: skip
+        run_command("train/finetune_drafter.py", options.out / name, "finetune_drafter.json", target, *COMMON,
+                    f"fit.steps={row.steps}", *row.overrides, split=options.split)  # fmt: skip
+        run_command("inference/evaluate_checkpoint.py", options.out / f"{name}_report", "report.json", target,
+                    f"small_lm={options.out / name}", f"method=[{METHOD}]", f"num_prompts={options.prompts}",
+                    f"max_new_tokens={options.tokens}", "compare_transformers=false", "resume=true",
+                    split=options.split)  # fmt: skip
 
 
 def jsonl(path: Path) -> list[dict[str, Any]]:
@@ -161,6 +153,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="of every fine-tuning")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--split", type=int, default=1, help="processes that hold a target larger than one GPU")
     parser.add_argument("--note", default="", help="kept in ablation.json, e.g. what else the machine was doing")
     return parser.parse_args(arguments)
 

@@ -1,4 +1,4 @@
-"""The ablation of small drafters: its rows are runs of the command, its statistics are what they say."""
+"""The ablations: their rows are runs of the commands, their statistics are what they say."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,19 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from benchmarks import ablate_small_lm
 from conf import CONF_DIR, build, register
 from train.settings import OBJECTIVES, FinetuneConfig
 
 
+@pytest.fixture(autouse=True)
+def _as_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+
+
 @pytest.mark.slow
 def test_every_row_is_a_run_of_the_command_and_differs_from_the_others() -> None:
+    import ablate_small_lm
+
     options = ablate_small_lm.parse(["--target", "t", "--out", "o", "--steps", "30"])
     rows = ablate_small_lm.plan(options)
     runs: dict[str, FinetuneConfig] = {}
@@ -32,6 +38,8 @@ def test_every_row_is_a_run_of_the_command_and_differs_from_the_others() -> None
 
 
 def test_statistics_of_prompts_by_hand(tmp_path: Path) -> None:
+    import ablate_small_lm
+
     lines = [
         {"id": "a", "arm": "vanilla", "tokens": [1] * 9, "accepted": [1, 5]},  # 8 tokens in 2 rounds
         {"id": "b", "arm": "vanilla", "tokens": [1] * 4, "accepted": [0, 0, 0]},
@@ -44,3 +52,21 @@ def test_statistics_of_prompts_by_hand(tmp_path: Path) -> None:
     found = ablate_small_lm.mean_difference({"a": 5.0, "b": 3.0}, before)
     assert found == {"mean": pytest.approx(1.5), "ci95": pytest.approx([1.0, 2.0]), "higher": 2}
     assert ablate_small_lm.mean_difference(before, before) == {"mean": 0.0, "ci95": [0.0, 0.0], "higher": 0}
+
+
+def test_a_target_larger_than_one_gpu_is_split_where_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a launcher with as many processes; early exits train on a few layers, in one."""
+    import ablate_eesd
+
+    lines: list[list[str]] = []
+    monkeypatch.setattr("commands.subprocess.run", lambda line, check: lines.append(line[1:]))
+    with pytest.raises(FileNotFoundError):  # nothing was run, so there is no report
+        ablate_eesd.run_all("t", tmp_path, 10, 2, 4)
+    by_script = {next(Path(word).name for word in line if word.endswith(".py")): line for line in lines}
+    assert by_script.keys() == {"generate_responses.py", "eesd.py", "calibrate.py", "evaluate_checkpoint.py"}
+    for script, line in by_script.items():
+        split = script != "eesd.py"
+        assert ("tensor_parallel=4" in line) == split
+        assert (line[:4] == ["-m", "accelerate.commands.launch", "--num_processes", "4"]) == split
