@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from conf import CONF_DIR, build, explain, register
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
-from data_prep.settings import ConvertConfig, TrigramConfig
+from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiers import quick_where
@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "generate_responses": (GenerateConfig, "data_prep/generate_responses.py", ["target=t"]),
     "write_prompts": (PromptsConfig, "data_prep/write_prompts.py", []),
     "convert_target": (ConvertConfig, "data_prep/convert_target.py", ["target=t"]),
+    "fetch_target": (FetchConfig, "data_prep/fetch_target.py", []),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
 }
 GROUPS = {
@@ -173,6 +174,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "generate_responses": "max_new_tokens",
         "write_prompts": "per_object",
         "convert_target": "resume",
+        "fetch_target": "resume",
         "pipeline": "resume",
     }[command]
     _, script, mandatory = COMMANDS[command]
