@@ -31,6 +31,7 @@ from tests.tiny import open_stack, random_prompt, reference_generate, save_targe
 from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import distilling, same
+from train import time_budget
 from train.early_exit import Watch, default_exit_layer, train_early_exit
 from train.fit import fit
 from train.watch import heldout_prompt, heldout_prompts
@@ -106,6 +107,28 @@ def test_training_reads_only_what_it_needs(tmp_path: Path, corpus: DataConfig, c
     assert len(list(path.glob("*.safetensors"))) < len(set(files.file_of.values()))
     train_early_exit(distilling(path, corpus, tmp_path / "eesd", exit_layer=1))
     assert f"read_bytes={size} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("objective", ["kl", "cross_entropy"])
+def test_minutes_decide_the_steps_and_nothing_else(
+    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, objective: str
+) -> None:
+    """Measuring leaves no trace in the weights; a resumed run keeps the number."""
+    path = save_target(tmp_path / "target")
+    known = distilling(path, corpus, tmp_path / "known", objective=objective)
+    train_early_exit(known)
+    timed = distilling(path, corpus, tmp_path / "timed", objective=objective, minutes=1000)  # so `fit` is the limit
+    train_early_exit(timed)
+    assert same(weights(tmp_path / "timed"), weights(tmp_path / "known"))
+    monkeypatch.setattr(time_budget, "_seconds_per_step", lambda *_: 10.0)
+    short = distilling(path, corpus, tmp_path / "short", objective=objective, minutes=0.5)
+    train_early_exit(short)
+    training = read_meta(tmp_path / "short").training
+    assert (training["steps"], training["fit"]["steps"], training["minutes"]) == (3, 3, 0.5)
+    monkeypatch.setattr(time_budget, "_seconds_per_step", None)
+    train_early_exit(replace(short, resume=True))
+    with pytest.raises(UserError, match=r"minutes=1 \(was 0\.5\)"):
+        train_early_exit(replace(short, resume=True, minutes=1))
 
 
 def test_accumulation_equals_one_batch(tmp_path: Path, corpus: DataConfig) -> None:
