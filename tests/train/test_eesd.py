@@ -32,7 +32,7 @@ from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import distilling, same
 from train import time_budget
-from train.early_exit import Watch, default_exit_layer, train_early_exit
+from train.early_exit import Watch, default_exit_layer, make_student, train_early_exit
 from train.fit import fit
 from train.watch import heldout_prompt, heldout_prompts
 
@@ -129,6 +129,17 @@ def test_minutes_decide_the_steps_and_nothing_else(
     train_early_exit(replace(short, resume=True))
     with pytest.raises(UserError, match=r"minutes=1 \(was 0\.5\)"):
         train_early_exit(replace(short, resume=True, minutes=1))
+
+
+@pytest.mark.parametrize(("supported", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_fast_frozen_dtype(
+    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, supported: bool, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    path = save_target(tmp_path / "target")
+    config = distilling(path, corpus, tmp_path / "eesd", frozen_dtype="fast")
+    student = make_student(config, open_target(str(path)), 2, None, ALONE, torch.device("cpu"))
+    assert student.stack.dtype == expected
 
 
 def test_accumulation_equals_one_batch(tmp_path: Path, corpus: DataConfig) -> None:

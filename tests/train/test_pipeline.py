@@ -304,12 +304,14 @@ def test_a_rehearsal_lies_beside_the_run(mission):
 
 def test_a_given_target_is_not_made_again(mission, monkeypatch):
     """And what was done with another one is not gone on with."""
+    mission.script.write_text(STAND_IN.replace('"made"', "'{\"made_of\": 1}'"))
     links = (f"calls={mission.calls}", f"fails={mission.out_dir}/none")
     monkeypatch.setitem(STEPS, "fetch", Step(str(mission.script), "fetch/product", (), links))
     monkeypatch.setitem(STEPS, "eesd", Step(str(mission.script), "eesd/product", ("fetch",), (*links, "t={target}")))
     config = PipelineConfig(steps={"fetch": StepConfig(), "eesd": StepConfig()}, out_dir=str(mission.out_dir))
     run_pipeline(config)
     assert mission.calls.read_text().split() == ["fetch", "eesd"]
+    assert json.loads((mission.out_dir / "pipeline.json").read_text())["target"] == {"made_of": 1}
     with pytest.raises(UserError, match=r'made with other settings: t="mine" \(was "{out_dir}/fetch"\)'):
         run_pipeline(replace(config, target="mine", resume=True))
     other = replace(config, target="mine", out_dir=str(mission.out_dir.with_name("other")))
