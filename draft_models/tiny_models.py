@@ -44,11 +44,16 @@ def save_tiny_models(folder: Path, architecture: str) -> None:
     TrigramTable.from_documents([text], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
 
 
-def save_tiny_model(path: Path, architecture: str, seed: int = 0) -> None:
-    """A causal LM of 4 layers with random weights and a byte-level tokenizer, as a Hugging Face directory."""
+def save_tiny_model(
+    path: Path, architecture: str, seed: int = 0, *, context: int = 256, template: str | None = None
+) -> None:
+    """A causal LM of 4 layers with random weights and a byte-level tokenizer, as a Hugging Face directory.
+
+    context: tokens that it can hold. template: the tokenizer's chat template.
+    """
     settings = {
         "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": context,
         "tie_word_embeddings": False, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -59,7 +64,9 @@ def save_tiny_model(path: Path, architecture: str, seed: int = 0) -> None:
             trust_remote_code=False,
         )
     model.save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from data_prep.settings import PromptTemplate
-from draft_models.settings import TARGET, Dtype, RehearsedConfig
+from draft_models.settings import TARGET, RehearsedConfig, RunDtype
 from inference.drafters.registry import KINDS, Kind
 from outrider.errors import require, require_choice
 from outrider.settings import (
@@ -259,7 +259,8 @@ class EvaluateConfig(RehearsedConfig):
     stop_strings: list[Annotated[str, Named("a text")]] = field(default_factory=list)
     repeats: Count = 1  # timed passes over every prompt, which draw anew when sampling; the one of median time counts
     compare_transformers: bool = True  # also time model.generate
-    dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
+    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
+    dtype: RunDtype = "auto"
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)
     tensor_parallel: Count = 1  # processes over which one copy of the target is split; see docs/clusters.md

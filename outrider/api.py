@@ -19,7 +19,7 @@ from conf.options import CONF_DIR
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from draft_models.checkpoint import META_FILE
-from draft_models.settings import Dtype
+from draft_models.settings import RunDtype
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
@@ -199,7 +199,7 @@ def load(
     small_lm: str | None = None,
     table: str | None = None,
     drafters: Mapping[str, str] | None = None,
-    dtype: Dtype = "auto",
+    dtype: RunDtype = "auto",
     device: str = "auto",
     runtime: Runtime = "auto",
 ) -> Model:

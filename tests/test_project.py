@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 ENTRIES = {
     "data_prep/build_trigrams.py",
     "data_prep/convert_target.py",
+    "data_prep/fetch_target.py",
     "data_prep/generate_responses.py",
     "data_prep/write_prompts.py",
     "inference/evaluate_checkpoint.py",

@@ -1,8 +1,9 @@
 """EESD training: read the few layers it needs, fit the exit layer, save the drafter."""
 
 import copy
+import functools
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from draft_models.losses import IGNORE
 from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
 from draft_models.target.fingerprint import Fingerprint
-from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
+from draft_models.target.open_target import OpenTarget, fast_dtype, open_target, pick_dtype
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
@@ -36,6 +37,7 @@ from train.export import served_dtype
 from train.fit import fit
 from train.plan import describe_plan, make_plan
 from train.settings import EesdConfig
+from train.time_budget import steps_for_minutes
 from train.watch import MovedNorms, decode_metrics, heldout_prompts, target_choices
 
 
@@ -78,7 +80,13 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
 
     group = join_group(state, config.tensor_parallel)
-    student = make_student(config, target, exit_layer, layers, group, state.device)
+    build = functools.partial(make_student, config, target, exit_layer, layers, group, state.device)
+    split = group if config.objective == "kl" else None
+    settings = config.fit
+    if config.minutes is not None:
+        steps = steps_for_minutes(config.minutes, build, rows, settings, out_dir, resume=config.resume, group=split)
+        settings = replace(settings, steps=steps, epochs=None)
+    student = build()
     if state.is_main_process:
         print(describe(student, files, exit_layer), flush=True)
     recipe = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
@@ -90,19 +98,19 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     result = fit(
         student,
         rows,
-        config.fit,
+        settings,
         out_dir,
         resume=config.resume,
         identity=identity,
         settings=config,
         evaluate=Watch(config, target, heldout, student, best, group),
-        group=group if config.objective == "kl" else None,
+        group=split,
     )
     if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it
         print(f"{out_dir}: finished already", flush=True)
     elif state.is_main_process:
         step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)
-        training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "step": step, "metrics": metrics}
+        training = {**recipe, "fit": asdict(settings), "steps": result.steps, "step": step, "metrics": metrics}
         save_drafter(out_dir, student, fingerprint, training, target.config, trained_on)
         facts = {key: recipe[key] for key in ("exit_layer", "objective", "train_head", "seq_len")}
         facts |= {"data": config.data.source, "steps": result.steps}
@@ -122,7 +130,8 @@ def make_student(
     device: torch.device,
 ) -> EarlyExitStudent:
     """What is trained. Where it distils, the target in it is split over `group`; the exit layer is always whole."""
-    placed: dict[str, Any] = {"dtype": getattr(torch, config.frozen_dtype), "device": device}
+    frozen = fast_dtype(device) if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)
+    placed: dict[str, Any] = {"dtype": frozen, "device": device}
     distill, start = config.objective == "kl", None
     if distill and group.size > 1:
         model = target.layers(layers, **placed, group=group, vocabulary=False)

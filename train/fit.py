@@ -16,6 +16,7 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import nn
 
+from draft_models.target.open_target import fast_dtype
 from outrider.errors import UserError
 from outrider.files import write_json
 from outrider.groups import Group, each_alone
@@ -101,7 +102,7 @@ def fit(
         _enable_gradient_checkpointing(model)
     if state.is_main_process:
         shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # of runs that were killed
-    with _autocast(model, config.precision, state.device.type):
+    with _autocast(model, config.precision, state.device):
         engine = Engine(model, config, group)
         if start is not None:
             engine.load(start)
@@ -176,13 +177,13 @@ def _save(
 
 
 @contextmanager
-def _autocast(model: nn.Module, precision: str, device: str) -> Iterator[None]:
+def _autocast(model: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
     """`model.forward` in bf16 over float32 masters, whatever trains it.
 
     Not Accelerate's bf16: DeepSpeed and FSDP take that for weights in bf16.
     """
-    if precision == "bf16":
-        model.forward = torch.autocast(device, dtype=torch.bfloat16)(model.forward)
+    if precision == "bf16" or (precision == "fast" and fast_dtype(device) == torch.bfloat16):
+        model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ LOGS = "logs"  # <step>.log: all that the step has said; <step>.json: the record
 SUMMARY = "pipeline.json"
 FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
 _AGAIN = "remove it, and resume=true does the step again"
-FACTS = ("parameters", "steps", "bits_per_byte")  # of the toy target
+FACTS = {"target": ("parameters", "steps", "bits_per_byte"), "fetch": ("made_of",)}  # of a target, by what left it
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def run_pipeline(config: PipelineConfig) -> None:
         (out_dir / LOGS).mkdir(exist_ok=True)
         records = _records(config)
         try:
-            for name in (name for name in STEPS if name in config.steps):
+            for name in config.to_do:
                 if _is_done(out_dir, name, records):
                     print(f"pipeline step={name} seconds={records[name].seconds:.1f} state=done-before", flush=True)
                     if name == "report":  # which a run of the step would have shown
@@ -80,7 +80,7 @@ def run_pipeline(config: PipelineConfig) -> None:
 def _records(config: PipelineConfig) -> dict[str, Record]:
     """What is known of the steps that were done. Raises `UserError` if one was done with other options."""
     found = {}
-    for name in config.steps:
+    for name in config.to_do:
         path = Path(config.out_dir) / LOGS / f"{name}.json"
         if path.exists():
             found[name] = read_as(Record, path, "record of a step", "remove it, and resume=true does the step again")
@@ -160,15 +160,19 @@ def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, 
         for name, record in records.items()
     }
     found: dict[str, Any] = {
-        "complete": set(steps) == set(config.steps),
+        "complete": set(steps) == set(config.to_do),
         "debug": config.debug,
         "seconds": _seconds(records),
         "steps": steps,
     }
-    target, report = (out_dir / STEPS[name].product for name in ("target", "report"))
-    if target.exists():
-        facts = _mapping(read_json(target, "report of a target", _AGAIN), target, FACTS)
-        found["target"] = {key: facts[key] for key in FACTS}
+    report = out_dir / STEPS["report"].product
+    for name, facts in FACTS.items():
+        path = out_dir / STEPS[name].product
+        if name in config.to_do and path.exists():
+            told = _mapping(read_json(path, "report of a target", _AGAIN), path, facts)
+            found["target"] = {key: told[key] for key in facts}
+    if config.target:
+        found["target"] = {"path": config.target}
     if report.exists():  # also one that says "not lossless", which fails the step
         reports = [_mapping(one, report, ("method", *FIGURES)) for one in reports_in(report)]
         shared = ("machine", "made_with", "dtype", "device", "runtime", "prompts", "max_new_tokens", "temperature")

@@ -6,6 +6,8 @@ from outrider.errors import require, require_choice
 from outrider.settings import RunConfig, Settings, free
 
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
+TARGET = "{target}"  # in a step's options: the target, which `target` names or one of MAKERS leaves
+MAKERS = ("target", "fetch")  # steps of which one leaves a target
 
 
 @dataclass(frozen=True)
@@ -24,23 +26,31 @@ class Step:
 
 STEPS = {
     "target": Step("train/toy_target.py", "target/toy_target.json"),
+    "fetch": Step("data_prep/fetch_target.py", "fetch/fetched.json"),
+    "prompts": Step("data_prep/write_prompts.py", "prompts/prompts.json"),
     "responses": Step(
-        "data_prep/generate_responses.py", "responses/summary.json", ("target",), ("target={out_dir}/target",)
+        "data_prep/generate_responses.py", "responses/summary.json", (*MAKERS, "prompts"), ("target={target}",)
     ),
-    "eesd": Step("train/eesd.py", "eesd/drafter.json", ("target", "responses"), ("target={out_dir}/target",)),
+    "eesd": Step("train/eesd.py", "eesd/drafter.json", (*MAKERS, "responses"), ("target={target}",)),
     "calibrate": Step(
-        "train/calibrate.py", "calibrate/calibration.json", ("target", "eesd"), ("checkpoint={out_dir}/eesd",)
+        "train/calibrate.py",
+        "calibrate/calibration.json",
+        (*MAKERS, "responses", "eesd"),
+        ("checkpoint={out_dir}/eesd",),
     ),
     "small_lm": Step(
-        "train/finetune_drafter.py", "small_lm/finetune_drafter.json", ("target",), ("target={out_dir}/target",)
+        "train/finetune_drafter.py",
+        "small_lm/finetune_drafter.json",
+        (*MAKERS, "responses"),
+        ("target={target}",),
     ),
     "trigrams": Step(
-        "data_prep/build_trigrams.py", "trigrams/table.json", ("target",), ("tokenizer={out_dir}/target",)
+        "data_prep/build_trigrams.py", "trigrams/table.json", (*MAKERS, "responses"), ("tokenizer={target}",)
     ),
     "report": Step(
         "inference/evaluate_checkpoint.py",
         "report/report.json",
-        ("target", "eesd", "calibrate", "small_lm", "trigrams"),
+        (*MAKERS, "prompts", "eesd", "calibrate", "small_lm", "trigrams"),
         ("checkpoint={out_dir}/eesd", "small_lm={out_dir}/small_lm", "table={out_dir}/trigrams"),
     ),
 }
@@ -66,12 +76,14 @@ class StepConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(RunConfig):
-    """The whole mission: a target trained from scratch, drafters for it, and one comparison of all of them.
+    """The whole mission: a target, drafters for it, and one comparison of all of them.
 
     Each step is a command of this project, run by itself with out_dir=<out_dir>/<step>; see `STEPS`.
     """
 
     steps: dict[str, StepConfig] = field(default_factory=dict)  # a missing one is left out (~steps.NAME)
+    # model directory or Hub name; null: what step target or fetch leaves, which are passed over where this is given
+    target: str | None = None
     # the method whose report the early-exit drafter's directory gets as well
     own_report: str | None = free(None)
     out_dir: str = free("runs/pipeline")  # where everything goes
@@ -82,14 +94,23 @@ class PipelineConfig(RunConfig):
         require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
         for name in self.steps:
             require_choice("steps", name, tuple(STEPS))
+        both = set(MAKERS) <= set(self.steps)
+        require(not both, "steps", list(self.steps), f"one of {', '.join(MAKERS)}: a pipeline has one target")
         both = {"eesd", "report"} <= set(self.steps)
         require(self.own_report is None or both, "own_report", self.own_report, "null without steps eesd and report")
+
+    @property
+    def to_do(self) -> list[str]:
+        """The steps that run, in order."""
+        left_out = MAKERS if self.target else ()
+        return [name for name in STEPS if name in self.steps and name not in left_out]
 
     def options(self, name: str) -> list[str]:
         """The command line of step `name`, with `HERE` for the pipeline's directory; without `OWN`."""
         step = self.steps[name]
+        target = self.target or f"{HERE}/{'fetch' if 'fetch' in self.steps else 'target'}"
         given = [*STEPS[name].links, *step.overrides, *(step.debug if self.debug else ()), *step.more]
-        return list({key_of(option): option for option in given}.values())
+        return [option.replace(TARGET, target) for option in {key_of(option): option for option in given}.values()]
 
 
 def key_of(option: str) -> str:

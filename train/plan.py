@@ -71,7 +71,8 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         model, exit_layer, train_head=config.train_head, train_layer=config.train_layer, distill=distill, start=start
     )
     parts = _parts(student)
-    width = torch.finfo(getattr(torch, config.frozen_dtype)).bits // 8
+    frozen = "bfloat16" if config.frozen_dtype == "fast" else config.frozen_dtype  # what it is on a GPU
+    width = torch.finfo(getattr(torch, frozen)).bits // 8
     rows = config.fit.micro_batch_rows or config.fit.batch_rows
     trained = sum(part.parameters for part in parts if part.trained)
     one_moment = _count(layer_matrices(student)) if config.fit.optimizer == "muon" else 0

@@ -10,10 +10,10 @@ from draft_models.settings import (
     SMALL_LM,
     TARGET,
     Divergence,
-    Dtype,
     FloatDtype,
     Model,
     RehearsedConfig,
+    RunDtype,
     TargetConfig,
 )
 from outrider.errors import require
@@ -80,9 +80,10 @@ class EesdConfig(TargetConfig):
     train_layer: bool = True  # false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
     # the paper's, on the text's tokens; kl: from the whole target, run as well
     objective: Literal["cross_entropy", "kl"] = "cross_entropy"
-    # of the target's layers, which are not trained
-    frozen_dtype: FloatDtype = "bfloat16"
+    # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
+    frozen_dtype: Literal["fast", FloatDtype] = "bfloat16"
     seq_len: Width = 2048  # tokens of a row
+    minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
     eval_rows: Count = free(64)  # held-out rows that give eval_top1
     eval_batch_rows: Count = free(4)  # held-out rows run together
     # held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target
@@ -142,7 +143,8 @@ class CalibrateConfig(RehearsedConfig):
     new_tokens: Annotated[int, at_least(3)] = 128
     max_draft: Count = 10  # tokens drafted every round: the paper's positions
     l2: Annotated[float, at_least(0)] = 0.01  # penalty on the head's weights, per token
-    dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
+    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
+    dtype: RunDtype = "auto"
     tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     plan: bool = free(False)  # only say what every GPU would hold; needs no weights
     out_dir: str = free("runs/calibrate")  # where everything goes
@@ -224,9 +226,12 @@ class FinetuneConfig(TargetConfig):
     on_policy_tokens: int = 64  # sampled per row in such a step
     lora_rank: NotNegative = 0  # 0: all weights are trained
     lora_alpha: Positive | None = None  # null: 2 · lora_rank
-    frozen_dtype: Dtype = "auto"  # of the target; auto: float32 on a CPU, else its own
+    # of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it
+    frozen_dtype: RunDtype = "auto"
     tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     seq_len: Width = 2048  # tokens of a row
+    # as many steps as take about this long here, but at most those of `fit`
+    minutes: Positive | None = None
     decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the drafter
     decode_tokens: Annotated[int, at_least(2)] = 64  # new ones of each of those prompts; the first is the prefill's
     out_dir: str = free("runs/finetune_drafter")  # where everything goes
@@ -250,6 +255,12 @@ class FinetuneConfig(TargetConfig):
             "on_policy_tokens",
             self.on_policy_tokens,
             f"at least 1 and less than seq_len ({self.seq_len})",
+        )
+        require(
+            self.on_policy == 0 or self.minutes is None,
+            "minutes",
+            self.minutes,
+            "null with on_policy: its steps take longer than the others",
         )
         require(
             self.lora_alpha is None or self.lora_rank > 0,

@@ -1,7 +1,7 @@
 """Training a small LM as a drafter: start one, fit it, choose the best by real decoding, export it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from train.export import export, served_dtype, special_tokens
 from train.fit import fit
 from train.settings import DrafterConfig, FinetuneConfig
 from train.small_lm_student import OnPolicy, SmallLMStudent
+from train.time_budget import steps_for_minutes
 from train.top_k_rows import TopKRows, load_top_k_rows
 from train.watch import MovedNorms, decode_metrics, heldout_prompts
 
@@ -78,11 +79,20 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         dtype = pick_dtype(config.frozen_dtype, target, state.device)
         # Losses are computed without logits, from all of the head.
         stack = LayerStack(opened.layers(dtype=dtype, device=state.device, group=group, vocabulary=False))
-    lm = start_lm(config, shape, tokenizer, state.device)
     on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, tokenizer.eos_token_id)
-    student = SmallLMStudent(
-        lm, config.objective, stack if online else None, on_policy if config.on_policy > 0 else None
-    )
+
+    def build() -> SmallLMStudent:
+        lm = start_lm(config, shape, tokenizer, state.device)
+        return SmallLMStudent(
+            lm, config.objective, stack if online else None, on_policy if config.on_policy > 0 else None
+        )
+
+    split = group if online else None
+    settings = config.fit
+    if config.minutes is not None:
+        steps = steps_for_minutes(config.minutes, build, rows, settings, out_dir, resume=config.resume, group=split)
+        settings = replace(settings, steps=steps, epochs=None)
+    student = build()
     if state.is_main_process:
         print(describe(student, config), flush=True)
     identity = config.deciding() | {
@@ -103,14 +113,14 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     result = fit(
         student,
         rows,
-        config.fit,
+        settings,
         out_dir,
         resume=config.resume,
         identity=identity,
         settings=config,
         evaluate=watch or (lambda *_: {}),
         on_step=student.begin_step,
-        group=group if online else None,
+        group=split,
     )
     sharding.make_whole(student, frozen=True)  # adapters are merged into what is frozen
     if (
@@ -127,7 +137,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         facts |= {name: round(value, 3) for name, value in metrics.items()}
         write_card(out_dir, USE, config.target, facts)
         report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
-        report |= {"last_metrics": result.metrics, "settings": identity, "fit": asdict(config.fit)}
+        report |= {"last_metrics": result.metrics, "settings": identity, "fit": asdict(settings)}
         write_json(out_dir / REPORT_FILE, report | {"made_with": provenance()})
         shown = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
         print(f"saved drafter={out_dir} step={step} {shown}", flush=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 from outrider.errors import require
 from outrider.files import write_json
+from outrider.groups import Group
 from outrider.processes import join_processes
 from outrider.settings import read_as
 from train import run_dir
@@ -50,6 +51,7 @@ def steps_for_minutes(
     out_dir: Path,
     *,
     resume: bool,
+    group: Group | None = None,
     clock: Callable[[], float] | None = None,
 ) -> int:
     """Optimizer steps that take about `minutes` here, at least 1 and at most those `config` asks for.
@@ -58,14 +60,15 @@ def steps_for_minutes(
     makes, which is then thrown away. It leaves the number in `out_dir`, and with `resume` the number is read from
     there. So schedules remain functions of the step, and a run continued elsewhere ends where it was to end.
 
-    clock: seconds; None: real ones, the device's work included. Call it on every process.
+    group: as for `fit`. clock: seconds; None: real ones, the device's work included. Call it on every process.
     """
     file, process = out_dir / STEPS_FILE, join_processes()
     run_dir.require_free(out_dir, resume)
     if resume and file.exists():
         kept: _Steps = read_as(_Steps, file, "number of steps", "remove it, and the steps are measured anew")
         return kept.steps
-    seconds = _seconds_per_step(build(), rows, config, out_dir / run_dir.STAGING / "measured", clock or _clock)
+    scratch = out_dir / run_dir.STAGING / "measured"
+    seconds = _seconds_per_step(build(), rows, config, scratch, clock or _clock, group)
     steps = max(1, min(config.total_steps(len(rows)), int(60 * minutes / seconds)))
     decided = [steps]
     broadcast_object_list(decided)  # the main process's measurement counts
@@ -77,7 +80,12 @@ def steps_for_minutes(
 
 
 def _seconds_per_step(
-    model: nn.Module, rows: Rows, config: FitConfig, scratch: Path, clock: Callable[[], float]
+    model: nn.Module,
+    rows: Rows,
+    config: FitConfig,
+    scratch: Path,
+    clock: Callable[[], float],
+    group: Group | None,
 ) -> float:
     """The median of `MEASURED` steps of `fit` after `WARM_UP` others. It trains `model` and leaves nothing else."""
     times: list[float] = []
@@ -99,7 +107,7 @@ def _seconds_per_step(
     )
     try:
         with suppress(_MeasuredError):
-            fit(model, rows, probe, scratch, resume=True, on_step=on_step)
+            fit(model, rows, probe, scratch, resume=True, on_step=on_step, group=group)
     finally:
         shutil.rmtree(scratch.parent, ignore_errors=True)
         gc.collect()  # what trains is part of cycles, and holds the model and the optimizer's state

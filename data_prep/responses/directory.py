@@ -5,6 +5,7 @@
     responses-00000.safetensors   with top_k_logits, of each response: ID.tokens [n], ID.top_ids and ID.top_logprobs
                                   [n, k], ID.tail [n] (see `TopK`), ID.sequence [m] and ID.places [n] (see `Response`)
     skipped-00000.jsonl           prompts without a response, {"id", "source", "reason", "detail"}
+    seconds.json                  how long all runs have answered so far, {"seconds"}
     summary.json                  counts over all shards, written when the run is through
     .lock                         held by the run that is writing
 
@@ -34,10 +35,11 @@ from data_prep.text.sources import RESPONSES, RUN_FILE, read_file
 from outrider.errors import UserError
 from outrider.files import read_json, write_atomically, write_json
 from outrider.run_dirs import check_identity
-from outrider.settings import Settings
+from outrider.settings import Settings, read_as
 from outrider.versions import code_history, code_version
 
 SUMMARY_FILE = "summary.json"
+SECONDS_FILE = "seconds.json"
 _Law = tuple[TopK, torch.Tensor | None, torch.Tensor | None]  # with sequence and places, see `Response`
 _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
@@ -138,6 +140,15 @@ def next_number(folder: Path) -> int:
     """The first shard number that no file of the directory has."""
     matches = [_OWN.fullmatch(path.name) for path in folder.glob("*")]
     return 1 + max((int(match[2]) for match in matches if match), default=-1)
+
+
+def seconds_spent(folder: Path) -> float:
+    """How long the runs in a directory have answered so far. Raises `UserError` if that cannot be read."""
+    path = folder / SECONDS_FILE
+    if not path.exists():
+        return 0.0
+    spent: dict[str, float] = read_as(dict[str, float], path, "record of time", "remove it, and it counts from 0 again")
+    return spent.get("seconds", 0.0)
 
 
 def open_run(folder: Path, identity: Mapping[str, Any]) -> None:

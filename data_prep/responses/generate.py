@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from data_prep.responses.batch_decoder import Answer, Generator, TopK, uniforms
 from data_prep.responses.directory import (
+    SECONDS_FILE,
     SUMMARY_FILE,
     Response,
     Shard,
@@ -22,6 +23,7 @@ from data_prep.responses.directory import (
     next_number,
     open_run,
     prompt_id,
+    seconds_spent,
     summarise,
 )
 from data_prep.responses.settings import GenerateConfig
@@ -52,7 +54,7 @@ def generate_responses(config: GenerateConfig) -> None:
     Each process answers the prompts whose ids fall to it, and writes its own shards. An answer depends on its prompt,
     the target, the seed and the decoding options. It does not depend on processes, batches, or how often the run was
     stopped. With resume=true, prompts that were answered or skipped before are left alone. The data may have grown
-    since.
+    since. With `minutes`, the time decides how many prompts are answered, and a resumed run with more goes on.
 
     Raises `UserError` for an unusable target, data set or directory, and where another run is writing there.
     """
@@ -70,7 +72,7 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     group = join_group(state, config.tensor_parallel)
     identity = from_main(state, lambda: run_identity(config, target, dtype))
     identity["code"] = check_run(folder, identity, config.resume, config)
-    done, first = from_main(state, lambda: (answered(folder), next_number(folder)))
+    done, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
     first += group.index
     state.wait_for_everyone()  # every process has seen which shards there are before there is one more
     if state.is_main_process:
@@ -84,8 +86,10 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     if not todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
         raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
+    if config.minutes is not None and spent >= 60 * config.minutes:
+        todo.tasks.clear()
     responder = Responder(config, target, dtype, state.device, group) if todo.tasks else None
-    rate = respond(config, responder, todo, folder, range(first, 10**9, group.count), group)
+    rate = respond(config, responder, todo, folder, range(first, 10**9, group.count), group, spent)
     state.wait_for_everyone()
     if state.is_main_process:
         summary = {**todo.counts, **summarise(folder)}
@@ -291,28 +295,49 @@ class Responder:
         return str(text).rstrip("\ufffd")  # a character that the budget cut in half
 
 
+def batches(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task]]:
+    """The tasks in batches, neighbours of like length.
+
+    Longest prompts first: a batch too large for memory shows at once. With `minutes` the order is that of the prompts'
+    hashes, so that what is answered when the time is over is of all lengths.
+    """
+    ordered = sorted(tasks, key=lambda task: (-len(task.prompt), task.id))
+    made = [ordered[start : start + config.batch_size] for start in range(0, len(ordered), config.batch_size)]
+    return made if config.minutes is None else sorted(made, key=lambda batch: batch[0].id)
+
+
 def respond(
-    config: GenerateConfig, responder: Responder | None, todo: Todo, folder: Path, numbers: Iterable[int], group: Group
+    config: GenerateConfig,
+    responder: Responder | None,
+    todo: Todo,
+    folder: Path,
+    numbers: Iterable[int],
+    group: Group,
+    spent: float,
 ) -> float:
     """Answer the tasks of a group and write its shards, numbered by `numbers`; returns tokens per second.
 
-    Longest prompts first: neighbours are of like length, and a batch too large for memory shows at once.
+    spent: seconds that earlier runs have answered. When `minutes` are over, what is there becomes the last shard.
     """
-    free = iter(numbers)
+    free, started = iter(numbers), time.perf_counter()
 
     def save(shard: Shard) -> None:
         group.require_same([response.record for response in shard.responses], "the answers they gave")
         if group.leads:
             shard.save(folder, next(free))
+        if group.leads and group.is_first:
+            write_json(folder / SECONDS_FILE, {"seconds": spent + time.perf_counter() - started})
+
+    def is_over() -> bool:
+        seconds = spent + time.perf_counter() - started
+        return config.minutes is not None and group.agreed(seconds >= 60 * config.minutes)
 
     shard = Shard(skipped=list(todo.skipped))
-    tasks = sorted(todo.tasks, key=lambda task: (-len(task.prompt), task.id))
-    tokens, started, rate = 0, time.perf_counter(), 0.0
+    tokens, rate = 0, 0.0
     shown = group.is_first and group.leads
-    with tqdm(total=len(tasks), desc="answering", unit="prompt", disable=None if shown else True) as bar:
-        for start in range(0, len(tasks), config.batch_size):
+    with tqdm(total=len(todo.tasks), desc="answering", unit="prompt", disable=None if shown else True) as bar:
+        for batch in batches(todo.tasks, config):
             assert responder is not None
-            batch = tasks[start : start + config.batch_size]
             responder.answer(batch)
             shard.responses += [responder.response(task) for task in batch if task.answers]
             shard.skipped += [task.skipped for task in batch if not task.answers]
@@ -323,6 +348,8 @@ def respond(
             rate = tokens / (time.perf_counter() - started)
             bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             bar.update(len(batch))
+            if is_over():
+                break
     if len(shard):
         save(shard)
     return rate

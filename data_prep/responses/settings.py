@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from data_prep.settings import DataConfig
-from draft_models.settings import TARGET, Dtype, Model, TargetConfig
+from draft_models.settings import TARGET, Model, RunDtype, TargetConfig
 from inference.settings import SamplingConfig
 from outrider.errors import require
-from outrider.settings import Count, Seed, at_least, free
+from outrider.settings import Count, Positive, Seed, at_least, free
 
 NotNegative = Annotated[int, at_least(0)]
 
@@ -34,7 +34,10 @@ class GenerateConfig(TargetConfig):
     batch_size: Count = free(32)  # prompts decoded together by one process
     # prompts in one file; a killed process repeats at most shard_size + batch_size - 1
     shard_size: Count = free(512)
-    dtype: Dtype = "auto"  # auto: float32 on CPU, else the target's own
+    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
+    dtype: RunDtype = "auto"
+    # answer until this time is over, of all runs in out_dir together, prompts of all lengths; null: all prompts
+    minutes: Positive | None = free(None)
     device_map: str | None = free(None)  # auto spreads a large target over all GPUs of one process
     tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     seed: Seed = 0  # with a prompt's id it decides the answer

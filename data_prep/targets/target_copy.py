@@ -27,6 +27,7 @@ from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity
 
 RECORD_FILE = "convert_target.json"  # what the directory is made from
+SOURCE_FOLDER = ".source"  # where a caller may keep what is converted
 _PARTS = ".parts"  # the tokenizer's files, until they are whole
 
 
@@ -43,10 +44,11 @@ def convert_target(config: ConvertConfig) -> None:
     state = join_processes()
     folder = require_writable(config.out_dir)
     with only_run_of(state, folder, "a target"):
-        from_main(state, lambda: _convert(config, folder))
+        from_main(state, lambda: convert(config, folder))
 
 
-def _convert(config: ConvertConfig, folder: Path) -> None:
+def convert(config: ConvertConfig, folder: Path) -> None:
+    """As `convert_target`, into a directory that the caller keeps other runs out of."""
     target = open_target(config.target, config.revision, by_layers=False)
     identity = {
         "target": model_identity(target.files),
@@ -91,7 +93,7 @@ def _require_free(folder: Path, identity: dict[str, Any], resume: bool) -> None:
         made = read_json(folder / RECORD_FILE, "record of a conversion", "give another out_dir")
         check_identity(made, identity, folder / RECORD_FILE)
         return
-    found = {path.name for path in folder.iterdir()} - {LOCK_FILE, HOLDER_FILE}
+    found = {path.name for path in folder.iterdir()} - {LOCK_FILE, HOLDER_FILE, SOURCE_FOLDER}
     if found:
         raise UserError(f"out_dir={folder}: holds {min(found)!r}, which no conversion made; give an empty directory")
 

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from conf import CONF_DIR, build, explain, register
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
-from data_prep.settings import ConvertConfig, TrigramConfig
+from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiers import quick_where
@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "generate_responses": (GenerateConfig, "data_prep/generate_responses.py", ["target=t"]),
     "write_prompts": (PromptsConfig, "data_prep/write_prompts.py", []),
     "convert_target": (ConvertConfig, "data_prep/convert_target.py", ["target=t"]),
+    "fetch_target": (FetchConfig, "data_prep/fetch_target.py", []),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
 }
 GROUPS = {
@@ -173,6 +174,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "generate_responses": "max_new_tokens",
         "write_prompts": "per_object",
         "convert_target": "resume",
+        "fetch_target": "resume",
         "pipeline": "resume",
     }[command]
     _, script, mandatory = COMMANDS[command]
@@ -273,6 +275,7 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
 
 def test_makefile_commands_compose() -> None:
     lines = (ROOT / "Makefile").read_text().replace("$(RUN)", "").splitlines()
-    ((command, overrides),) = written_commands([line.strip() for line in lines if line.startswith("\t")])
-    assert command == "pipeline"
-    compose_and_build(command, overrides)
+    found = written_commands([line.strip() for line in lines if line.startswith("\t")])
+    assert [command for command, _ in found] == ["pipeline", "pipeline"]
+    for command, overrides in found:
+        compose_and_build(command, overrides)

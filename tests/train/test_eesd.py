@@ -31,7 +31,8 @@ from tests.tiny import open_stack, random_prompt, reference_generate, save_targe
 from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import distilling, same
-from train.early_exit import Watch, default_exit_layer, train_early_exit
+from train import time_budget
+from train.early_exit import Watch, default_exit_layer, make_student, train_early_exit
 from train.fit import fit
 from train.watch import heldout_prompt, heldout_prompts
 
@@ -106,6 +107,39 @@ def test_training_reads_only_what_it_needs(tmp_path: Path, corpus: DataConfig, c
     assert len(list(path.glob("*.safetensors"))) < len(set(files.file_of.values()))
     train_early_exit(distilling(path, corpus, tmp_path / "eesd", exit_layer=1))
     assert f"read_bytes={size} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("objective", ["kl", "cross_entropy"])
+def test_minutes_decide_the_steps_and_nothing_else(
+    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, objective: str
+) -> None:
+    """Measuring leaves no trace in the weights; a resumed run keeps the number."""
+    path = save_target(tmp_path / "target")
+    known = distilling(path, corpus, tmp_path / "known", objective=objective)
+    train_early_exit(known)
+    timed = distilling(path, corpus, tmp_path / "timed", objective=objective, minutes=1000)  # so `fit` is the limit
+    train_early_exit(timed)
+    assert same(weights(tmp_path / "timed"), weights(tmp_path / "known"))
+    monkeypatch.setattr(time_budget, "_seconds_per_step", lambda *_: 10.0)
+    short = distilling(path, corpus, tmp_path / "short", objective=objective, minutes=0.5)
+    train_early_exit(short)
+    training = read_meta(tmp_path / "short").training
+    assert (training["steps"], training["fit"]["steps"], training["minutes"]) == (3, 3, 0.5)
+    monkeypatch.setattr(time_budget, "_seconds_per_step", None)
+    train_early_exit(replace(short, resume=True))
+    with pytest.raises(UserError, match=r"minutes=1 \(was 0\.5\)"):
+        train_early_exit(replace(short, resume=True, minutes=1))
+
+
+@pytest.mark.parametrize(("supported", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_fast_frozen_dtype(
+    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, supported: bool, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    path = save_target(tmp_path / "target")
+    config = distilling(path, corpus, tmp_path / "eesd", frozen_dtype="fast")
+    student = make_student(config, open_target(str(path)), 2, None, ALONE, torch.device("cpu"))
+    assert student.stack.dtype == expected
 
 
 def test_accumulation_equals_one_batch(tmp_path: Path, corpus: DataConfig) -> None:

@@ -32,6 +32,7 @@ from tests.families import save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, finetuning, interrupted_at, log, same
+from train import time_budget
 from train.best import BEST_FOLDER, Best
 from train.fit_settings import FitConfig
 from train.settings import DrafterConfig
@@ -79,6 +80,25 @@ def test_the_drafter_is_an_ordinary_directory_that_helps(
     source = SmallLMSource(load_small_lm(str(tmp_path / "out"), load_tokenizer(str(target)), dtype=torch.float32))
     rounds = list(speculative(stack, Shaped(source, Chain(FixedLength(3))), prompt, max_new_tokens=16))
     assert [token for r in rounds for token in r.tokens] == expected
+
+
+@pytest.mark.parametrize("objective", ["forward_kl", "cross_entropy"])
+def test_minutes_decide_the_steps_and_nothing_else(
+    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, objective: str
+) -> None:
+    """Measuring leaves no trace in the weights; a resumed run keeps the number."""
+    finetune_drafter(finetuning(target, corpus, tmp_path / "known", objective=objective))
+    finetune_drafter(finetuning(target, corpus, tmp_path / "timed", objective=objective, minutes=1000))
+    assert same(weights(tmp_path / "timed"), weights(tmp_path / "known"))
+    monkeypatch.setattr(time_budget, "_seconds_per_step", lambda *_: 10.0)
+    short = finetuning(target, corpus, tmp_path / "short", objective=objective, minutes=0.5)
+    finetune_drafter(short)
+    report = json.loads((tmp_path / "short" / REPORT_FILE).read_text())
+    assert (report["steps"], report["fit"]["steps"], report["settings"]["minutes"]) == (3, 3, 0.5)
+    monkeypatch.setattr(time_budget, "_seconds_per_step", None)
+    finetune_drafter(replace(short, resume=True))
+    with pytest.raises(UserError, match="minutes=1: expected null with on_policy"):
+        replace(short, objective="forward_kl", on_policy=0.5, minutes=1)
 
 
 def test_only_adapters_are_trained_and_stored(tmp_path: Path, target: Path, small: Path, corpus: DataConfig) -> None:

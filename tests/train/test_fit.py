@@ -75,7 +75,8 @@ def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
     }
 
 
-def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
+def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path, monkeypatch):
+    """And fast is bf16 where the CPU has instructions for it."""
     seen = []
 
     class Watched(TinyModel):
@@ -83,8 +84,12 @@ def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
             seen.append(self.head(self.embedding(inputs["input_ids"])).dtype)
             return super().forward(**inputs)
 
-    for precision, expected in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        model, _ = fit_tiny(tmp_path / precision, Watched(torch.float32), steps=2, precision=precision)
+    cases = [("fp32", True, torch.float32), ("bf16", False, torch.bfloat16)]
+    cases += [("fast", False, torch.float32), ("fast", True, torch.bfloat16)]
+    for precision, supported, expected in cases:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
+        out_dir = tmp_path / f"{precision} {supported}"
+        model, _ = fit_tiny(out_dir, Watched(torch.float32), steps=2, precision=precision)
         assert set(seen) == {expected}
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         seen.clear()

