@@ -10,7 +10,8 @@ from outrider.settings import Named, RunConfig, free
 Architecture = Literal["llama", "mistral", "opt", "qwen2", "qwen3"]  # those that `save_tiny_models` can make
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Dtype = Literal["auto", FloatDtype]
-Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]  # see draft_models/losses.py
+# see draft_models/losses.py
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
 Model = Annotated[str, Named("a model directory or Hub name")]
 TARGET, SMALL_LM, EARLY_EXIT, TABLE = "target", "small_lm", "early_exit", "table"  # see `save_tiny_models`
 
