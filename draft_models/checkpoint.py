@@ -56,7 +56,8 @@ def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -
     """Digests of every byte of what a drafter of this exit layer is made from and runs on: the target's embedding,
     first layers, last layer, norm and head, 1–2 GB of a target of 7 B parameters.
 
-    With objective=kl training reads the other layers too, as its teacher; of them the fingerprint has a sample.
+    Of a target that runs along as the teacher, training reads the other layers too. Of them the fingerprint has a
+    sample.
     """
     wanted = anatomy(config).prefixes(exit_layers(config, exit_layer))
     return files.digests([name for name in files.file_of if name.startswith(wanted)], whole=True)

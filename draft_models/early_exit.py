@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence
+from draft_models.acceptance import Law, judge, placed, top_k_law, whole_law
+from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.target.anatomy import LayerCall, LogitRule
 from draft_models.target.attention import Band
 from draft_models.target.empty_models import anatomy_of, decoder_layers, empty_layers, final_norm, number_layer
@@ -124,13 +125,13 @@ class EarlyExit(nn.Module):
 class EarlyExitStudent(nn.Module):
     """What EESD trains: the target's frozen first N layers, and the exit layer on them.
 
-    `model` holds the layers of `exit_layers` (see `load_layers`), or with `distill` the whole target. The exit layer,
-    its norm and, with `train_head`, its head become float32 masters. The rest is frozen, keeps its dtype and runs
-    without gradient.
+    The exit layer, its norm and, with `train_head`, its head become float32 masters. The rest is frozen, keeps its
+    dtype and runs without gradient.
 
-    The loss is token cross-entropy, as in the paper. With `distill` it is the KL divergence from the target's own
-    distribution at every supervised position. Layers N..L−1 then run as well, on the hidden states of layer N that are
-    there already.
+    objective: cross_entropy on the labels, as in the paper, or one of `draft_models.losses.DIVERGENCES` from the target
+    at every supervised position. `model` then is the whole target. Layers N..L−1 run as well, on the hidden states of
+    layer N that are there already. With `cached` the rows have the target's top-k instead. Then, and for cross-entropy,
+    `model` holds the layers of `exit_layers` alone (see `load_layers`).
     """
 
     def __init__(
@@ -140,19 +141,21 @@ class EarlyExitStudent(nn.Module):
         *,
         train_head: bool,
         train_layer: bool = True,
-        distill: bool = False,
+        objective: str = "cross_entropy",
+        cached: bool = False,
         start: PreTrainedModel | None = None,
     ):
         """start: a model with the target's last layer whole, where `model` is split over processes."""
         super().__init__()
-        self.distill = distill
+        self.objective = objective
+        self.online = objective != "cross_entropy" and not cached  # the whole target is in here
         copied = model if start is None else start
         self.drafter = EarlyExit.from_model(copied, exit_layer, own_head=train_head, own_layer=train_layer).float()
         if not train_head:
             head: Any = model.get_output_embeddings()
             self.drafter.use_head(head)
         self.stack = LayerStack(model, rotary_dtype=torch.float32)
-        if not distill:
+        if not self.online:
             self.stack.layers = self.stack.layers[:exit_layer]
             del self.stack.norm
             if train_head:
@@ -173,7 +176,7 @@ class EarlyExitStudent(nn.Module):
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
-        """After the norms, [B, T, d] each: the exit layer's output and, when distilling, the target's own."""
+        """After the norms, [B, T, d] each: the exit layer's output and, where it is in here, the target's own."""
         masks = self.stack.packed_masks(positions, documents)
         self.stack.reserve(positions.shape[1])
         rotary = self.stack.rotary(positions)
@@ -182,30 +185,51 @@ class EarlyExitStudent(nn.Module):
             frozen = rotary.to(self.stack.dtype)
             trunk = self.stack.run(self.stack.embed(input_ids, positions), 0, exit_layer, frozen, masks)
             target = None
-            if self.distill:
+            if self.online:
                 target = self.stack.run(trunk, exit_layer, len(self.stack.layers), frozen, masks)
                 target = self.stack.norm(target)
         hidden = self.drafter.run(trunk.float(), masks[self.drafter.window], rotary)
         return self.drafter.norm(hidden), target
 
-    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
+    ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
-        shifted already and `IGNORE` where unsupervised."""
+        shifted already and `IGNORE` where unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
         hidden, target = self.hidden(input_ids, positions, documents)
         mine, rule = head_product(self.drafter.output_head, hidden), self.drafter.rule
-        if target is None:
+        if self.objective == "cross_entropy":
             return {"loss_sum": linear_cross_entropy(*mine, labels, rule=rule)}
+        if target is None:
+            known = (top_k["top_ids"], top_k["top_logprobs"], top_k["tail"])
+            return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=rule)}
         teacher = head_product(self.stack.head, target)
-        return {"loss_sum": linear_divergence(*mine, *teacher, labels, "forward_kl", rule=rule, target_rule=rule)}
+        return {"loss_sum": linear_divergence(*mine, *teacher, labels, self.objective, rule=rule, target_rule=rule)}
 
     @torch.no_grad()
-    def choices(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-        """The drafter's argmax [B, T] at the supervised positions, IGNORE elsewhere. Arguments as in `forward`."""
-        keep, head = labels != IGNORE, self.drafter.output_head
-        hidden = self.hidden(input_ids, positions, documents)[0][keep].to(head.weight.dtype)
-        choices = torch.full_like(labels, IGNORE)
-        choices[keep] = torch.cat([self.drafter.rule(head(part)).argmax(-1) for part in hidden.split(1024)])
-        return choices
+    def judged(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        positions: Tensor,
+        documents: Tensor,
+        law: Law | None = None,
+        **top_k: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The drafter's argmax [B, T] at the supervised positions, IGNORE elsewhere, and its acceptance [B, T] there,
+        NaN elsewhere; None where no law of the target is known.
+
+        law: the target's at the supervised positions; None: that of the target in here, or of its top-k. Other
+        arguments as in `forward`.
+        """
+        keep, head, rule = labels != IGNORE, self.drafter.output_head, self.drafter.rule
+        hidden, target = self.hidden(input_ids, positions, documents)
+        if law is None and target is not None:
+            law = whole_law(lambda states: rule(self.stack.head(states)), target[keep])
+        elif law is None and top_k:
+            law = top_k_law(*(top_k[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
+        choices, accepted = judge(lambda states: rule(head(states)), hidden[keep].to(head.weight.dtype), law)
+        return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
 
 
 USE = """An EESD early-exit drafter: a layer on the first layers of the target, with which it shares their

@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draft_models.acceptance import acceptance, top_k_logs
 from draft_models.settings import Divergence
 from draft_models.target.anatomy import LogitRule
 
 PLAIN = LogitRule()
 IGNORE = -100  # label of a position that is not supervised
-HALF_PRECISION_ZERO = 2.0**-25  # what float16 rounds to 0 is smaller than this, and 0 has no logarithm
 DIVERGENCES = get_args(Divergence)
+KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
+NO_OVERLAP = -1e4  # a log-probability that stands for 0: keeps −log α finite where p and q share no token
 
 # (logits of some rows, which rows, whether a gradient is wanted) → (summed loss, its gradient by the logits)
 _Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
@@ -112,6 +114,8 @@ def linear_divergence(
 
     forward_kl: Σ p log(p/q). reverse_kl: Σ q log(q/p). jensen_shannon: (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q)/2.
     total_variation: ½ Σ |p − q| = 1 − Σ min(p, q), the probability that a token drawn from q is rejected.
+    Two aim at the acceptance α = Σ min(p, q) (LK losses, arXiv:2602.23881). acceptance: −log α. kl_tv: λ · forward_kl +
+    (1 − λ) · total_variation with λ = exp(−3α) of each position; no gradient passes through λ.
 
     hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only say which
     positions count: those that are not `IGNORE`. Where V ≠ V' (padded embeddings) both distributions are taken over the
@@ -150,17 +154,16 @@ def linear_topk_divergence(
     """`linear_divergence` where only the target's k likeliest tokens are known: D over k + 1 buckets.
 
     top_ids, top_logprobs [..., k]. tail [...]: the probability of all other tokens, which make one bucket of p and of
-    q. The result is at most the full divergence. It equals it where p and q agree on the ratios within the tail. p is
-    normalised again, since it may have been stored in half precision. hidden, weight, labels, `kind` as there.
+    q. The result equals the full divergence where p and q agree on the ratios within the tail. Elsewhere it is less; of
+    kl_tv each part is, but λ is another. p is normalised again (see `top_k_logs`). hidden, weight, labels, `kind` as
+    there.
     """
     keep = labels != IGNORE
     ids, logprobs, rest = top_ids[keep], top_logprobs[keep], tail[keep]
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
         picked = ids[rows]
-        mass = rest[rows].to(logits.dtype)
-        mass = torch.where(mass > 0, mass, HALF_PRECISION_ZERO)
-        log_p = torch.cat([logprobs[rows].to(logits.dtype), mass.log()[:, None]], -1).log_softmax(-1)
+        log_p = top_k_logs(logprobs[rows].to(logits.dtype), rest[rows].to(logits.dtype))
         log_all = logits.log_softmax(-1)
         others = log_all.scatter(-1, picked, -torch.inf)
         log_q = torch.cat([log_all.gather(-1, picked), others.logsumexp(-1, keepdim=True)], -1)
@@ -179,19 +182,29 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
 
     By the logits z of q the gradient is slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j.
     """
+    if kind == "acceptance":
+        overlap = torch.minimum(log_p, log_q).clamp_min_(NO_OVERLAP)
+        log_alpha = overlap.logsumexp(-1, keepdim=True)
+        # Of α only what q has too little of grows with q; where they are equal, half of it. Shares of α: they add to 1.
+        lacking = ((log_q < log_p).to(log_q.dtype) + (log_q <= log_p)) / 2
+        return -log_alpha.clamp_max(0).sum(), -lacking * (overlap - log_alpha).exp_()
+    if kind == "reverse_kl":
+        slope = log_q.exp() * (log_q - log_p)
+        return slope.sum(), slope
+    p = log_p.exp()
     if kind == "forward_kl":
-        p = log_p.exp()
         return (p * (log_p - log_q)).sum(), -p
     q = log_q.exp()
-    if kind == "reverse_kl":
-        slope = q * (log_q - log_p)
-        return slope.sum(), slope
+    if kind == "kl_tv":
+        share = (-KL_FADES * acceptance(log_p, log_q)).exp_()[:, None]  # λ
+        value = share * p * (log_p - log_q) + (1 - share) * (q - p).abs() / 2
+        return value.sum(), (1 - share) * q * (q - p).sign() / 2 - share * p
     if kind == "jensen_shannon":
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         slope = q * (log_q - log_m) / 2
-        return slope.sum() + (log_p.exp() * (log_p - log_m)).sum() / 2, slope
+        return slope.sum() + (p * (log_p - log_m)).sum() / 2, slope
     if kind == "total_variation":
-        difference = q - log_p.exp()
+        difference = q - p
         return difference.abs().sum() / 2, q * difference.sign() / 2
     raise ValueError(f"kind={kind!r}: expected one of {', '.join(DIVERGENCES)}")
 

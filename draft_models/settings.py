@@ -11,7 +11,8 @@ Architecture = Literal["llama", "mistral", "opt", "qwen2", "qwen3"]  # those tha
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Dtype = Literal["auto", FloatDtype]
 RunDtype = Literal["auto", "fast", FloatDtype]  # see `pick_dtype`
-Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]  # see draft_models/losses.py
+# see draft_models/losses.py
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
 Model = Annotated[str, Named("a model directory or Hub name")]
 TARGET, SMALL_LM, EARLY_EXIT, TABLE = "target", "small_lm", "early_exit", "table"  # see `save_tiny_models`
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
-from data_prep.text.rows import Rows, load_rows
+from data_prep.text.rows import Rows
+from draft_models.acceptance import Law
 from draft_models.card import CARD_FILE, write_card
 from draft_models.checkpoint import parts_below, save_pretrained
 from draft_models.early_exit import USE, EarlyExitStudent, exit_layers
-from draft_models.losses import IGNORE
 from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
 from draft_models.target.fingerprint import Fingerprint
@@ -38,7 +38,17 @@ from train.fit import fit
 from train.plan import describe_plan, make_plan
 from train.settings import EesdConfig
 from train.time_budget import steps_for_minutes
-from train.watch import MovedNorms, decode_metrics, heldout_prompts, target_choices
+from train.top_k_rows import TopKRows, load_taught_rows
+from train.watch import (
+    MovedNorms,
+    agreement,
+    decode_metrics,
+    expected_tau,
+    heldout_prompts,
+    supervised_hidden,
+    target_choices,
+    target_law,
+)
 
 
 @rehearsable
@@ -61,7 +71,7 @@ def train_early_exit(config: EesdConfig) -> None:
 
 def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Path, state: PartialState) -> None:
     run_dir.require_free(out_dir, config.resume)
-    layers = None if config.objective == "kl" else exit_layers(target.config, exit_layer)
+    layers = None if config.online else exit_layers(target.config, exit_layer)
     context = context_limit(target.config)
     if config.decode_prompts and config.decode_tokens >= context:
         raise UserError(
@@ -70,25 +80,28 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     if config.seq_len > context:
         raise UserError(f"seq_len={config.seq_len}: the target's context is {context} tokens")
     files, tokenizer = target.files, target.tokenizer
-    reads_all = config.objective == "kl" or config.decode_prompts > 0
+    reads_all = config.online or config.decode_prompts > 0
 
     def identify() -> tuple[Fingerprint, dict[str, str]]:
         return target.fingerprinted(fetch=reads_all), parts_below(files, target.config, exit_layer)
 
     fingerprint, trained_on = from_main(state, identify)
-    rows = load_rows(config.data, tokenizer, config.seq_len, "train")
-    heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
+    cached = config.teacher == "cached"
+    rows = load_taught_rows(config.data, tokenizer, config.seq_len, "train", cached=cached)
+    heldout = load_taught_rows(
+        config.data, tokenizer, config.seq_len, "heldout", cached=cached, max_rows=config.eval_rows
+    )
 
     group = join_group(state, config.tensor_parallel)
     build = functools.partial(make_student, config, target, exit_layer, layers, group, state.device)
-    split = group if config.objective == "kl" else None
+    split = group if config.online else None
     settings = config.fit
     if config.minutes is not None:
         steps = steps_for_minutes(config.minutes, build, rows, settings, out_dir, resume=config.resume, group=split)
         settings = replace(settings, steps=steps, epochs=None)
     student = build()
     if state.is_main_process:
-        print(describe(student, files, exit_layer), flush=True)
+        print(describe(student, config, files, exit_layer), flush=True)
     recipe = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
     identity = {**recipe, "target": asdict(fingerprint), "trained_on": trained_on}
     if not reads_all:  # of a target on the Hub there may be more tomorrow than today
@@ -129,11 +142,11 @@ def make_student(
     group: Group,
     device: torch.device,
 ) -> EarlyExitStudent:
-    """What is trained. Where it distils, the target in it is split over `group`; the exit layer is always whole."""
+    """What is trained. Where the target runs along it is split over `group`; the exit layer is always whole."""
     frozen = fast_dtype(device) if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)
     placed: dict[str, Any] = {"dtype": frozen, "device": device}
-    distill, start = config.objective == "kl", None
-    if distill and group.size > 1:
+    start = None
+    if config.online and group.size > 1:
         model = target.layers(layers, **placed, group=group, vocabulary=False)
         start = target.layers([target.config.num_hidden_layers - 1], **placed)
     else:
@@ -143,7 +156,8 @@ def make_student(
         exit_layer,
         train_head=config.train_head,
         train_layer=config.train_layer,
-        distill=distill,
+        objective=config.loss,
+        cached=config.teacher == "cached",
         start=start,
     )
 
@@ -153,14 +167,16 @@ def default_exit_layer(target: PreTrainedConfig) -> int:
     return max(1, round(0.08 * target.num_hidden_layers))
 
 
-def describe(student: EarlyExitStudent, files: TensorFiles, exit_layer: int) -> str:
-    """One greppable line: what was read and what is trained, by how many processes."""
+def describe(student: EarlyExitStudent, config: EesdConfig, files: TensorFiles, exit_layer: int) -> str:
+    """One greppable line: what was read and what is trained, by how many processes, and what is known of tau."""
+    law = "whole_target" if config.online or config.decode_prompts else "none"
+    law = "top_k_lower_bound" if law == "none" and config.distils else law
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in student.parameters() if not p.requires_grad)
     return (
         f"eesd exit_layer={exit_layer} read_bytes={files.bytes_read} read_tensors={files.tensors_read}/"
         f"{len(files.file_of)} trained_parameters={trained} frozen_parameters={frozen} "
-        f"processes={PartialState().num_processes}"
+        f"processes={PartialState().num_processes} objective={config.objective} tau_analytic={law}"
     )
 
 
@@ -180,6 +196,8 @@ class Watch:
     """What is watched while training, on the main process and those of its group: the number that training is for.
 
     top1: share of held-out supervised positions at which the drafter's argmax is the text's next token.
+    tau_analytic: see `expected_tau`. It is of the whole target where that is at hand: it runs along for the loss, or
+    there are `decode_prompts`. Of its cached top-k it is a lower bound (see `top_k_law`). Else there is none.
     norms_moved: see `MovedNorms`.
     With `decode_prompts` the whole target is loaded too, for more:
     top1_target: the same share against the target's own argmax.
@@ -192,13 +210,13 @@ class Watch:
         self,
         config: EesdConfig,
         target: OpenTarget,
-        heldout: Rows,
+        heldout: Rows | TopKRows,
         student: EarlyExitStudent,
         best: Best | None,
         group: Group,
     ):
-        together = config.decode_prompts > 0 or config.objective == "kl"  # the group has a part each of what runs here
-        active = group.is_first and (group.leads or together)
+        splits_target = config.decode_prompts > 0 or student.online  # then all of the group are needed to run it
+        active = group.is_first and (group.leads or splits_target)
         self.config, self.best, self.active, self.group = config, best, active, group
         self.norms = MovedNorms(student, served_dtype(target.config))
         size = config.eval_batch_rows
@@ -211,16 +229,21 @@ class Watch:
         device = student.stack.device
         dtype = pick_dtype("auto", target.config, device)
         self.whole = target.stack(dtype=dtype, device=device, group=group) if active and self.prompts else None
-        # the target's argmax at the supervised positions of each batch
-        self.choices = [target_choices(self.whole, batch) for batch in self.batches] if self.whole else []
+        self.choices: list[Tensor] = []  # the target's argmax at the supervised positions of each batch
+        self.laws: list[Law | None] = []  # and its law there; None where the student has it, or nobody
+        for batch in self.batches:
+            law = None
+            if self.whole is not None:
+                hidden = supervised_hidden(self.whole, batch)
+                self.choices.append(target_choices(self.whole, batch["labels"], hidden))
+                law = None if student.online else target_law(self.whole, hidden)
+            self.laws.append(law)
 
     def __call__(self, student: torch.nn.Module, step: int) -> dict[str, float]:
         if not self.active:
             return {}
         assert isinstance(student, EarlyExitStudent)
-        device = student.stack.device
-        guesses = [student.choices(**{key: value.to(device) for key, value in batch.items()}) for batch in self.batches]
-        metrics = {"top1": agreement(guesses, [batch["labels"] for batch in self.batches])}
+        metrics, guesses = self._judge(student)
         if self.whole is not None:
             metrics["top1_target"] = agreement(guesses, self.choices)
             metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens)
@@ -231,12 +254,17 @@ class Watch:
             self.best.offer(student, step, metrics)
         return metrics
 
-
-def agreement(guesses: list[Tensor], wanted: list[Tensor]) -> float:
-    """The share of the positions [B, T] with something wanted (not IGNORE) at which the guess is that."""
-    pairs = [(guess, labels.to(guess.device)) for guess, labels in zip(guesses, wanted, strict=True)]
-    right = sum(int(((guess == labels) & (labels != IGNORE)).sum()) for guess, labels in pairs)
-    return right / sum(int((labels != IGNORE).sum()) for _, labels in pairs)
+    def _judge(self, student: EarlyExitStudent) -> tuple[dict[str, float], list[Tensor]]:
+        """top1 and tau_analytic, and the drafter's argmax [B, T] of each batch."""
+        device, guesses, accepted = student.stack.device, list[Tensor](), list[Tensor]()
+        for batch, law in zip(self.batches, self.laws, strict=True):
+            choices, known = student.judged(**{key: value.to(device) for key, value in batch.items()}, law=law)
+            guesses.append(choices)
+            accepted += [] if known is None else [known]
+        metrics = {"top1": agreement(guesses, [batch["labels"] for batch in self.batches])}
+        if accepted:
+            metrics |= expected_tau(accepted, [batch["documents"] for batch in self.batches])
+        return metrics, guesses
 
 
 def decode_student(

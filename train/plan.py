@@ -57,18 +57,23 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     token forward and 4 backward, frozen ones 2; of a mixture's experts those that a token is sent to. Attention over
     seq_len tokens costs 2 · 2 · seq_len/2 · d a token and layer forward, as keys and values are seen half on average.
     """
-    distill = config.objective == "kl"
-    model = empty_layers(target, range(target.num_hidden_layers) if distill else exit_layers(target, exit_layer))
+    model = empty_layers(target, range(target.num_hidden_layers) if config.online else exit_layers(target, exit_layer))
     head: Any = model.get_output_embeddings()
     if target.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
     start = None
-    if distill and config.tensor_parallel > 1:
+    if config.online and config.tensor_parallel > 1:
         start = empty_layers(target, [target.num_hidden_layers - 1])
         split_model(model, Group(size=config.tensor_parallel), vocabulary=False)
     read = sum(map(_stored, [model] if start is None else [model, start]))
     student = EarlyExitStudent(
-        model, exit_layer, train_head=config.train_head, train_layer=config.train_layer, distill=distill, start=start
+        model,
+        exit_layer,
+        train_head=config.train_head,
+        train_layer=config.train_layer,
+        objective=config.loss,
+        cached=config.teacher == "cached",
+        start=start,
     )
     parts = _parts(student)
     frozen = "bfloat16" if config.frozen_dtype == "fast" else config.frozen_dtype  # what it is on a GPU
@@ -89,13 +94,13 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     forward = [2 * _met(layer, target) + attention for layer in decoder_layers(empty_model(target))]
     head_work = _count(head.parameters())
     step = (6 if config.train_head else 4) * head_work + (3 * forward[-1] if config.train_layer else 0)
-    taught = 2 * head_work if distill else 0  # the target's own logits
+    taught = 2 * head_work if config.online else 0  # the target's own logits
     return Plan(
         read=read,
         read_bytes=read * _stored_bytes(target),
         parts=parts,
         device_bytes=memory,
-        flops=sum(forward if distill else forward[:exit_layer]) + taught + step,
+        flops=sum(forward if config.online else forward[:exit_layer]) + taught + step,
         full_flops=sum(forward) + taught + step,
     )
 

@@ -68,6 +68,11 @@ class ToyTargetConfig(RunConfig):
         )
 
 
+Objective = Literal["cross_entropy", Divergence]
+OBJECTIVES = get_args(Objective)
+Teacher = Literal["online", "cached"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EesdConfig(TargetConfig):
     """EESD: train an early-exit drafter on the first layers of `target`."""
@@ -78,8 +83,11 @@ class EesdConfig(TargetConfig):
     exit_layer: Count | None = None  # N, the target layers under the exit layer; null: 8 % of them
     train_head: bool = True  # false: share the target's head, the thing to do with a large vocabulary
     train_layer: bool = True  # false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
-    # the paper's, on the text's tokens; kl: from the whole target, run as well
-    objective: Literal["cross_entropy", "kl"] = "cross_entropy"
+    # cross_entropy: the paper's, on the text's tokens; others: from the target's law, see draft_models/losses.py; kl:
+    # forward_kl by its first name
+    objective: Literal[Objective, "kl"] = "cross_entropy"
+    # where any but cross_entropy has that law from: the whole target, run along, or cached top-k beside `data`
+    teacher: Teacher = "online"
     # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
     frozen_dtype: Literal["fast", FloatDtype] = "bfloat16"
     seq_len: Width = 2048  # tokens of a row
@@ -89,17 +97,17 @@ class EesdConfig(TargetConfig):
     # held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target
     decode_prompts: NotNegative = 0
     decode_tokens: Count = 64  # new ones of each of those prompts
-    tensor_parallel: Count = free(1)  # processes over which objective=kl and decode_prompts split the whole target
+    tensor_parallel: Count = free(1)  # processes over which teacher=online and decode_prompts split the whole target
     plan: bool = free(False)  # only say what it would read, hold and compute; needs no weights
     out_dir: str = free("runs/eesd")  # where everything goes
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.tensor_parallel == 1 or self.objective == "kl" or self.decode_prompts > 0,
+            self.tensor_parallel == 1 or self.online or self.decode_prompts > 0,
             "tensor_parallel",
             self.tensor_parallel,
-            "1 where the whole target is not loaded: objective=cross_entropy and decode_prompts=0",
+            "1 where the whole target is not loaded (objective=cross_entropy or teacher=cached, and decode_prompts=0)",
         )
         require(
             self.train_layer or self.fit.optimizer == "adamw",
@@ -107,11 +115,30 @@ class EesdConfig(TargetConfig):
             self.fit.optimizer,
             "adamw for train_layer=false: muon is for a layer's matrices",
         )
+        _require_cache(self)
         _require_heldout(self.data, "training is watched on held-out text")
 
+    @property
+    def loss(self) -> str:
+        """The objective by the one name that `draft_models.losses` has for it."""
+        return "forward_kl" if self.objective == "kl" else self.objective
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss compares with the target's distribution."""
+        return self.objective != "cross_entropy"
+
+    @property
+    def online(self) -> bool:
+        """Whether the whole target runs along for the loss."""
+        return self.distils and self.teacher == "online"
+
     def deciding(self) -> dict[str, Any]:
-        """As of all settings; what chooses among the weights on the way decides only where they are chosen from."""
-        decided = super().deciding()
+        """As of all settings; what chooses among the weights on the way decides only where they are chosen from.
+
+        forward_kl is recorded by its first name, so that a run may go on under either.
+        """
+        decided = super().deciding() | {"objective": "kl" if self.loss == "forward_kl" else self.objective}
         if self.decode_prompts:
             return decided | {"eval_every": self.fit.eval_every}
         return {key: value for key, value in decided.items() if key not in ("decode_prompts", "decode_tokens")}
@@ -160,10 +187,6 @@ class CalibrateConfig(RehearsedConfig):
         )
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
         return replace(self, checkpoint=str(models / EARLY_EXIT), target=None, revision=None, **given)
-
-
-Objective = Literal["cross_entropy", Divergence]
-OBJECTIVES = get_args(Objective)
 
 
 @dataclass(frozen=True)
@@ -221,7 +244,7 @@ class FinetuneConfig(TargetConfig):
     fit: FitConfig
     objective: Objective = "forward_kl"  # see draft_models/losses.py; cross_entropy needs no target
     # where a divergence has the target from: run along, or cached top-k beside `data`
-    teacher: Literal["online", "cached"] = "online"
+    teacher: Teacher = "online"
     on_policy: Share = 0.0  # share of the steps on continuations that the drafter itself has sampled
     on_policy_tokens: int = 64  # sampled per row in such a step
     lora_rank: NotNegative = 0  # 0: all weights are trained
@@ -238,12 +261,6 @@ class FinetuneConfig(TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.debug or self.teacher == "online",
-            "debug",
-            self.debug,
-            "teacher=online: a tiny target has no cached answers",
-        )
         require(
             self.on_policy == 0 or (self.objective != "cross_entropy" and self.teacher == "online"),
             "on_policy",
@@ -274,13 +291,7 @@ class FinetuneConfig(TargetConfig):
             self.lora_rank,
             "0 for a drafter from random weights, which adapters cannot train; or drafter.path",
         )
-        require(
-            self.teacher == "online" or (self.distils and self.data.source == "local"),
-            "teacher",
-            self.teacher,
-            "online; cached needs a divergence as objective and data=local with the responses of "
-            "data_prep/generate_responses.py (top_k_logits=K)",
-        )
+        _require_cache(self)
         _require_heldout(self.data, "the drafter is chosen on held-out text")
 
     def small(self, models: Path) -> Self:
@@ -297,9 +308,31 @@ class FinetuneConfig(TargetConfig):
         """Whether the loss compares with the target's distribution."""
         return self.objective != "cross_entropy"
 
+    @property
+    def online(self) -> bool:
+        """Whether the target runs along for the loss."""
+        return self.distils and self.teacher == "online"
+
     def deciding(self) -> dict[str, Any]:
         """As of all settings; besides, the best one of those evaluated is exported."""
         return super().deciding() | {"revision": self.revision, "eval_every": self.fit.eval_every}
+
+
+def _require_cache(config: EesdConfig | FinetuneConfig) -> None:
+    """With teacher=cached there must be something to learn from the cache, and data that has one."""
+    require(
+        not config.debug or config.teacher == "online",
+        "debug",
+        config.debug,
+        "teacher=online: a tiny target has no cached answers",
+    )
+    require(
+        config.teacher == "online" or (config.distils and config.data.source == "local"),
+        "teacher",
+        config.teacher,
+        "online; cached needs a divergence as objective and data=local with the responses of "
+        "data_prep/generate_responses.py (top_k_logits=K)",
+    )
 
 
 def _require_heldout(data: DataConfig, why: str) -> None:

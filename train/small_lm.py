@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils.data import default_collate
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -19,6 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from data_prep.text.rows import Rows, load_rows
+from draft_models.acceptance import Law
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
 from draft_models.rehearsal import rehearsable
@@ -45,8 +48,18 @@ from train.fit import fit
 from train.settings import DrafterConfig, FinetuneConfig
 from train.small_lm_student import OnPolicy, SmallLMStudent
 from train.time_budget import steps_for_minutes
-from train.top_k_rows import TopKRows, load_top_k_rows
-from train.watch import MovedNorms, decode_metrics, heldout_prompts
+from train.top_k_rows import load_taught_rows
+from train.watch import (
+    MovedNorms,
+    agreement,
+    decode_metrics,
+    expected_tau,
+    heldout_prompts,
+    judged,
+    supervised_hidden,
+    target_choices,
+    target_law,
+)
 
 REPORT_FILE = "finetune_drafter.json"  # written last
 
@@ -70,12 +83,11 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     target, tokenizer = opened.config, opened.tokenizer
     shape = drafter_config(config.drafter, target, tokenizer)
     require_room(config, target, shape)
-    rows = training_rows(config, tokenizer)
+    rows = load_taught_rows(config.data, tokenizer, config.seq_len, "train", cached=config.teacher == "cached")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
-    online = config.distils and config.teacher == "online"
     group, stack = join_group(state, config.tensor_parallel), None
-    if online or group.is_first:  # the others decode nothing
+    if config.online or group.is_first:  # the others decode nothing
         dtype = pick_dtype(config.frozen_dtype, target, state.device)
         # Losses are computed without logits, from all of the head.
         stack = LayerStack(opened.layers(dtype=dtype, device=state.device, group=group, vocabulary=False))
@@ -84,10 +96,10 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     def build() -> SmallLMStudent:
         lm = start_lm(config, shape, tokenizer, state.device)
         return SmallLMStudent(
-            lm, config.objective, stack if online else None, on_policy if config.on_policy > 0 else None
+            lm, config.objective, stack if config.online else None, on_policy if config.on_policy > 0 else None
         )
 
-    split = group if online else None
+    split = group if config.online else None
     settings = config.fit
     if config.minutes is not None:
         steps = steps_for_minutes(config.minutes, build, rows, settings, out_dir, resume=config.resume, group=split)
@@ -109,7 +121,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     if group.is_first:
         assert stack is not None
         prompts = heldout_prompts(heldout, config.decode_prompts, context_limit(target) - config.decode_tokens)
-        watch = Watch(stack, prompts, config.decode_tokens, student, served, best)
+        watch = Watch(stack, heldout, prompts, config.decode_tokens, student, served, best)
     result = fit(
         student,
         rows,
@@ -142,13 +154,6 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         shown = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
         print(f"saved drafter={out_dir} step={step} {shown}", flush=True)
     state.wait_for_everyone()
-
-
-def training_rows(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> Rows | TopKRows:
-    """The rows of the training split, with the target's cached top-k where that is what is to be learnt."""
-    if config.teacher == "cached":
-        return load_top_k_rows(config.data, tokenizer, config.seq_len)
-    return load_rows(config.data, tokenizer, config.seq_len, "train")
 
 
 def drafter_config(
@@ -223,12 +228,15 @@ def describe(student: SmallLMStudent, config: FinetuneConfig) -> str:
 class Watch:
     """Evaluation while training, for the main process's group: decodes with what would be served, and keeps the best.
 
-    Metrics: those of `decode_metrics` and `MovedNorms`.
+    Metrics: those of `decode_metrics` and `MovedNorms`. Of the rows whose beginnings are the prompts:
+    top1_target: share of supervised positions at which the drafter's argmax is the target's.
+    tau_analytic: `expected_tau` by the whole target's law.
     """
 
     def __init__(
         self,
         stack: LayerStack,
+        heldout: Rows,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
         student: SmallLMStudent,
@@ -237,13 +245,26 @@ class Watch:
     ):
         self.stack, self.prompts, self.new_tokens, self.best = stack, prompts, new_tokens, best
         self.norms = MovedNorms(student, saved_dtype)
+        self.batches = [default_collate([heldout[i]]) for i in range(len(heldout))]
+        self.choices, self.laws = list[Tensor](), list[Law]()  # the target's argmax and its law, where supervised
+        for batch in self.batches:
+            hidden = supervised_hidden(stack, batch)
+            self.choices.append(target_choices(stack, batch["labels"], hidden))
+            self.laws.append(target_law(stack, hidden))
 
     def __call__(self, student: torch.nn.Module, step: int) -> dict[str, float]:
         assert isinstance(student, SmallLMStudent)
         drafter = LayerStack(student.merged(self.stack.dtype))
-        metrics = decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens)
+        metrics = self._judge(drafter)
+        metrics |= decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens)
         if not self.stack.group.leads:
             return {}
         metrics |= self.norms(student, step)
         self.best.offer(student, step, metrics)
         return metrics
+
+    def _judge(self, drafter: LayerStack) -> dict[str, float]:
+        found = [judged(drafter, batch, law) for batch, law in zip(self.batches, self.laws, strict=True)]
+        guesses, accepted = zip(*found, strict=True)
+        metrics = {"top1_target": agreement(guesses, self.choices)}
+        return metrics | expected_tau(accepted, [batch["documents"] for batch in self.batches])

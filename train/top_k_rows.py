@@ -16,8 +16,8 @@ from data_prep.responses.directory import Response, law_document, read_shard
 from data_prep.settings import DataConfig
 from data_prep.text.chat import Document
 from data_prep.text.records import Record, SkipRecordError, find_layout, to_record
-from data_prep.text.rows import pack
-from data_prep.text.sources import content_key, is_heldout, resolve_paths
+from data_prep.text.rows import Rows, load_rows, pack
+from data_prep.text.sources import Split, content_key, is_heldout, resolve_paths
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from outrider.processes import join_processes
@@ -31,7 +31,9 @@ class TopKRows:
     float32 [T, k] and tail float32 [T]. Labels are only where a law is known. `key` identifies the content.
     """
 
-    def __init__(self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int) -> None:
+    def __init__(
+        self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int, max_rows: int | None = None
+    ) -> None:
         self.seq_len = seq_len
         documents = [document for document, _, _ in examples]
         self._tokens = torch.from_numpy(np.concatenate([document.ids for document in documents])).int()
@@ -50,7 +52,7 @@ class TopKRows:
             Document(np.arange(start, stop), np.ones(stop - start, bool), whole=True)
             for start, stop in pairwise(starts.tolist())
         )
-        self._rows = [[segment.ids for segment in row] for row in pack(places_of, seq_len)]
+        self._rows = [[segment.ids for segment in row] for row in islice(pack(places_of, seq_len), max_rows)]
         digest = hashlib.sha256(str([[segment.tolist() for segment in row] for row in self._rows]).encode())
         for part in (self._tokens, self._labels, self._ids, self._logprobs, self._tail):
             digest.update(part.numpy().tobytes())
@@ -81,36 +83,56 @@ class TopKRows:
         }
 
 
-def load_top_k_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> TopKRows:
-    """The training split of the first `config.max_records` responses in the files that `config.path` names.
+def load_taught_rows(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    split: Split,
+    *,
+    cached: bool,
+    max_rows: int | None = None,
+) -> Rows | TopKRows:
+    """The rows of one split, `max_rows` at most, with the target's top-k where that is what is to be learnt."""
+    return (load_top_k_rows if cached else load_rows)(config, tokenizer, seq_len, split, max_rows=max_rows)
+
+
+def load_top_k_rows(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    split: Split = "train",
+    *,
+    max_rows: int | None = None,
+) -> TopKRows:
+    """One split of the first `config.max_records` responses in the files that `config.path` names; its first rows.
 
     A response without a law is left out. So is one whose text is not tokenised as it was generated. The counts are
     printed. Raises `UserError` where none is left, or where they were made with different k.
     """
     counts = Counter(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised"), 0))
-    examples = list(_examples(config, tokenizer, seq_len, counts))
+    examples = list(_examples(config, tokenizer, seq_len, split, counts))
     found = " ".join(f"{name}={count}" for name, count in counts.items())
     if join_processes().is_main_process:
-        print(f"data top-k {found}", flush=True)
+        print(f"data top-k split={split} {found}", flush=True)
     if not examples:
         raise UserError(
-            f"data path={', '.join(config.path)}: no response with the target's top-k (found {found}); make them with "
-            "data_prep/generate_responses.py top_k_logits=K"
+            f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} split (found "
+            f"{found}); make more of them with data_prep/generate_responses.py top_k_logits=K"
         )
     widths = {law.ids.shape[1] for _, _, law in examples}
     if len(widths) > 1:
         raise UserError(f"data path={', '.join(config.path)}: top-k of several k ({sorted(widths)}); give one run's")
-    return TopKRows(examples, seq_len)
+    return TopKRows(examples, seq_len, max_rows)
 
 
 def _examples(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, counts: Counter[str]
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: Counter[str]
 ) -> Iterator[tuple[Document, np.ndarray, TopK]]:
     files = resolve_paths(config.path)
     read = ((response, file) for file in files for response in read_shard(file))
     for response, file in islice(read, config.max_records):
         record = _record(response, file)
-        if record is None or is_heldout(content_key(record), config.heldout_fraction):
+        if record is None or is_heldout(content_key(record), config.heldout_fraction) != (split == "heldout"):
             continue
         counts["responses"] += 1
         if response.top is None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from data_prep.text.rows import Rows
+from draft_models.acceptance import Law, Logits, analytic_tau, judge, placed, whole_law
 from draft_models.losses import IGNORE
 from draft_models.target.stack import LayerStack
 from inference.decode import speculative
@@ -15,6 +16,7 @@ from inference.evaluate.arms import collect
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
+from train.top_k_rows import TopKRows
 from train.trained_weights import trained_parameters
 
 WATCHED_DRAFT = 4  # draft length of the τ watched while training: fixed, so that τ depends on the weights alone
@@ -64,7 +66,7 @@ class MovedNorms:
         return {name: p.detach().to(self.dtype) for name, p in trained if p.ndim == 1 and "norm" in name}
 
 
-def heldout_prompts(rows: Rows, count: int, longest: int) -> list[list[int]]:
+def heldout_prompts(rows: Rows | TopKRows, count: int, longest: int) -> list[list[int]]:
     """The beginnings of up to `count` held-out rows as prompts of at most `longest` tokens, the last ones kept."""
     return [heldout_prompt(rows[i])[-longest:] for i in range(min(count, len(rows)))]
 
@@ -84,13 +86,52 @@ def packed_hidden(stack: LayerStack, input_ids: Tensor, positions: Tensor, docum
     return stack.norm(stack.run(hidden, 0, len(stack.layers), stack.rotary(positions), masks))
 
 
-@torch.inference_mode()
-def target_choices(stack: LayerStack, batch: dict[str, Tensor]) -> Tensor:
-    """The target's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere."""
-    moved = {key: value.to(stack.device) for key, value in batch.items()}
-    keep = moved["labels"] != IGNORE
-    choices = moved["labels"].clone()
-    hidden = packed_hidden(stack, moved["input_ids"], moved["positions"], moved["documents"])[keep]
-    rule = stack.anatomy.logits
-    choices[keep] = torch.cat([rule(stack.head(part)).argmax(-1) for part in hidden.split(1024)])
-    return choices
+@torch.no_grad()
+def supervised_hidden(stack: LayerStack, batch: dict[str, Tensor]) -> Tensor:
+    """A causal LM's hidden states after its last norm [n, d] at the supervised positions of packed rows [B, T]."""
+    moved = {key: batch[key].to(stack.device) for key in ("input_ids", "labels", "positions", "documents")}
+    return packed_hidden(stack, moved["input_ids"], moved["positions"], moved["documents"])[moved["labels"] != IGNORE]
+
+
+def target_law(stack: LayerStack, hidden: Tensor) -> Law:
+    """The law of the target `stack` at positions where it has the hidden states [n, d]; they are kept on the CPU."""
+    return whole_law(_logits(stack), hidden.cpu())
+
+
+@torch.no_grad()
+def target_choices(stack: LayerStack, labels: Tensor, hidden: Tensor) -> Tensor:
+    """The target's argmax [B, T] at the supervised positions, of which `hidden` [n, d] are, IGNORE elsewhere."""
+    choices, _ = judge(_logits(stack), hidden, None)
+    return placed(choices, labels.to(stack.device) != IGNORE, IGNORE)
+
+
+@torch.no_grad()
+def judged(drafter: LayerStack, batch: dict[str, Tensor], law: Law) -> tuple[Tensor, Tensor]:
+    """A small LM's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere, and its acceptance
+    [B, T] by the target's `law` there, NaN elsewhere."""
+    keep = batch["labels"].to(drafter.device) != IGNORE
+    choices, accepted = judge(_logits(drafter), supervised_hidden(drafter, batch), law)
+    assert accepted is not None
+    return placed(choices, keep, IGNORE), placed(accepted, keep, torch.nan)
+
+
+def agreement(guesses: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The share of the positions [B, T] with something wanted (not IGNORE) at which the guess is that."""
+    pairs = [(guess, labels.to(guess.device)) for guess, labels in zip(guesses, wanted, strict=True)]
+    right = sum(int(((guess == labels) & (labels != IGNORE)).sum()) for guess, labels in pairs)
+    return right / sum(int((labels != IGNORE).sum()) for _, labels in pairs)
+
+
+def expected_tau(accepted: Sequence[Tensor], documents: Sequence[Tensor]) -> dict[str, float]:
+    """tau_analytic: the mean over held-out text of `analytic_tau`, for drafts of `WATCHED_DRAFT` tokens.
+
+    It is what sampling at temperature 1 would come to if it went on as the text does. accepted, documents: [B, T] each.
+    Empty where the law is not known of so many positions on end.
+    """
+    pairs = zip(accepted, documents, strict=True)
+    found = torch.cat([analytic_tau(one, owner.to(one.device), WATCHED_DRAFT) for one, owner in pairs])
+    return {"tau_analytic": found.double().mean().item()} if len(found) else {}
+
+
+def _logits(stack: LayerStack) -> Logits:
+    return lambda hidden: stack.anatomy.logits(stack.head(hidden))

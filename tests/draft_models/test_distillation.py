@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
+from draft_models.losses import DIVERGENCES, IGNORE, PLAIN, linear_divergence, linear_topk_divergence
+from draft_models.target.anatomy import LogitRule
 
 WIDTH, VOCABULARY, K = 6, 17, 4
 
@@ -29,11 +30,23 @@ def total_variation(p: Tensor, q: Tensor) -> Tensor:
     return (1 - torch.minimum(p, q).sum(-1)).sum()
 
 
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    return -torch.minimum(p, q).sum(-1).log().sum()
+
+
+def kl_tv(p: Tensor, q: Tensor) -> Tensor:
+    alpha = torch.minimum(p, q).sum(-1)
+    share = (-3 * alpha.detach()).exp()
+    return (share * (p * (p / q).log()).sum(-1) + (1 - share) * (1 - alpha)).sum()
+
+
 TWINS = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "jensen_shannon": jensen_shannon,
     "total_variation": total_variation,
+    "acceptance": acceptance,
+    "kl_tv": kl_tv,
 }
 
 
@@ -63,10 +76,10 @@ def values(loss: Callable[..., Tensor], given: dict[str, Tensor], **options: obj
     return [value.detach(), *torch.autograd.grad(value * 0.37, trained)]
 
 
-def distributions(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def distributions(given: dict[str, Tensor], rule: LogitRule = PLAIN) -> tuple[Tensor, Tensor]:
     keep = given["labels"] != IGNORE
-    p = (given["target_hidden"] @ given["target_weight"].T)[keep].softmax(-1)
-    q = (given["hidden"] @ given["weight"].T)[keep].softmax(-1)
+    p = rule(given["target_hidden"] @ given["target_weight"].T)[keep].softmax(-1)
+    q = rule(given["hidden"] @ given["weight"].T)[keep].softmax(-1)
     return p, q
 
 
@@ -100,6 +113,17 @@ def test_equals_the_formula(kind: str, chunk: int) -> None:
     expected = values(lambda **now: TWINS[kind](*distributions(now)), given)
     assert_same(values(linear_divergence, given, kind=kind, chunk=chunk), expected)
     assert expected[0] > 0.1  # the two do differ
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_what_models_make_of_their_logits(kind: str) -> None:
+    """Scaled and capped on both sides; from the target's top-k, on the drafter's."""
+    given, rule = problem(), LogitRule(factor=0.6, cap=1.5)
+    expected = values(lambda **now: TWINS[kind](*distributions(now, rule)), given)
+    assert_same(values(linear_divergence, given, kind=kind, chunk=4, rule=rule, target_rule=rule), expected)
+    capped = {**given, "target_hidden": rule(given["target_hidden"] @ given["target_weight"].T)}
+    cached = top_k({**capped, "target_weight": torch.eye(VOCABULARY, dtype=torch.float64)}, VOCABULARY - 1)
+    assert_same(values(linear_topk_divergence, cached, kind=kind, chunk=4, rule=rule), expected)
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
@@ -137,7 +161,8 @@ def test_top_k_is_the_formula_over_buckets(kind: str, chunk: int) -> None:
 
     got = values(linear_topk_divergence, cached, kind=kind, chunk=chunk)
     assert_same(got, values(twin, cached))
-    assert got[0] <= values(linear_divergence, given, kind=kind)[0]  # merging buckets never adds divergence
+    if kind != "kl_tv":  # whose weights change with the buckets
+        assert got[0] <= values(linear_divergence, given, kind=kind)[0]  # merging buckets never adds divergence
     inexact = {"top_logprobs": cached["top_logprobs"] + 0.1, "tail": cached["tail"] * math.exp(0.1)}  # as if rounded
     assert_same(values(linear_topk_divergence, {**cached, **inexact}, kind=kind, chunk=chunk), got)
 
@@ -179,6 +204,36 @@ def test_sure_sides_stay_finite(kind: str) -> None:
     value, by_hidden, by_weight = values(linear_divergence, given, kind=kind)
     assert value > 0
     assert all(tensor.isfinite().all() for tensor in (value, by_hidden, by_weight))
+
+
+@pytest.mark.parametrize("sure", [40.0, 1e3, 1e6])
+def test_without_acceptance_its_gradient_is_bounded_and_towards_the_target(sure: float) -> None:
+    """Two laws that are sure of different tokens: in float32 no e^−sure is left of α from 104 on."""
+    p = torch.full((1, VOCABULARY), -sure)
+    q = p.clone()
+    p[:, 0] = q[:, 1] = 0.0
+    own = torch.eye(VOCABULARY)
+    given = {"hidden": q, "weight": own, "target_hidden": p, "target_weight": own, "labels": torch.zeros(1).long()}
+    value, by_hidden, _ = values(linear_divergence, given, kind="acceptance")
+    assert value.isfinite()
+    assert value > 30
+    slope = by_hidden[0] / 0.37
+    assert slope.sum().abs() < 1e-5
+    assert 0.01 < slope.clamp_min(0).sum() <= 1
+    assert slope[0] < 0 < slope[1]  # what q lacks most, and what it has too much of
+
+
+def test_acceptance_and_its_loss_agree() -> None:
+    given = problem()
+    p, q = distributions(given)
+    expected = -torch.minimum(p, q).sum(-1).log()
+    for row, wanted in zip((given["labels"] != IGNORE).nonzero(), expected, strict=True):
+        one = torch.full_like(given["labels"], IGNORE)
+        one[tuple(row)] = 0
+        loss = linear_divergence(**{**given, "labels": one}, kind="acceptance")
+        rejected = linear_divergence(**{**given, "labels": one}, kind="total_variation")
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(loss, -(1 - rejected).log())
 
 
 def test_the_target_gets_no_gradient_and_evaluation_none() -> None:

@@ -69,7 +69,7 @@ def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -
     path = save_target(tmp_path, architecture, kv_heads=2)
     config, batch = load_config(str(path)), rows()
     model = load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
-    student = EarlyExitStudent(model, 2, train_head=True, distill=True)
+    student = EarlyExitStudent(model, 2, train_head=True, objective="forward_kl")
     loss = student(**batch)["loss_sum"]
     loss.backward()
     parameters = {n: p for n, p in student.named_parameters() if p.requires_grad}
@@ -97,7 +97,7 @@ def test_the_target_distilled_into_itself_has_no_loss(tmp_path: Path) -> None:
     path = save_target(tmp_path)
     model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    student = EarlyExitStudent(model, LAYERS - 1, train_head=True, distill=True)
+    student = EarlyExitStudent(model, LAYERS - 1, train_head=True, objective="forward_kl")
     assert student(**rows())["loss_sum"].abs() < 1e-3
     with torch.no_grad():
         for parameter in student.drafter.parameters():
@@ -140,7 +140,7 @@ def test_frozen_layers_run_in_their_own_dtype(tmp_path: Path) -> None:
 def test_frozen_layers_do_not_follow_the_loops_precision(tmp_path: Path) -> None:
     path = save_target(tmp_path)
     model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
-    student = EarlyExitStudent(model, 2, train_head=True, distill=True)
+    student = EarlyExitStudent(model, 2, train_head=True, objective="forward_kl")
     inputs = {name: value for name, value in rows().items() if name != "labels"}
     own, target = student.hidden(**inputs)
     with torch.autocast("cpu", torch.bfloat16):
@@ -157,7 +157,7 @@ def test_choices_are_the_argmax_where_supervised(tmp_path: Path) -> None:
             student.hidden(batch["input_ids"], batch["positions"], batch["documents"])[0]
         ).argmax(-1)
     assert (batch["labels"] == IGNORE).any()
-    assert torch.equal(student.choices(**batch), best.masked_fill(batch["labels"] == IGNORE, IGNORE))
+    assert torch.equal(student.judged(**batch)[0], best.masked_fill(batch["labels"] == IGNORE, IGNORE))
 
 
 def fingerprint(path: Path) -> Fingerprint:

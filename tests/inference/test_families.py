@@ -79,7 +79,7 @@ def test_an_early_exit_trains_on_it(target: OpenTarget) -> None:
     for distill in (False, True):
         layers = None if distill else exit_layers(target.config, 2)
         model = target.layers(layers, dtype=torch.float32)
-        student = EarlyExitStudent(model, 2, train_head=False, distill=distill)
+        student = EarlyExitStudent(model, 2, train_head=False, objective="forward_kl" if distill else "cross_entropy")
         trained = [p for p in student.parameters() if p.requires_grad]
         before = student(**batch)["loss_sum"]
         before.backward()

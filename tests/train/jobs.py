@@ -11,23 +11,31 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from data_prep.responses.batch_decoder import TopK
+from data_prep.responses.directory import Response, Shard
 from data_prep.settings import DataConfig
+from data_prep.text.chat import encode
 from draft_models.checkpoint import save_pretrained
 from draft_models.target.architectures import load_config
 from draft_models.target.fingerprint import fingerprint_target
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.tensor_files import open_tensors
-from tests.tiny import LAYERS, make_drafter, save_target
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, save_target
 from train import run_dir
 from train.fit_settings import FitConfig, WandbConfig
 from train.settings import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog "
+CHAT = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 FIT = FitConfig(steps=4, batch_rows=4, lr=3e-3, precision="fp32", save_every=2, wandb=WandbConfig(mode="disabled"))
 
@@ -44,6 +52,29 @@ def write_corpus(folder: Path) -> DataConfig:
         heldout_fraction=0.2,
         cache_dir=str(folder / "cache"),
     )
+
+
+@torch.no_grad()
+def save_responses(target: Path, folder: Path, chat: bool = False, count: int = 24) -> DataConfig:
+    """Responses as data_prep/generate_responses.py leaves them, with the target's top-5: texts continued, or chats."""
+    tokenizer, (model, _) = byte_tokenizer(CHAT), open_stack(target)
+    responses = []
+    for i in range(count):
+        record: dict = {"id": f"r{i}", "text": f"{i}: {TEXT}", "prompt_tokens": 6 + i % 3}
+        if chat:
+            turns = [("user", f"q{i}"), ("assistant", "a fox"), ("user", "and"), ("assistant", "a dog")]
+            record = {"id": f"r{i}", "messages": [{"role": role, "content": text} for role, text in turns]}
+        document = encode([record], tokenizer, "tokenizer")[0]
+        supervised = document.supervised & (np.arange(len(document.ids)) >= record.get("prompt_tokens", 0))
+        places = np.flatnonzero(supervised)[: -1 if chat else -2]  # cut off in front of the end token
+        top = model(torch.tensor(document.ids)[None]).logits[0, places - 1].log_softmax(-1).topk(5)
+        tail = (1 - top.values.exp().sum(-1)).clamp_min(0)
+        responses.append(Response(record, TopK(torch.tensor(document.ids[places]), top.indices, top.values, tail)))
+    folder.mkdir()
+    Shard(responses[: count // 2]).save(folder, 0)
+    Shard(responses[count // 2 :]).save(folder, 1)
+    cache = str(folder.parent / "cache")
+    return DataConfig(source="local", path=f"{folder}/responses-*.jsonl", heldout_fraction=0.2, cache_dir=cache)
 
 
 def finetuning(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> FinetuneConfig:

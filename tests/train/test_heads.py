@@ -16,7 +16,7 @@ from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, random_prompt
 from train.small_lm_student import OnPolicy, SmallLMStudent, _row_generator, choose_prefix, continue_prefixes
-from train.watch import target_choices
+from train.watch import supervised_hidden, target_choices
 
 SATURATED = {"final_logit_softcapping": 0.01}  # most logits are the cap, and the first of them is the choice
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,7 +66,7 @@ def test_an_early_exit_learns_from_what_models_say(target: OpenTarget, train_hea
         target.layers(dtype=torch.float32) if distill else target.layers([0, 1, LAYERS - 1], dtype=torch.float32),
         2,
         train_head=train_head,
-        distill=distill,
+        objective="forward_kl" if distill else "cross_entropy",
     )
     keep = rows["labels"][0] != IGNORE
     q, p = own_logits(few)[keep].log_softmax(-1), own_logits(whole(target))[keep].log_softmax(-1)
@@ -79,7 +79,8 @@ def test_what_is_watched_are_the_models_choices(target: OpenTarget) -> None:
     few = target.layers(exit_layers(target.config, 2), dtype=torch.float32)
     student = EarlyExitStudent(few, 2, train_head=True)
     stack = target.stack(dtype=torch.float32)
-    for found, model in ((student.choices(**rows), few), (target_choices(stack, rows), whole(target))):
+    choices = target_choices(stack, rows["labels"], supervised_hidden(stack, rows))
+    for found, model in ((student.judged(**rows)[0], few), (choices, whole(target))):
         expected = own_logits(model).argmax(-1)[None].masked_fill(rows["labels"] == IGNORE, IGNORE)
         assert torch.equal(found, expected)
 
@@ -109,7 +110,7 @@ def test_what_is_frozen_does_not_drop_out(tmp_path: Path, family: str) -> None:
     """Their configs say dropout 0.1: neither what an early exit sits on nor what it learns from may have any."""
     opened = open_target(str(save_family(tmp_path, family)))
     model = opened.layers(dtype=torch.float32)
-    student = EarlyExitStudent(model, 2, train_head=True, train_layer=False, distill=True)
+    student = EarlyExitStudent(model, 2, train_head=True, train_layer=False, objective="forward_kl")
     inputs = {name: value for name, value in batch().items() if name != "labels"}
     for found, expected in zip(student.train().hidden(**inputs), student.eval().hidden(**inputs), strict=True):
         assert torch.equal(found, expected)

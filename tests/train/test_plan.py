@@ -67,14 +67,16 @@ def test_the_work_and_the_memory_are_counted_part_by_part() -> None:
     assert (alone.trained, alone.flops) == (width, 5 * forward + 2 * 2 * head)  # no gradient of the head's own
     distilled = make_plan(replace(CONFIG, objective="kl"), llama_2(70), 5)
     assert distilled.flops == distilled.full_flops == layers * forward + 2 * head + step  # the target's logits too
+    responses = DataConfig(source="local", path="responses-*.jsonl")
+    cached = replace(CONFIG, objective="kl_tv", teacher="cached", data=responses)
+    assert make_plan(cached, llama_2(70), 5) == plan  # what is known of the target needs no layer of it
 
 
 def require_allocated(path: Path, config: EesdConfig) -> None:
     """The plan of `config` for the target in `path` is what is read, trained and held after a step of training."""
     target, files = load_config(str(path)), open_tensors(str(path))
     plan = make_plan(config, target, 2)
-    distill = config.objective == "kl"
-    layers = range(target.num_hidden_layers) if distill else exit_layers(target, 2)
+    layers = range(target.num_hidden_layers) if config.online else exit_layers(target, 2)
     frozen_dtype = getattr(torch, config.frozen_dtype)
     group, start = Group(size=config.tensor_parallel), None
     model = load_layers(files, target, layers, dtype=frozen_dtype, group=group, vocabulary=False)
@@ -82,7 +84,12 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
         start = load_layers(files, target, [target.num_hidden_layers - 1], dtype=frozen_dtype)
     assert plan.read_bytes == files.bytes_read
     student = EarlyExitStudent(
-        model, 2, train_head=config.train_head, train_layer=config.train_layer, distill=distill, start=start
+        model,
+        2,
+        train_head=config.train_head,
+        train_layer=config.train_layer,
+        objective=config.loss,
+        start=start,
     )
     optimizer = build_optimizer(student, config.fit)
     student(**BATCH)["loss_sum"].backward()

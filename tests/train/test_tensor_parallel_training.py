@@ -86,6 +86,23 @@ def test_an_early_exit_distilled_from_a_split_target(
     assert all(last)
 
 
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_evaluation_without_decoding_takes_the_whole_group(
+    target: Path, corpus: DataConfig, tmp_path: Path, processes: int
+) -> None:
+    """What is watched of a target that runs along needs all the processes that hold it, also where nothing decodes."""
+    one = jobs.distilling(target, corpus, tmp_path / "one", objective="kl_tv", fit=replace(jobs.FIT, eval_every=2))
+    split = replace(one, tensor_parallel=2, out_dir=str(tmp_path / "split"))
+    run(train_early_exit, one, 1)
+    run(train_early_exit, split, processes)
+    found = []
+    for folder in (tmp_path / "one", tmp_path / "split"):
+        lines = [line for line in jobs.log(folder) if "eval_top1" in line]
+        assert [line["step"] for line in lines] == [2, 4]
+        found.append([line["eval_tau_analytic"] for line in lines])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_a_small_lm_distilled_from_a_split_target(target: Path, corpus: DataConfig, tmp_path: Path) -> None:
     one = jobs.finetuning(target, corpus, tmp_path / "one", on_policy=0.5)

@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,37 +16,10 @@ from data_prep.text.rows import load_rows
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from tests.tiny import byte_tokenizer, open_stack
-from tests.train.jobs import FIT, TEXT, finetuning, log, same
+from tests.train.jobs import CHAT, FIT, TEXT, finetuning, log, same, save_responses
 from train.settings import DrafterConfig
 from train.small_lm import finetune_drafter
 from train.top_k_rows import load_top_k_rows
-
-CHAT = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
-
-def save_responses(target: Path, folder: Path, chat: bool = False, count: int = 24) -> DataConfig:
-    """Responses as data_prep/generate_responses.py leaves them, with the target's top-5: texts continued, or chats."""
-    tokenizer, (model, _) = byte_tokenizer(CHAT), open_stack(target)
-    responses = []
-    for i in range(count):
-        record: dict = {"id": f"r{i}", "text": f"{i}: {TEXT}", "prompt_tokens": 6 + i % 3}
-        if chat:
-            turns = [("user", f"q{i}"), ("assistant", "a fox"), ("user", "and"), ("assistant", "a dog")]
-            record = {"id": f"r{i}", "messages": [{"role": role, "content": text} for role, text in turns]}
-        document = encode([record], tokenizer, "tokenizer")[0]
-        supervised = document.supervised & (np.arange(len(document.ids)) >= record.get("prompt_tokens", 0))
-        places = np.flatnonzero(supervised)[: -1 if chat else -2]  # cut off in front of the end token
-        top = model(torch.tensor(document.ids)[None]).logits[0, places - 1].log_softmax(-1).topk(5)
-        tail = (1 - top.values.exp().sum(-1)).clamp_min(0)
-        responses.append(Response(record, TopK(torch.tensor(document.ids[places]), top.indices, top.values, tail)))
-    folder.mkdir()
-    Shard(responses[: count // 2]).save(folder, 0)
-    Shard(responses[count // 2 :]).save(folder, 1)
-    cache = str(folder.parent / "cache")
-    return DataConfig(source="local", path=f"{folder}/responses-*.jsonl", heldout_fraction=0.2, cache_dir=cache)
 
 
 @pytest.mark.parametrize("chat", [False, True])

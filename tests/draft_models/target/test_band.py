@@ -76,7 +76,7 @@ def test_students_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for block, checkpointed in ((1000, False), (16, False), (16, True)):
         monkeypatch.setattr(Band, "BLOCK", block)
         model = load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
-        student = EarlyExitStudent(model, 2, train_head=True, distill=True).train()
+        student = EarlyExitStudent(model, 2, train_head=True, objective="forward_kl").train()
         if checkpointed:
             student.gradient_checkpointing_enable()
         loss = student(**given)["loss_sum"]
@@ -128,7 +128,7 @@ def test_packed_training_makes_nothing_square(tmp_path: Path) -> None:
     path = save_target(tmp_path, "qwen2", kv_heads=1, max_position_embeddings=2 * LONG)
     config = load_config(str(path))
     model = load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
-    student = EarlyExitStudent(model, 2, train_head=True, distill=True)
+    student = EarlyExitStudent(model, 2, train_head=True, objective="forward_kl")
     given = batch(1, LONG, 60)
     with Largest() as largest:
         student(**given)["loss_sum"].backward()

@@ -1,0 +1,87 @@
+"""How much of a draft is accepted, from the target's law p and the drafter's q alone: nothing is decoded."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+HALF_PRECISION_ZERO = 2.0**-25  # what float16 rounds to 0 is smaller than this, and 0 has no logarithm
+AT_ONCE = 1024  # positions whose logits exist at a time
+
+Logits = Callable[[Tensor], Tensor]  # hidden states [n, d] → logits [n, V]
+# The target's law at some positions: (the drafter's logits [n, V] there, which ones) → the acceptance [n]
+Law = Callable[[Tensor, slice], Tensor]
+
+
+def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """α = Σ min(p, q) [...] of log-probabilities [..., V]: how likely a token drawn from q is accepted.
+
+    It is 1 − the total variation between p and q (Leviathan et al. 2023, theorem 3.5).
+    """
+    return torch.minimum(log_p, log_q).exp().sum(-1).clamp_max(1.0)
+
+
+def whole_law(logits: Logits, hidden: Tensor) -> Law:
+    """The law of a target at hand. hidden [n, d]: its hidden states at all the positions, on any device.
+
+    Where the vocabularies differ (padded embeddings) both laws are taken over the ids that they share.
+    """
+
+    def law(drafted: Tensor, rows: slice) -> Tensor:
+        known = logits(hidden[rows].to(drafted.device)).to(drafted.dtype)
+        shared = min(known.shape[-1], drafted.shape[-1])
+        return acceptance(known[:, :shared].log_softmax(-1), drafted[:, :shared].log_softmax(-1))
+
+    return law
+
+
+def top_k_law(top_ids: Tensor, top_logprobs: Tensor, tail: Tensor) -> Law:
+    """The law of which the k likeliest tokens are known, [n, k] each, and the probability [n] of all others.
+
+    The acceptance is a lower bound: what p and q share in the tail is not known, and counts as nothing.
+    """
+
+    def law(drafted: Tensor, rows: slice) -> Tensor:
+        log_p = top_k_logs(top_logprobs[rows].to(drafted.dtype), tail[rows].to(drafted.dtype))
+        return acceptance(log_p[:, :-1], drafted.log_softmax(-1).gather(-1, top_ids[rows]))
+
+    return law
+
+
+def top_k_logs(top_logprobs: Tensor, tail: Tensor) -> Tensor:
+    """log p [n, k + 1] of the k likeliest tokens and of all others together, from [n, k] and the latter's p [n].
+
+    It is normalised again, since it may have been stored in half precision.
+    """
+    mass = torch.where(tail > 0, tail, HALF_PRECISION_ZERO)
+    return torch.cat([top_logprobs, mass.log()[:, None]], -1).log_softmax(-1)
+
+
+def judge(logits: Logits, hidden: Tensor, law: Law | None) -> tuple[Tensor, Tensor | None]:
+    """A drafter's argmax [n] at its hidden states [n, d], and with a law its acceptance [n], float32 or better."""
+    choices, accepted = [], []
+    for start in range(0, max(1, len(hidden)), AT_ONCE):
+        rows = slice(start, start + AT_ONCE)
+        drafted = logits(hidden[rows])
+        choices.append(drafted.argmax(-1))
+        if law is not None:
+            accepted.append(law(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), rows))
+    return torch.cat(choices), torch.cat(accepted) if accepted else None
+
+
+def placed(values: Tensor, keep: Tensor, other: float) -> Tensor:
+    """values [n], each at its place among the n positions that `keep` [B, T] marks; `other` elsewhere."""
+    return values.new_full(keep.shape, other).masked_scatter(keep, values)
+
+
+def analytic_tau(accepted: Tensor, documents: Tensor, length: int) -> Tensor:
+    """1 + Σ_k Π_{i≤k} α_i over the `length` positions from each one on, [windows]: a round's expected tokens.
+
+    With one α everywhere this is Leviathan et al. 2023, equation 1. accepted [B, T]: α, NaN where it is not known.
+    documents [B, T] numbers what is packed in a row. A window lies in one document and has every α.
+    """
+    if accepted.shape[1] < length:
+        return accepted.new_empty(0)
+    windows, owners = accepted.unfold(1, length, 1), documents.unfold(1, length, 1)
+    whole = ~windows.isnan().any(-1) & (owners[..., 0] == owners[..., -1])
+    return 1 + windows[whole].cumprod(-1).sum(-1)

@@ -1,0 +1,211 @@
+"""What an early exit learns from: every objective, by the whole target or its cached top-k; what is then known of τ."""
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from data_prep.settings import DataConfig
+from data_prep.text.rows import load_rows
+from draft_models.checkpoint import WEIGHTS_FILE
+from draft_models.early_exit import EarlyExitStudent, exit_layers
+from draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
+from draft_models.target.open_target import OpenTarget, open_target
+from draft_models.target.tensor_files import open_tensors
+from outrider.errors import UserError
+from outrider.groups import ALONE
+from tests.tiers import quick_where
+from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, save_target
+from tests.train.jobs import FIT, distilling, log, same, save_responses
+from train.early_exit import Watch, train_early_exit
+from train.settings import EesdConfig
+from train.top_k_rows import load_top_k_rows
+
+K = 5
+
+
+@pytest.fixture
+def opened(target: Path) -> OpenTarget:
+    return open_target(str(target))
+
+
+def make_student(opened: OpenTarget, objective: str, cached: bool = False) -> EarlyExitStudent:
+    layers = None if objective != "cross_entropy" and not cached else exit_layers(opened.config, 2)
+    model = opened.layers(layers, dtype=torch.float32)
+    return EarlyExitStudent(model, 2, train_head=True, objective=objective, cached=cached)
+
+
+@torch.no_grad()
+def own_logits(opened: OpenTarget, row: dict[str, Tensor], layers: list[int] | None) -> Tensor:
+    """Of those layers of the target, by transformers' own forward of each document of a row [T] alone; [T, V]."""
+    model = opened.layers(layers, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    found = torch.zeros(len(row["labels"]), VOCABULARY)
+    for document in set(row["documents"].tolist()) - {-1}:
+        part = row["documents"] == document
+        found[part] = model(row["input_ids"][part][None]).logits[0]
+    return found
+
+
+def with_top_k(row: dict[str, Tensor], logits: Tensor) -> dict[str, Tensor]:
+    top = logits.log_softmax(-1).topk(K)
+    return {**row, "top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_loss_is_the_divergence_of_what_the_models_say(
+    opened: OpenTarget, corpus: DataConfig, cached: bool
+) -> None:
+    row = load_rows(corpus, opened.tokenizer, 64, "heldout")[1]
+    row["labels"][::3] = IGNORE
+    p, q = own_logits(opened, row, None), own_logits(opened, row, [0, 1, LAYERS - 1])
+    given = with_top_k(row, p) if cached else row
+    batch = {name: value[None] for name, value in given.items()}
+    found = {}
+    for objective in DIVERGENCES:
+        if cached:
+            law = (given["top_ids"], given["top_logprobs"], given["tail"])
+            expected = linear_topk_divergence(q, torch.eye(VOCABULARY), *law, row["labels"], objective)
+        else:
+            expected = linear_divergence(q, torch.eye(VOCABULARY), p, torch.eye(VOCABULARY), row["labels"], objective)
+        found[objective] = make_student(opened, objective, cached)(**batch)["loss_sum"]
+        torch.testing.assert_close(found[objective], expected, rtol=1e-4, atol=1e-4)
+        found[objective].backward()
+    assert len({round(loss.item(), 3) for loss in found.values()}) == len(DIVERGENCES)
+
+
+CASES = list(itertools.product(DIVERGENCES, ("online", "cached")))
+
+
+@pytest.mark.parametrize(("objective", "teacher"), quick_where(lambda case: case == ("kl_tv", "cached"), CASES))
+def test_every_objective_makes_the_drafter_like_the_target(tmp_path: Path, objective: str, teacher: str) -> None:
+    """By the acceptance of held-out tokens. The target is sure, so that its top-k is most of its law."""
+    target = save_target(tmp_path / "target", kv_heads=2, peak=8.0)
+    data = save_responses(target, tmp_path / "responses")
+    fit = replace(FIT, steps=40, lr=5e-3, log_every=5, eval_every=20, save_every=None)
+    train_early_exit(distilling(target, data, tmp_path / "out", objective=objective, teacher=teacher, fit=fit))
+    lines = log(tmp_path / "out")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.9 * losses[0]
+    taus = [line["eval_tau_analytic"] for line in lines if "eval_tau_analytic" in line]
+    assert len(taus) == 2
+    assert 1 < taus[0] < taus[1] <= 5
+
+
+def test_from_cached_laws_only_the_first_layers_are_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """It trains with the shards of every other layer deleted."""
+    path = save_target(tmp_path / "target", shard="40KB")
+    data = save_responses(path, tmp_path / "responses")
+    files = open_tensors(str(path))
+    needed = {n for n in files.file_of if not n.startswith(("model.layers.1.", "model.layers.2."))}
+    size = sum(t.nbytes for t in open_tensors(str(path)).read(needed).values())
+    for file in set(files.file_of.values()) - {files.file_of[name] for name in needed}:
+        (path / file).unlink()
+    train_early_exit(distilling(path, data, tmp_path / "out", exit_layer=1, objective="acceptance", teacher="cached"))
+    said = capsys.readouterr().out
+    assert f"read_bytes={size} " in said
+    assert "objective=acceptance tau_analytic=top_k_lower_bound" in said
+    assert "eval_tau_analytic" in log(tmp_path / "out")[-1]
+
+
+def windows_mean(rows: list[dict[str, Tensor]], accepted: list[Tensor]) -> float:
+    """1 + α₁ + α₁α₂ + … over the four positions from each on, where all are supervised and of one document."""
+    found = []
+    for row, alpha in zip(rows, accepted, strict=True):
+        labels, documents = row["labels"].tolist(), row["documents"].tolist()
+        for start in range(len(labels) - 3):
+            places = range(start, start + 4)
+            if IGNORE in [labels[i] for i in places] or len({documents[i] for i in places}) > 1:
+                continue
+            survives, tokens = 1.0, 1.0
+            for i in places:
+                survives *= alpha[i].item()
+                tokens += survives
+            found.append(tokens)
+    return sum(found) / len(found)
+
+
+def test_the_analytic_tau_is_of_the_best_law_at_hand(tmp_path: Path, opened: OpenTarget, corpus: DataConfig) -> None:
+    data = save_responses(Path(opened.source), tmp_path / "responses")
+    text = load_rows(corpus, opened.tokenizer, 64, "heldout", max_rows=4)
+    known = load_top_k_rows(data, byte_tokenizer(), 64, "heldout", max_rows=4)
+    rows = {False: [text[i] for i in range(len(text))], True: [known[i] for i in range(len(known))]}
+    exact, least = {}, []
+    for cached, found in rows.items():
+        p, q = ([own_logits(opened, row, layers).softmax(-1) for row in found] for layers in (None, [0, 1, LAYERS - 1]))
+        exact[cached] = windows_mean(found, [torch.minimum(*pair).sum(-1) for pair in zip(p, q, strict=True)])
+        if cached:
+            least = [
+                torch.minimum(row["top_logprobs"].exp(), one.gather(1, row["top_ids"])).sum(-1)
+                for row, one in zip(found, q, strict=True)
+            ]
+    bound = windows_mean(rows[True], least)
+    assert bound < exact[True] - 0.01
+    for objective, teacher, prompts, expected in (
+        ("forward_kl", "online", 0, exact[False]),
+        ("kl_tv", "online", 2, exact[False]),
+        ("cross_entropy", "online", 2, exact[False]),
+        ("cross_entropy", "online", 0, None),
+        ("kl_tv", "cached", 2, exact[True]),
+        ("kl_tv", "cached", 0, bound),
+    ):
+        cached = teacher == "cached"
+        run = distilling(
+            Path(opened.source), data if cached else corpus, tmp_path / "out", objective=objective, teacher=teacher,
+            decode_prompts=prompts, decode_tokens=8, eval_batch_rows=3,
+        )  # fmt: skip
+        student = make_student(opened, objective, cached)
+        metrics = Watch(run, opened, known if cached else text, student, None, ALONE)(student, 1)
+        assert metrics.get("tau_analytic") == (None if expected is None else pytest.approx(expected, rel=2e-3))
+
+
+def test_heldout_laws_are_not_trained_on(tmp_path: Path, target: Path) -> None:
+    data = replace(save_responses(target, tmp_path / "responses"), heldout_fraction=0.5)
+    texts = []
+    for split in ("train", "heldout"):
+        rows = load_top_k_rows(data, byte_tokenizer(), 120, split)
+        parts = [(rows[i]["input_ids"], rows[i]["documents"]) for i in range(len(rows))]
+        texts.append({str(ids[own == n].tolist()) for ids, own in parts for n in set(own.tolist()) - {-1}})
+    assert all(texts)
+    assert not texts[0] & texts[1]
+
+
+def test_a_cache_is_asked_for_where_there_can_be_one(target: Path, corpus: DataConfig) -> None:
+    run = distilling(target, corpus, Path("out"))
+    for changes, message in (
+        ({"teacher": "cached"}, "teacher='cached': expected online; cached needs a divergence"),
+        (
+            {"teacher": "cached", "objective": "kl", "data": replace(corpus, source="python_stdlib", path=())},
+            "teacher='cached': expected online; .* data=local",
+        ),
+        ({"teacher": "cached", "objective": "kl", "debug": True}, "debug=True: expected teacher=online"),
+        ({"objective": "hinge"}, "objective='hinge': expected one of cross_entropy, forward_kl, .*kl_tv"),
+    ):
+        with pytest.raises(UserError, match=message):
+            replace(run, **changes)
+
+
+def test_a_run_of_kl_goes_on_as_forward_kl(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
+    """As one that was recorded before the objective had that name, and before there was a choice of teachers."""
+
+    def run(folder: str, **changes: object) -> EesdConfig:
+        return distilling(target, corpus, tmp_path / folder, **{"objective": "kl", **changes})
+
+    train_early_exit(run("whole", objective="forward_kl"))
+    train_early_exit(run("cut"))
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-6")
+    record = tmp_path / "cut" / "checkpoint-4" / "run.json"
+    before = json.loads(record.read_text())
+    assert before["objective"] == "kl"
+    del before["teacher"]
+    record.write_text(json.dumps(before))
+    train_early_exit(run("cut", objective="forward_kl", resume=True))
+    assert same(*(load_file(tmp_path / name / WEIGHTS_FILE) for name in ("cut", "whole")))
+    with pytest.raises(UserError, match=r'objective="reverse_kl" \(was "kl"\)'):
+        train_early_exit(run("cut", objective="reverse_kl", resume=True))
