@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from data_prep.text.chat import render_prompt
@@ -161,8 +162,22 @@ def as_model(target: str, drafter: EarlyExit, device: torch.device, dtype: torch
         layers[-1].load_state_dict(drafter.layer.state_dict())
     final_norm(model).load_state_dict(drafter.norm.state_dict())
     if drafter.head is not None:
-        model.set_output_embeddings(copy.deepcopy(drafter.head))
+        model.set_output_embeddings(_whole_head(drafter))
     return model
+
+
+def _whole_head(drafter: EarlyExit) -> nn.Linear:
+    """The drafter's own head with a row for every token; those that it does not predict get a very low bias."""
+    own, tokens = drafter.head, drafter.draft_tokens
+    assert own is not None
+    if tokens is None:
+        return copy.deepcopy(own)
+    whole = nn.Linear(own.weight.shape[1], drafter.vocabulary).to(own.weight)
+    whole.weight.data.zero_()
+    whole.bias.data.fill_(-1e4)
+    whole.weight.data[tokens] = own.weight
+    whole.bias.data[tokens] = 0 if own.bias is None else own.bias
+    return whole.requires_grad_(False)
 
 
 def _load(source: str, device: torch.device, dtype: torch.dtype, exit_layer: int | None = None) -> PreTrainedModel:

@@ -49,6 +49,7 @@ class DrafterMeta:
     weights_sha256: str = ""
     own_layer: bool = True  # false: norm and head right on the target's first layers
     format: int = FORMAT
+    draft_vocabulary: int | None = None  # tokens that its own head has logits of; null: all
     trained_on: dict[str, str] | None = None  # see `parts_below`; earlier versions did not record it
 
 
@@ -78,13 +79,16 @@ def save_pretrained(
     if trained_on is None:
         files = open_tensors(fingerprint.target, fingerprint.revision)
         trained_on = parts_below(files, load_config(files.source, files.revision), drafter.exit_layer)
-    weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()}
+    weights = {
+        name: placed(tensor.detach(), "cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()
+    }
     blob = save(weights, metadata={"format": "pt"})
     meta = DrafterMeta(
         kind="early_exit",
         exit_layer=drafter.exit_layer,
         own_head=drafter.head is not None,
         own_layer=not isinstance(drafter.layer, NoLayer),
+        draft_vocabulary=None if drafter.draft_tokens is None else len(drafter.draft_tokens),
         dtype=str(dtype).removeprefix("torch."),
         fingerprint=fingerprint,
         training=dict(training),
@@ -141,7 +145,7 @@ def from_pretrained(
         raise UserError(f"checkpoint={path}: a {meta.kind!r} drafter, expected 'early_exit'")
     require_target(meta, fingerprint, path)
     weights = _read_weights(Path(path) / WEIGHTS_FILE, meta.weights_sha256)
-    drafter = EarlyExit.empty(config, meta.exit_layer, own_head=meta.own_head, own_layer=meta.own_layer)
+    drafter = empty_drafter(meta, config)
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if expected != found:
@@ -150,8 +154,28 @@ def from_pretrained(
             f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
             f"stored {found.get(differing[0])}, expected {expected.get(differing[0])}"
         )
-    drafter.assign({name: tensor.to(device, dtype) for name, tensor in weights.items()})
+    drafter.assign({name: placed(tensor, device, dtype) for name, tensor in weights.items()})
     return drafter.requires_grad_(False).eval()
+
+
+def empty_drafter(meta: DrafterMeta, config: PreTrainedConfig) -> EarlyExit:
+    """The drafter that `meta` describes, for a target of `config`, without weights."""
+    shape = {"own_head": meta.own_head, "own_layer": meta.own_layer}
+    return EarlyExit.empty(config, meta.exit_layer, **shape, draft_vocabulary=meta.draft_vocabulary)
+
+
+def read_draft_tokens(path: Path | str) -> list[int] | None:
+    """The tokens that the drafter in `path` has logits of; None for all. Raises `UserError`."""
+    meta = read_meta(path)
+    if meta.draft_vocabulary is None:
+        return None
+    tokens: list[int] = _read_weights(Path(path) / WEIGHTS_FILE, meta.weights_sha256)["draft_tokens"].tolist()
+    return tokens
+
+
+def placed(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """`tensor` on `device`, in `dtype` where it is no table of integers."""
+    return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
 
 def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str) -> None:

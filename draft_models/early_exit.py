@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.acceptance import Law, judge, placed, top_k_law, whole_law
+from draft_models.draft_vocabulary import places, spread
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.target.anatomy import LayerCall, LogitRule
 from draft_models.target.attention import Band
@@ -42,7 +43,11 @@ class EarlyExit(nn.Module):
     `head` is None when the drafter shares the target's head. Then `use_head` must be called before `logits`. That head
     stands in the list `shared_head`, so that it is no part of this module. The layer's `layer_idx` is N: its keys and
     values belong to a cache of their own that starts at layer N.
+
+    draft_tokens: ids [k], ascending, of the tokens that its own head has logits of; None: all of the `vocabulary`.
     """
+
+    draft_tokens: Tensor | None
 
     def __init__(
         self,
@@ -53,6 +58,8 @@ class EarlyExit(nn.Module):
         window: int | None,
         call: LayerCall,
         rule: LogitRule,
+        vocabulary: int,
+        draft_tokens: Tensor | None = None,
     ):
         super().__init__()
         self.layer = layer
@@ -62,15 +69,24 @@ class EarlyExit(nn.Module):
         self.window = window
         self.call = call
         self.rule = rule
+        self.vocabulary = vocabulary
+        self.register_buffer("draft_tokens", draft_tokens)
         self.shared_head: list[nn.Linear] = []
 
     @classmethod
     def from_model(
-        cls, model: PreTrainedModel, exit_layer: int, *, own_head: bool, own_layer: bool = True
+        cls,
+        model: PreTrainedModel,
+        exit_layer: int,
+        *,
+        own_head: bool,
+        own_layer: bool = True,
+        draft_tokens: Tensor | None = None,
     ) -> "EarlyExit":
         """Copies of the last layer, the norm and, if `own_head`, the head of `model`, to sit on `exit_layer` layers.
 
-        Without `own_layer` norm and head sit on those layers directly: the paper's ablation.
+        Without `own_layer` norm and head sit on those layers directly: the paper's ablation. draft_tokens: of the head
+        their rows only.
         """
         layer: nn.Module = copy.deepcopy(decoder_layers(model)[-1]) if own_layer else NoLayer()
         number_layer(layer, exit_layer)
@@ -80,22 +96,32 @@ class EarlyExit(nn.Module):
         drafter = cls(
             layer,
             copy.deepcopy(final_norm(model)),
-            copy.deepcopy(head) if own_head else None,
+            _rows_of(head, draft_tokens) if own_head else None,
             exit_layer,
             model.config.sliding_window if call.slides else None,
             call,
             parts.logits,
+            model.config.vocab_size,
+            draft_tokens,
         )
         if not own_head:
             drafter.use_head(head)
         return drafter
 
     @classmethod
-    def empty(cls, config: PreTrainedConfig, exit_layer: int, *, own_head: bool, own_layer: bool = True) -> "EarlyExit":
-        """An exit layer for a target of `config`, without weights (meta device)."""
-        layers = exit_layers(config, exit_layer)
-        model = empty_layers(config, layers)
-        return cls.from_model(model, exit_layer, own_head=own_head, own_layer=own_layer)
+    def empty(
+        cls,
+        config: PreTrainedConfig,
+        exit_layer: int,
+        *,
+        own_head: bool,
+        own_layer: bool = True,
+        draft_vocabulary: int | None = None,
+    ) -> "EarlyExit":
+        """An exit layer for a target of `config`, without weights (meta device). draft_vocabulary: of its own head."""
+        model = empty_layers(config, exit_layers(config, exit_layer))
+        tokens = None if draft_vocabulary is None else torch.empty(draft_vocabulary, dtype=torch.long, device="meta")
+        return cls.from_model(model, exit_layer, own_head=own_head, own_layer=own_layer, draft_tokens=tokens)
 
     def use_head(self, head: nn.Linear) -> None:
         """Share the target's `head` (only where the drafter has none of its own)."""
@@ -108,7 +134,12 @@ class EarlyExit(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] from the exit layer's output [..., d]."""
-        return self.rule(self.output_head(self.norm(hidden)))
+        return self.logits_after_norm(self.norm(hidden))
+
+    def logits_after_norm(self, hidden: Tensor) -> Tensor:
+        """The same from what its norm gave."""
+        logits = self.rule(self.output_head(hidden))
+        return logits if self.draft_tokens is None else spread(logits, self.draft_tokens, self.vocabulary)
 
     def run(
         self, hidden: Tensor, mask: Tensor | Band | None, rotary: Rotary, cache: LayerCache | None = None
@@ -120,6 +151,17 @@ class EarlyExit(nn.Module):
         """Take `weights` as parameters, whole and nothing else; returns self."""
         self.load_state_dict(dict(weights), strict=True, assign=True)
         return self
+
+
+def _rows_of(head: Any, tokens: Tensor | None) -> Any:
+    """A copy of `head`, or of its rows for `tokens` alone."""
+    if tokens is None:
+        return copy.deepcopy(head)
+    rows = nn.Linear(head.weight.shape[1], len(tokens), bias=head.bias is not None, device="meta")
+    rows.weight = nn.Parameter(head.weight.detach()[tokens], requires_grad=head.weight.requires_grad)
+    if head.bias is not None:
+        rows.bias = nn.Parameter(head.bias.detach()[tokens], requires_grad=head.weight.requires_grad)
+    return rows
 
 
 class EarlyExitStudent(nn.Module):
@@ -144,13 +186,20 @@ class EarlyExitStudent(nn.Module):
         objective: str = "cross_entropy",
         cached: bool = False,
         start: PreTrainedModel | None = None,
+        draft_tokens: Tensor | None = None,
     ):
-        """start: a model with the target's last layer whole, where `model` is split over processes."""
+        """start: a model with the target's last layer whole, where `model` is split over processes.
+
+        draft_tokens: the only ones that the drafter has logits of. Cross-entropy is of the labels among them, and a
+        divergence is from the target's law given that its token is one of them.
+        """
         super().__init__()
         self.objective = objective
         self.online = objective != "cross_entropy" and not cached  # the whole target is in here
         copied = model if start is None else start
-        self.drafter = EarlyExit.from_model(copied, exit_layer, own_head=train_head, own_layer=train_layer).float()
+        self.drafter = EarlyExit.from_model(
+            copied, exit_layer, own_head=train_head, own_layer=train_layer, draft_tokens=draft_tokens
+        ).float()
         if not train_head:
             head: Any = model.get_output_embeddings()
             self.drafter.use_head(head)
@@ -197,13 +246,16 @@ class EarlyExitStudent(nn.Module):
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
         shifted already and `IGNORE` where unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
         hidden, target = self.hidden(input_ids, positions, documents)
-        mine, rule = head_product(self.drafter.output_head, hidden), self.drafter.rule
+        mine = head_product(self.drafter.output_head, hidden)
+        rule, tokens = self.drafter.rule, self.drafter.draft_tokens
         if self.objective == "cross_entropy":
+            labels = labels if tokens is None else places(labels, tokens, self.drafter.vocabulary)
             return {"loss_sum": linear_cross_entropy(*mine, labels, rule=rule)}
         if target is None:
             known = (top_k["top_ids"], top_k["top_logprobs"], top_k["tail"])
             return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=rule)}
-        teacher = head_product(self.stack.head, target)
+        states, weight = head_product(self.stack.head, target)
+        teacher = (states, weight if tokens is None else weight[tokens])
         return {"loss_sum": linear_divergence(*mine, *teacher, labels, self.objective, rule=rule, target_rule=rule)}
 
     @torch.no_grad()
@@ -228,7 +280,7 @@ class EarlyExitStudent(nn.Module):
             law = whole_law(lambda states: rule(self.stack.head(states)), target[keep])
         elif law is None and top_k:
             law = top_k_law(*(top_k[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
-        choices, accepted = judge(lambda states: rule(head(states)), hidden[keep].to(head.weight.dtype), law)
+        choices, accepted = judge(self.drafter.logits_after_norm, hidden[keep].to(head.weight.dtype), law)
         return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
 
 

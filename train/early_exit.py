@@ -17,6 +17,7 @@ from data_prep.text.rows import Rows
 from draft_models.acceptance import Law
 from draft_models.card import CARD_FILE, write_card
 from draft_models.checkpoint import parts_below, save_pretrained
+from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage
 from draft_models.early_exit import USE, EarlyExitStudent, exit_layers
 from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
@@ -26,6 +27,7 @@ from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.evaluate.arms import prepare
+from inference.evaluate.subject import end_tokens
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.groups import Group, join_group
@@ -49,6 +51,8 @@ from train.watch import (
     target_choices,
     target_law,
 )
+
+COUNTED_ROWS = 20_000  # evenly spread, that say which tokens are frequent
 
 
 @rehearsable
@@ -93,7 +97,8 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     )
 
     group = join_group(state, config.tensor_parallel)
-    build = functools.partial(make_student, config, target, exit_layer, layers, group, state.device)
+    tokens = from_main(state, lambda: draft_tokens(config, target, rows, heldout))
+    build = functools.partial(make_student, config, target, exit_layer, layers, group, state.device, tokens)
     split = group if config.online else None
     settings = config.fit
     if config.minutes is not None:
@@ -141,6 +146,7 @@ def make_student(
     layers: list[int] | None,
     group: Group,
     device: torch.device,
+    tokens: Tensor | None,
 ) -> EarlyExitStudent:
     """What is trained. Where the target runs along it is split over `group`; the exit layer is always whole."""
     frozen = fast_dtype(device) if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)
@@ -159,7 +165,27 @@ def make_student(
         objective=config.loss,
         cached=config.teacher == "cached",
         start=start,
+        draft_tokens=None if tokens is None else tokens.to(device),
     )
+
+
+def draft_tokens(
+    config: EesdConfig, target: OpenTarget, rows: Rows | TopKRows, heldout: Rows | TopKRows
+) -> Tensor | None:
+    """The tokens that the drafter's head predicts, and what they cover, said; None for all. Raises `UserError`."""
+    size, vocabulary = config.draft_vocabulary, target.config.vocab_size
+    if size is None:
+        return None
+    if size > vocabulary:
+        raise UserError(f"draft_vocabulary={size}: the target has {vocabulary} tokens; expected at most as many")
+    step = -(-len(rows) // COUNTED_ROWS)
+    counts = count_tokens((rows[index] for index in range(0, len(rows), step)), vocabulary)
+    always = [token for token in end_tokens(target) if token < vocabulary][:size]
+    tokens = choose_tokens(counts, size, always)
+    held = count_tokens((heldout[index] for index in range(len(heldout))), vocabulary)
+    shares = f"coverage_train={coverage(counts, tokens):.4f} coverage_heldout={coverage(held, tokens):.4f}"
+    print(f"draft_vocabulary={size} of={vocabulary} {shares}", flush=True)
+    return tokens
 
 
 def default_exit_layer(target: PreTrainedConfig) -> int:

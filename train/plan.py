@@ -66,6 +66,8 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         start = empty_layers(target, [target.num_hidden_layers - 1])
         split_model(model, Group(size=config.tensor_parallel), vocabulary=False)
     read = sum(map(_stored, [model] if start is None else [model, start]))
+    size = config.draft_vocabulary
+    tokens = None if size is None else torch.empty(size, dtype=torch.long, device="meta")
     student = EarlyExitStudent(
         model,
         exit_layer,
@@ -74,6 +76,7 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         objective=config.loss,
         cached=config.teacher == "cached",
         start=start,
+        draft_tokens=tokens,
     )
     parts = _parts(student)
     frozen = "bfloat16" if config.frozen_dtype == "fast" else config.frozen_dtype  # what it is on a GPU
@@ -93,8 +96,9 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     attention = 2 * config.seq_len * target.hidden_size
     forward = [2 * _met(layer, target) + attention for layer in decoder_layers(empty_model(target))]
     head_work = _count(head.parameters())
-    step = (6 if config.train_head else 4) * head_work + (3 * forward[-1] if config.train_layer else 0)
-    taught = 2 * head_work if config.online else 0  # the target's own logits
+    own_work = _count(student.drafter.output_head.parameters())
+    step = (6 if config.train_head else 4) * own_work + (3 * forward[-1] if config.train_layer else 0)
+    taught = 2 * (head_work if size is None else own_work) if config.online else 0  # the target's own logits
     return Plan(
         read=read,
         read_bytes=read * _stored_bytes(target),

@@ -82,6 +82,7 @@ class EesdConfig(TargetConfig):
     fit: FitConfig
     exit_layer: Count | None = None  # N, the target layers under the exit layer; null: 8 % of them
     train_head: bool = True  # false: share the target's head, the thing to do with a large vocabulary
+    draft_vocabulary: Count | None = None  # tokens that its own head predicts, the text's most frequent; null: all
     train_layer: bool = True  # false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
     # cross_entropy: the paper's, on the text's tokens; others: from the target's law, see draft_models/losses.py; kl:
     # forward_kl by its first name
@@ -116,6 +117,12 @@ class EesdConfig(TargetConfig):
             "adamw for train_layer=false: muon is for a layer's matrices",
         )
         _require_cache(self)
+        require(
+            self.draft_vocabulary is None or (self.train_head and self.teacher == "online"),
+            "draft_vocabulary",
+            self.draft_vocabulary,
+            "null without a head of its own (train_head=false) and with teacher=cached",
+        )
         _require_heldout(self.data, "training is watched on held-out text")
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draft_models.calibration import META_FILE, CalibrationHead, load_calibration
-from draft_models.checkpoint import from_pretrained, read_meta
+from draft_models.checkpoint import empty_drafter, from_pretrained, read_draft_tokens, read_meta
 from draft_models.early_exit import EarlyExit
 from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
@@ -121,10 +121,13 @@ class EarlyExitMaker(Maker):
         if model.exit.head is None:
             model.exit.use_head(stack.head)
 
+    def known_tokens(self, where: str) -> Sequence[int] | None:
+        return read_draft_tokens(where)
+
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
         """It drafts in sessions of its own, with caches that begin at another layer."""
         meta, whole = read_meta(where), replace(place, size=1)
-        drafter = EarlyExit.empty(target, meta.exit_layer, own_head=meta.own_head, own_layer=meta.own_layer)
+        drafter = empty_drafter(meta, target)
         caches = cache_bytes(target, place) + cache_bytes(target, whole, layers=1) + pass_bytes(target, place)
         return {"early exit's weights": count(drafter) * place.itemsize, "caches of decoding with it": caches}
 

@@ -5,7 +5,7 @@ of a kind is its `Maker`, which is imported when a method of that kind is used.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,10 @@ class Maker(ABC):
     def stacks(self, model: Any) -> "list[LayerStack]":
         """The stacks that it runs in sessions of their own."""
         return []
+
+    def known_tokens(self, where: str) -> "Sequence[int] | None":
+        """The only tokens that the model in `where` predicts; None for all."""
+        return None
 
     def held(self, where: str, target: "PreTrainedConfig", place: "Place") -> dict[str, int]:
         """Bytes that the model in `where` and its sessions take on every process, by what they are."""

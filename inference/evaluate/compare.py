@@ -331,6 +331,7 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         },
         "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if subject.device.type == "cuda" else None,
         "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
+        "draft_vocabularies": draft_vocabularies(config, results),
     }
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed, prepared.tunings.get(name))
@@ -349,6 +350,25 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         if config.card and kind.card and where is not None and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
     return [made["method"] for made in reports if not is_lossless(made)]
+
+
+def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, dict[str, Any]]:
+    """Of each kind of drafter that predicts over some tokens only: how many, and which share of the target's own text
+    consists of them, in all and by category."""
+    found = {}
+    for kind in KINDS.values():
+        where = config.where(kind)
+        tokens = None if where is None else kind.load_maker().known_tokens(where)
+        if tokens is None:
+            continue
+        known, said, inside = set(tokens), Counter[str](), Counter[str]()
+        for result in results:
+            for category in ("all", result.category):
+                said[category] += len(result.answer)
+                inside[category] += sum(token in known for token in result.answer)
+        shares = {category: inside[category] / count for category, count in said.items() if count}
+        found[kind.name] = {"tokens": len(known), "coverage": shares}
+    return found
 
 
 def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], limit: int) -> None:

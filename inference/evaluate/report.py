@@ -133,6 +133,7 @@ def markdown(reports: Sequence[Report]) -> str:
     lines += [_row(report) for report in reports]
     lines += ["", *_prefill_table(reports)]
     lines += ["", *_plain_sentence(first), *(_sentence(report) for report in reports), *judgement_lines(reports)]
+    lines += [_draft_vocabulary(kind, of) for kind, of in first.get("draft_vocabularies", {}).items()]
     if first.get("skipped"):
         lines += ["", f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}."]
     return "\n".join(lines) + "\n"
@@ -222,6 +223,14 @@ def _cpu_name() -> str:
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
         platform.machine(),
     )
+
+
+def _draft_vocabulary(kind: str, known: Mapping[str, Any]) -> str:
+    """Over which part of the vocabulary a drafter predicts, and what that is of the target's text."""
+    shares = dict(known["coverage"])
+    every = shares.pop("all")
+    parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
+    return f"{kind} predicts over {known['tokens']} tokens: {every:.1%} of what the target said ({parts})."
 
 
 def _verdict(report: Report) -> str:

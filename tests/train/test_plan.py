@@ -90,6 +90,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
         train_layer=config.train_layer,
         objective=config.loss,
         start=start,
+        draft_tokens=None if config.draft_vocabulary is None else torch.arange(config.draft_vocabulary),
     )
     optimizer = build_optimizer(student, config.fit)
     student(**BATCH)["loss_sum"].backward()
@@ -153,6 +154,16 @@ def test_the_target_that_is_decoded_with_is_planned() -> None:
     )
     assert more[0] == "the whole target, to decode with"
     assert more[1] / 1e9 == pytest.approx(138 / 4, rel=0.02)
+
+
+def test_the_plan_of_a_small_head_is_what_happens(tmp_path: Path) -> None:
+    path = save_target(tmp_path / "target")
+    config = replace(CONFIG, frozen_dtype="float32", draft_vocabulary=24)
+    require_allocated(path, config)
+    target, all_tokens = load_config(str(path)), replace(config, draft_vocabulary=None)
+    rows = target.vocab_size - 24
+    assert make_plan(all_tokens, target, 2).trained - make_plan(config, target, 2).trained == rows * target.hidden_size
+    assert make_plan(all_tokens, target, 2).flops - make_plan(config, target, 2).flops == 6 * rows * target.hidden_size
 
 
 def test_a_token_costs_the_experts_it_meets() -> None:

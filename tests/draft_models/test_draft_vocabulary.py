@@ -1,0 +1,136 @@
+"""A drafter over some tokens of the vocabulary: chosen by frequency, stored, decoded with, and still lossless."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draft_models.checkpoint import from_pretrained, read_draft_tokens, read_meta, save_pretrained
+from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, places, spread
+from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.losses import IGNORE
+from draft_models.target.open_target import open_target
+from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
+from outrider.errors import UserError
+from tests.inference.evaluate.evaluating import evaluate
+from tests.tiny import LAYERS, VOCABULARY, random_prompt, save_target
+from tests.train import jobs
+from train.early_exit import train_early_exit
+
+TOKENS = torch.tensor([3, 7, 100, 101, 256])
+
+
+def test_the_most_frequent_are_chosen_and_what_must_be_in_is() -> None:
+    labels = torch.tensor([5, 5, 5, 9, 9, 2, 7, IGNORE])
+    counts = count_tokens([{"labels": labels}, {"labels": torch.tensor([9, 9, IGNORE])}], 12)
+    assert counts.tolist() == [0, 0, 1, 0, 0, 3, 0, 1, 0, 4, 0, 0]
+    assert choose_tokens(counts, 2).tolist() == [5, 9]
+    assert choose_tokens(counts, 3).tolist() == [2, 5, 9]  # of equally frequent ones the lower
+    assert choose_tokens(counts, 3, always=[11]).tolist() == [5, 9, 11]
+    assert choose_tokens(counts, 12).tolist() == list(range(12))
+    assert coverage(counts, torch.tensor([5, 9])) == pytest.approx(7 / 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_tokens_have_no_probability_at_any_temperature(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 3, 5).to(dtype)
+    whole = spread(logits, TOKENS, VOCABULARY)
+    assert whole.shape == (2, 3, VOCABULARY)
+    assert whole.isfinite().all()
+    assert torch.equal(whole[..., TOKENS], logits)
+    for temperature in (0.1, 1.0, 2.0):
+        law = (whole.float() / temperature).softmax(-1)
+        assert law[..., TOKENS].sum(-1).allclose(torch.ones(2, 3))
+        assert (law > 0).sum() <= 2 * 3 * 5
+
+
+def test_labels_by_their_place() -> None:
+    labels = torch.tensor([[100, 4, 256, IGNORE, 3]])
+    assert places(labels, TOKENS, VOCABULARY).tolist() == [[2, IGNORE, 4, IGNORE, 0]]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.tensor([random_prompt(24, seed=3)])
+    zeros = torch.zeros(1, 24, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), "positions": torch.arange(24)[None], "documents": zeros}
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "forward_kl", "acceptance"])
+def test_over_all_tokens_it_is_what_it_was(tmp_path: Path, objective: str) -> None:
+    """Losses and gradients; over some, the losses of a head of these rows alone."""
+    target = open_target(str(save_target(tmp_path, kv_heads=2)))
+    layers = exit_layers(target.config, 2) if objective == "cross_entropy" else None
+
+    def step(tokens: torch.Tensor | None) -> tuple[float, torch.Tensor]:
+        model = target.layers(layers, dtype=torch.float32)
+        student = EarlyExitStudent(model, 2, train_head=True, objective=objective, draft_tokens=tokens)
+        loss = student(**batch())["loss_sum"]
+        loss.backward()
+        assert student.drafter.head is not None
+        assert student.drafter.head.weight.grad is not None
+        return loss.item(), student.drafter.head.weight.grad
+
+    whole, every = step(None), step(torch.arange(target.config.vocab_size))
+    assert every[0] == pytest.approx(whole[0], rel=1e-6)
+    torch.testing.assert_close(every[1], whole[1])
+    some = step(TOKENS)
+    assert some[1].shape == (len(TOKENS), target.config.hidden_size)
+    assert some[0] != pytest.approx(whole[0])
+
+
+def test_it_is_stored_and_read(tmp_path: Path) -> None:
+    target = open_target(str(save_target(tmp_path / "target", kv_heads=2)))
+    model = target.layers(exit_layers(target.config, LAYERS - 1), dtype=torch.float32)
+    drafter = EarlyExit.from_model(model, LAYERS - 1, own_head=True, draft_tokens=TOKENS).requires_grad_(False)
+    save_pretrained(tmp_path / "drafter", drafter, target.fingerprint, {}, torch.bfloat16)
+    assert read_meta(tmp_path / "drafter").draft_vocabulary == len(TOKENS)
+    assert read_draft_tokens(tmp_path / "drafter") == TOKENS.tolist()
+    again = from_pretrained(tmp_path / "drafter", target.config, target.fingerprint, dtype=torch.float32)
+    assert torch.equal(again.draft_tokens, TOKENS)
+    hidden = torch.randn(1, 4, target.config.hidden_size)
+    torch.testing.assert_close(again.logits(hidden), drafter.bfloat16().float().logits(hidden))
+    plain = EarlyExit.from_model(model, LAYERS - 1, own_head=True).requires_grad_(False)
+    torch.testing.assert_close(plain.bfloat16().float().logits(hidden)[..., TOKENS], again.logits(hidden)[..., TOKENS])
+
+
+@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sampled: bool) -> None:
+    target = save_target(tmp_path / "target", kv_heads=2)
+    run = jobs.distilling(
+        target, jobs.write_corpus(tmp_path), tmp_path / "drafter", draft_vocabulary=24, objective="kl"
+    )
+    train_early_exit(run)
+    tokens = read_draft_tokens(tmp_path / "drafter")
+    assert tokens is not None
+    assert len(tokens) == 24
+    stop = StopConfig(max_draft=3)
+    config = EvaluateConfig(
+        checkpoint=str(tmp_path / "drafter"),
+        device="cpu",
+        max_new_tokens=16,
+        methods={"exit": MethodConfig(stop=stop)},
+        sampling=SamplingConfig(temperature=float(sampled)),
+        out_dir=str(tmp_path / "report"),
+    )
+    evaluate(config)
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    report = report.get("reports", [report])[0]
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0 or sampled
+    said: dict[str, Any] = report["draft_vocabularies"]["early_exit"]
+    assert said["tokens"] == 24
+    lines = [json.loads(line) for line in (tmp_path / "report/generations.jsonl").read_text().splitlines()]
+    texts = [line["tokens"] for line in lines if line["arm"] == "autoregressive"]
+    inside = sum(token in tokens for text in texts for token in text) / sum(map(len, texts))
+    assert said["coverage"]["all"] == pytest.approx(inside)
+    assert "early_exit predicts over 24 tokens: " in (tmp_path / "report/report.md").read_text()
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    run = jobs.distilling(save_target(tmp_path / "t"), jobs.write_corpus(tmp_path), tmp_path / "out")
+    with pytest.raises(UserError, match="draft_vocabulary=24: expected null without a head of its own"):
+        replace(run, draft_vocabulary=24, train_head=False)
+    with pytest.raises(UserError, match=rf"draft_vocabulary=999: the target has {VOCABULARY}"):
+        train_early_exit(replace(run, draft_vocabulary=999))
