@@ -14,7 +14,7 @@ def run_command(script: str, out_dir: Path, done: str, *overrides: str, split: i
     """
     if (out_dir / done).exists():
         return
-    launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(split)] if split > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={split}"] if split > 1 else []
     parts = [f"tensor_parallel={split}"] if split > 1 else []
     line = [sys.executable, *launcher, str(ROOT / script), f"out_dir={out_dir}", *overrides, *parts]
     print("+", *line[1:], flush=True)

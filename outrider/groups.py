@@ -88,7 +88,7 @@ def join_group(state: PartialState, size: int) -> Group:
     if left:
         raise UserError(
             f"tensor_parallel={size}: the launcher started {state.num_processes} processes, expected a multiple of it; "
-            f"start {size} or {2 * size} (accelerate launch --num_processes)"
+            f"start {size} or {2 * size}, by torchrun --nproc_per_node, or on GPUs accelerate launch --num_processes"
         )
     if size == 1:
         return each_alone(state)

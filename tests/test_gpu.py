@@ -218,7 +218,7 @@ def test_a_target_split_over_two_gpus(tmp_path: Path, runtime: str) -> None:
     """The command under a launcher: sums of the group inside graphs, the tokens of `generate`, and an end."""
     path = save_target(tmp_path / "target", kv_heads=2)
     byte_tokenizer().save_pretrained(path)
-    launcher = ["-m", "accelerate.commands.launch", "--num_processes", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = ["inference/evaluate_checkpoint.py", f"target={path}", "method=prompt_lookup", "tensor_parallel=2",
                f"runtime={runtime}", "dtype=float32", "num_prompts=3", "prompt_chars=60", "max_new_tokens=24",
                f"out_dir={tmp_path / 'out'}"]  # fmt: skip
