@@ -1,14 +1,53 @@
 """Optimizers: AdamW, and Muon for the matrices of transformer layers."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from draft_models.target.open_target import fast_dtype
 from outrider.errors import UserError
 from train.fit_settings import FitConfig
+
+
+class Float32Muon(torch.optim.Muon):
+    """Muon that makes its steps orthogonal in float32, for devices that are slow with bfloat16; torch's uses that.
+
+    It takes adjust_lr_fn="original" for granted, and Nesterov's momentum.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
+                momentum.lerp_(parameter.grad, 1 - group["momentum"])
+                ahead = parameter.grad.lerp(momentum, group["momentum"])
+                rows, columns = parameter.shape
+                step = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(step, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+
+
+def orthogonal(matrix: Tensor, factors: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """`matrix` [m, n] with all singular values near 1, in its dtype, which is at least float32.
+
+    By the Newton-Schulz iteration of Muon (Jordan et al., 2024): with factors a, b, c every singular value s, at
+    first divided by the matrix' norm, becomes a s + b s³ + c s⁵, `steps` times. eps: the smallest norm to divide by.
+    """
+    a, b, c = factors
+    tall = matrix.shape[0] > matrix.shape[1]
+    found = (matrix.T if tall else matrix) / matrix.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -62,7 +101,8 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
         raise UserError("optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw")
     # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)). So muon_lr
     # keeps its meaning across widths. "match_rms_adamw" would tie it to AdamW's scale instead.
-    muon = torch.optim.Muon(
+    quick = fast_dtype(matrices[0].device) == torch.bfloat16
+    muon = (torch.optim.Muon if quick else Float32Muon)(
         matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
     )
     return muon if adamw is None else MuonAdamW(adamw, muon)

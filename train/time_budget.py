@@ -67,6 +67,8 @@ def steps_for_minutes(
     if resume and file.exists():
         kept: _Steps = read_as(_Steps, file, "number of steps", "remove it, and the steps are measured anew")
         return kept.steps
+    if process.is_main_process:
+        print(f"minutes={minutes:g} measured_first={WARM_UP + MEASURED} steps", flush=True)
     scratch = out_dir / run_dir.STAGING / "measured"
     seconds = _seconds_per_step(build(), rows, config, scratch, clock or _clock, group)
     steps = max(1, min(config.total_steps(len(rows)), int(60 * minutes / seconds)))

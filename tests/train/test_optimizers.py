@@ -5,7 +5,7 @@ import torch
 
 from outrider.errors import UserError
 from tests.train.fit_job import TinyModel, tiny_config
-from train.optimizers import MuonAdamW, build_optimizer, layer_matrices
+from train.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
 from train.trained_weights import trained_parameters
 
 
@@ -28,7 +28,8 @@ def _train_a_little(model, optimizer, seed, steps=3):
         optimizer.step()
 
 
-def test_muon_adamw_is_muon_and_adamw():
+def test_muon_adamw_is_muon_and_adamw(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     ours, theirs = TinyModel(), TinyModel()
     config = tiny_config()
     optimizer = build_optimizer(ours, config)
@@ -44,6 +45,39 @@ def test_muon_adamw_is_muon_and_adamw():
     _train_a_little(ours, optimizer, seed=1)
     _train_a_little(theirs, type("All", (), {"step": lambda self: [part.step() for part in separate]})(), seed=1)
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_muon_is_torchs_where_bfloat16_is_quick(monkeypatch, supported):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    optimizer = build_optimizer(TinyModel(), tiny_config())
+    assert type(optimizer._parts[1]) is (torch.optim.Muon if supported else Float32Muon)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (12, 5), (6, 6)])
+def test_muon_in_float32_is_the_polynomial_of_the_singular_values(shape):
+    """And torch's, which takes the same steps, is off by what bfloat16 rounds."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    given = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9, "adjust_lr_fn": "original"}
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = [Float32Muon([ours], **given), torch.optim.Muon([theirs], **given)]
+    a, b, c = optimizers[0].defaults["ns_coefficients"]
+    expected, momentum = start.double(), torch.zeros(shape, dtype=torch.float64)
+    for _ in range(3):
+        ours.grad = theirs.grad = torch.randn(shape, generator=generator)
+        momentum = 0.9 * momentum + 0.1 * ours.grad.double()
+        left, values, right = torch.linalg.svd(0.9 * momentum + 0.1 * ours.grad.double(), full_matrices=False)
+        values = values / values.norm()
+        for _ in range(5):
+            values = a * values + b * values**3 + c * values**5
+        scale = max(1, shape[0] / shape[1]) ** 0.5
+        expected = 0.98 * expected - 0.1 * scale * left @ values.diag() @ right
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=0.02)
+    assert not torch.allclose(theirs.double(), expected, rtol=0, atol=1e-4)
 
 
 def test_muon_adamw_state_survives_a_file_bit_for_bit(tmp_path):

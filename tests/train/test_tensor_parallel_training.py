@@ -70,7 +70,7 @@ def test_an_early_exit_distilled_from_a_split_target(
     decoded = 2 if train_head else 0
     options = {"objective": "kl", "decode_prompts": decoded, "decode_tokens": 8, "train_head": train_head}
     one = jobs.distilling(target, corpus, tmp_path / "one", **options)
-    split = replace(one, tensor_parallel=2, out_dir=str(tmp_path / "split"))
+    split = replace(one, tensor_parallel=2, minutes=1000, out_dir=str(tmp_path / "split"))
     run(train_early_exit, one, 1)
     run(train_early_exit, split, processes)
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
@@ -139,12 +139,12 @@ def test_a_calibration_head_of_a_split_target(target: Path, corpus: DataConfig, 
 
 @pytest.mark.slow
 def test_responses_of_a_split_target(target: Path, corpus: DataConfig, tmp_path: Path) -> None:
-    """By two groups of two: the answers of one process, each written once."""
+    """By two groups of two: the answers of one process, each written once; with a time limit too."""
     one = GenerateConfig(
         target=str(target), data=replace(corpus, heldout_fraction=0.8), max_new_tokens=10, batch_size=4, shard_size=4,
         out_dir=str(tmp_path / "one"),
     )  # fmt: skip
-    split = replace(one, tensor_parallel=2, out_dir=str(tmp_path / "split"))
+    split = replace(one, tensor_parallel=2, minutes=1000, out_dir=str(tmp_path / "split"))
     run(generate_responses, one, 1)
     run(generate_responses, split, 4)
     answers = []

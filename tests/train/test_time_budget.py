@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from outrider.errors import UserError
+from outrider.groups import Group
+from train import time_budget
 from train.fit_settings import FitConfig, WandbConfig
 from train.time_budget import MEASURED, WARM_UP, steps_for_minutes
 
@@ -88,6 +90,19 @@ def test_a_run_that_is_not_to_be_resumed_is_not_measured_over(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(UserError, match="holds an earlier run"):
         count(tmp_path, 2, ticking(0.5), build=None)
+
+
+def test_the_processes_that_hold_a_model_together_measure_together(tmp_path, monkeypatch):
+    seen, group = [], Group(0, 1, 0, 2)
+
+    def steps(*_, on_step, group, **__):
+        seen.append(group)
+        for step in range(WARM_UP + MEASURED + 1):
+            on_step(step)
+
+    monkeypatch.setattr(time_budget, "fit", steps)
+    assert steps_for_minutes(1, Line, Points(), FIT, tmp_path, resume=False, group=group, clock=ticking(0.5)) == 120
+    assert seen == [group]
 
 
 @pytest.mark.slow
