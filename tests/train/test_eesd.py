@@ -138,7 +138,7 @@ def test_the_fast_frozen_dtype(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
     path = save_target(tmp_path / "target")
     config = distilling(path, corpus, tmp_path / "eesd", frozen_dtype="fast")
-    student = make_student(config, open_target(str(path)), 2, None, ALONE, torch.device("cpu"))
+    student = make_student(config, open_target(str(path)), 2, None, ALONE, torch.device("cpu"), tokens=None)
     assert student.stack.dtype == expected
 
 
