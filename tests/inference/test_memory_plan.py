@@ -12,16 +12,19 @@ from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_parallel import own_heads
 from inference.cuda_graphs import Graphed
-from inference.decode import autoregressive
+from inference.decode import autoregressive, speculative
+from inference.drafters.lookup import PromptLookup
 from inference.evaluate.command import evaluate
-from inference.memory_plan import Place, cache_bytes, weight_bytes
+from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.session import TargetSession
 from inference.settings import EvaluateConfig, MethodConfig
 from outrider.groups import Group
 from tests.families import FAMILIES, save_family
-from tests.inference.test_tensor_parallel import SPLIT
+from tests.inference.test_tensor_parallel import SPLIT, in_group
 from tests.tiers import quick_where
 from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
+from tests.train.jobs import calibrating, save_for_calibration
+from train.calibration import calibrate
 
 
 @pytest.mark.parametrize("family", quick_where(lambda name: name in ("llama", "gpt2"), sorted(FAMILIES)))
@@ -67,6 +70,75 @@ def test_heads_are_those_of_a_process(tmp_path: Path, family: str, monkeypatch: 
     session.prefill(random_prompt(8))
     heads = {keys.shape[1] for keys, _ in session.rest._views.values()}
     assert heads == {own_heads(target.config, 2)[1]}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_matrix_with_two_names_is_held_once(tmp_path: Path, size: int) -> None:
+    """Embedding and head, whole or of each process its part."""
+    target = open_target(str(save_target(tmp_path, tied=True, kv_heads=2)))
+    for rank in range(size):
+        group = Group(rank=rank, size=size)
+        model = load_layers(target.files, target.config, range(LAYERS), dtype=torch.float32, group=group)
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        assert held == weight_bytes(target.config, Place(size, 4, 64))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_caches_of_a_split_target_are_what_decoding_takes(tmp_path: Path, family: str) -> None:
+    """Of the heads that a process has; all of them where the architecture splits matrices only, as phi3's does."""
+    target = open_target(str(save_family(tmp_path, family)))
+    place = Place(2, 4, 32)
+
+    def work(group: Group) -> None:
+        runtime = Graphed()
+        runtime.prepare(place.positions, ())
+        stack = target.stack(dtype=torch.float32, group=group)
+        list(autoregressive(stack, random_prompt(20), max_new_tokens=12, runtime=runtime))
+        (arena,) = runtime._arenas.values()
+        assert arena.rest._buffer is not None
+        assert arena.rest._buffer.nbytes == cache_bytes(target.config, place)
+
+    in_group(2, work)
+
+
+def test_passes_write_no_more_than_is_planned(tmp_path: Path) -> None:
+    """Hidden states and logits of the widest pass, whose size the vocabulary decides."""
+    target = open_target(str(save_target(tmp_path, kv_heads=2)))
+    runtime = Graphed()
+    prompt = random_prompt(9) * 3  # what is looked up is found
+    list(speculative(target.stack(dtype=torch.float32), PromptLookup(), prompt, max_new_tokens=20, runtime=runtime))
+    (arena,) = runtime._arenas.values()
+    written = sum(buffer.nbytes for buffer in arena.buffers.values() if buffer.is_floating_point())
+    planned = pass_bytes(target.config, Place(1, 4, 100))
+    assert 0 < written <= planned < 2 * written
+
+
+def test_on_a_cpu_the_runtime_has_packed_weights_besides(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    llama_2_70b().save_pretrained(tmp_path)
+    config = EvaluateConfig(target=str(tmp_path), methods={"m": MethodConfig(source="prompt_lookup")}, plan=True)
+    found = {}
+    for device in ("cpu", "auto"):
+        evaluate(replace(config, device=device))
+        lines = capsys.readouterr().out.splitlines()
+        found[device] = [float(line.split()[-2]) for line in lines[1:] if "weights" in line or "packed" in line]
+    (plain,) = found["auto"]
+    cpu, packed = found["cpu"]
+    assert packed == cpu > 0
+    assert plain > 0
+
+
+def test_a_capture_holds_an_early_exit_beside_the_target(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """For texts of a prompt and what continues it; nothing is captured."""
+    folder = save_for_calibration(tmp_path)
+    calibrate(calibrating(folder, tmp_path / "out", plan=True))
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("plan tensor_parallel=1 positions=88 ")
+    assert [line.strip().partition(":")[0] for line in lines] == [
+        "target's weights",
+        "early exit's weights",
+        "caches of decoding with it",
+    ]
+    assert not (tmp_path / "out").exists()
 
 
 def llama_2_70b() -> LlamaConfig:

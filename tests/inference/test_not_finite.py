@@ -26,8 +26,10 @@ from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler, likeliest
+from inference.session import TargetSession
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
 from inference.structures.factory import make_structure
+from inference.tree import DraftTree, depths
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.pairwise import all_pairs
@@ -226,3 +228,23 @@ def test_logits_that_are_no_numbers_are_an_error(models: Models, runtime: Runtim
             said.extend(token for r in run() for token in r.tokens)
         assert len(said) == max(0, position + 1 - len(PROMPT))
         assert said == text[: len(said)] or sampled
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 4])
+def test_the_position_is_that_of_the_row_without_numbers(
+    models: Models, path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    """Where only one row of a pass overflows, after `nodes` accepted tokens."""
+    run_tree, position = TargetSession.run_tree, len(PROMPT) + 5 + nodes  # the second round begins behind 5 tokens
+
+    def overflowing(session: TargetSession, root: Tensor, tree: DraftTree) -> Tensor:
+        logits = run_tree(session, root, tree).clone()
+        for row, depth in enumerate(depths(tree.parents)):
+            if session.base + depth == position:
+                logits[row] = INFINITY
+        return logits
+
+    monkeypatch.setattr(TargetSession, "run_tree", overflowing)
+    sure = EarlyExitSource(make_drafter(path, LAYERS - 1))  # the target itself: all that it drafts is right
+    with pytest.raises(UserError, match=rf"logits at position {position} are NaN or infinite"):
+        list(draft(models, sure, "chain", 12, Eager()))

@@ -31,7 +31,7 @@ from outrider.errors import UserError
 from outrider.groups import Group, join_group
 from outrider.streams import Streams
 from tests.families import FAMILIES, LAYERS, save_family
-from tests.inference.evaluate.evaluating import METHODS, facts, processes, together, tokens
+from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, facts, processes, together, tokens
 from tests.launched import launched
 from tests.tiers import quick_where
 from tests.tiny import method_of, random_prompt, reference_generate, save_target
@@ -220,7 +220,9 @@ def test_an_evaluation_by_two_groups_of_two(
     assert report["tensor_parallel"] == 2
     said = (Path(made.out_dir) / "report.md").read_text()
     assert "4 processes at a time, each copy of the target split over 2" in said
-    assert len(list(Path(made.out_dir).glob("results-*.jsonl"))) == 2
+    files = list(Path(made.out_dir).glob("results-*.jsonl"))
+    assert len(files) == 2
+    assert sum(len(file.read_text().splitlines()) for file in files) == len(QUESTIONS)  # each prompt by its leader
 
 
 @pytest.mark.slow
@@ -234,6 +236,13 @@ def test_a_sampled_evaluation(config: Callable[..., EvaluateConfig], on_the_cpu:
     plain = {key: said for key, said in tokens(one).items() if key[1] == "autoregressive"}
     assert {key: said for key, said in tokens(made).items() if key in plain} == plain
     assert together(config("again", tensor_parallel=2, repeats=2, **options), 2) == [0, 0]  # one of two is kept
+
+
+def test_what_the_leader_says_holds_for_its_group() -> None:
+    def work(group: Group) -> None:
+        assert group.agreed({"group": group.index, "rank": group.rank}) == {"group": group.index, "rank": 0}
+
+    in_group(2, work, processes=4)
 
 
 def test_processes_that_disagree_are_stopped() -> None:

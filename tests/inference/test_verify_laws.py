@@ -396,6 +396,15 @@ def test_chance_follows_its_generator() -> None:
     assert decisions(1) == decisions(1) != decisions(2)
 
 
+def test_acceptance_has_its_probability() -> None:
+    """Within 4.5 σ. The laws above are of exact coins, and whole texts show a false one only where it is far off."""
+    chance, tosses = RandomChance(random.Random(0)), 100_000
+    for probability in (0.1, 0.5, 0.9):
+        accepted = sum(chance.accept(probability) for _ in range(tosses))
+        sigma = (tosses * probability * (1 - probability)) ** 0.5
+        assert accepted == pytest.approx(tosses * probability, abs=4.5 * sigma)
+
+
 def test_impossible_and_certain_events() -> None:
     chance = RandomChance(random.Random(0))
     weights = torch.zeros(50)

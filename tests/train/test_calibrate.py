@@ -102,9 +102,9 @@ def test_rows_hold_every_example_once() -> None:
 def synthetic(n: int, seed: int) -> dict[str, torch.Tensor]:
     """Outcomes that follow a head of the paper's form exactly; the draft's own confidence knows nothing."""
     generator = torch.Generator().manual_seed(seed)
-    target, draft = 5 + 3 * torch.randn(n, 4, generator=generator), torch.randn(n, 3, generator=generator)
+    target, draft = 5 + 3 * torch.randn(n, 4, generator=generator), 2 + torch.randn(n, 3, generator=generator)
     position = torch.randint(1, 5, (n,), generator=generator)
-    logit = (target[:, 0] - 5) * (position - 2) + 2 * draft[:, 1]
+    logit = (target[:, 0] - 5) * (position - 2) + 2 * (draft[:, 1] - 2)
     label = (torch.rand(n, generator=generator) < logit.sigmoid()).float()
     return {
         "target_hidden": target, "draft_hidden": draft, "position": position, "label": label,

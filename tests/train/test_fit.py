@@ -20,7 +20,7 @@ from tests.train.jobs import log
 from train import run_dir
 from train.fit import fit
 from train.fit_settings import WandbConfig
-from train.progress import start_wandb, tracker_of
+from train.progress import Report, start_wandb, tracker_of
 from train.row_order import epoch_order, step_rows
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
 
@@ -101,6 +101,13 @@ def test_the_launchers_precision_is_not_taken_silently(tmp_path, monkeypatch, ca
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     fit_tiny(tmp_path, steps=1, warmup=0)
     assert "warning: mixed_precision=fp16 in the launcher's config has no effect" in capsys.readouterr().err
+
+
+def test_rows_that_several_processes_have_are_counted_once(tmp_path):
+    """Each of two adds half of the loss, the supervised tokens and the tokens: speeds are of the rows."""
+    report = Report(Accelerator(), tmp_path, range(1), times=2)
+    report.add(torch.tensor(6.0), torch.tensor([[1, 2, IGNORE]]))
+    assert report.drain() == (3.0, 1.0, 1.5)
 
 
 def test_row_order_is_a_function_of_seed_and_epoch():
@@ -187,6 +194,21 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
         fit_tiny(tmp_path, model)
     saved = load_file(tmp_path / "checkpoint-4" / WEIGHTS_FILE)
     torch.testing.assert_close(trained_weights(model), saved, rtol=0, atol=0)
+
+
+class _Overflowing(TinyModel):
+    """A loss whose gradient's norm has no finite square."""
+
+    def forward(self, **inputs):
+        return {"loss_sum": super().forward(**inputs)["loss_sum"] * 1e200}
+
+
+def test_a_gradient_that_overflows_stops_before_the_update(tmp_path):
+    model = _Overflowing()
+    before = trained_weights(model)
+    with pytest.raises(UserError, match=r"step 1: loss=.*, grad_norm=inf is not finite"):
+        fit_tiny(tmp_path, model)
+    torch.testing.assert_close(trained_weights(model), before, rtol=0, atol=0)
 
 
 def test_a_batch_without_supervised_token_is_an_error(tmp_path):

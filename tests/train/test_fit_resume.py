@@ -163,3 +163,12 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     resumed, result = fit_tiny(tmp_path, _Dropping(), resume=True)
     assert result.resumed_from == 6
     torch.testing.assert_close(trained_weights(resumed), trained_weights(straight), rtol=0, atol=0)
+
+
+def test_random_numbers_are_the_seeds_whatever_was_drawn_before(tmp_path):
+    runs = []
+    for before in (1, 2):
+        torch.manual_seed(before)
+        model, _ = fit_tiny(tmp_path / str(before), _Dropping())
+        runs.append(trained_weights(model))
+    torch.testing.assert_close(*runs, rtol=0, atol=0)

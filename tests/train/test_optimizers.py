@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from outrider.errors import UserError
+from outrider.groups import ALONE
 from tests.train.fit_job import TinyModel, tiny_config
+from train.engine import Engine
 from train.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
 from train.trained_weights import trained_parameters
 
@@ -78,6 +80,17 @@ def test_muon_in_float32_is_the_polynomial_of_the_singular_values(shape):
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=0.02)
     assert not torch.allclose(theirs.double(), expected, rtol=0, atol=1e-4)
+
+
+def test_a_schedule_scales_every_rate_for_itself():
+    config = tiny_config(lr=0.01, muon_lr=0.04)
+    engine = Engine(TinyModel(), config, ALONE)
+    for scale in (0.5, 0.25):
+        engine.set_rates(scale)
+        rates = {id(p): group["lr"] for group in engine.optimizer.param_groups for p in group["params"]}
+        matrices = {id(p) for p in layer_matrices(engine.model)}
+        assert rates.keys() > matrices
+        assert all(rate == scale * (0.04 if p in matrices else 0.01) for p, rate in rates.items())
 
 
 def test_muon_adamw_state_survives_a_file_bit_for_bit(tmp_path):
