@@ -16,7 +16,6 @@ PLAIN = LogitRule()
 IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
-NO_OVERLAP = -1e4  # a log-probability that stands for 0: keeps −log α finite where p and q share no token
 
 # (logits of some rows, which rows, whether a gradient is wanted) → (summed loss, its gradient by the logits)
 _Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
@@ -183,11 +182,10 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
     By the logits z of q the gradient is slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j.
     """
     if kind == "acceptance":
-        overlap = torch.minimum(log_p, log_q).clamp_min_(NO_OVERLAP)
+        overlap = torch.minimum(log_p, log_q)  # logarithms: α itself may underflow
         log_alpha = overlap.logsumexp(-1, keepdim=True)
-        # Of α only what q has too little of grows with q; where they are equal, half of it. Shares of α: they add to 1.
-        lacking = ((log_q < log_p).to(log_q.dtype) + (log_q <= log_p)) / 2
-        return -log_alpha.clamp_max(0).sum(), -lacking * (overlap - log_alpha).exp_()
+        # α grows with q where q is the smaller; a token's part in it is its share of α, and shares add to 1.
+        return -log_alpha.sum(), -(overlap - log_alpha).exp_() * (log_q < log_p)
     if kind == "reverse_kl":
         slope = log_q.exp() * (log_q - log_p)
         return slope.sum(), slope

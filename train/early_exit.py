@@ -130,7 +130,8 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
         step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)
         training = {**recipe, "fit": asdict(settings), "steps": result.steps, "step": step, "metrics": metrics}
         save_drafter(out_dir, student, fingerprint, training, target.config, trained_on)
-        facts = {key: recipe[key] for key in ("exit_layer", "objective", "train_head", "seq_len")}
+        facts = {key: recipe[key] for key in ("exit_layer", "train_head", "seq_len")}
+        facts |= {"objective": config.loss} | ({"teacher": config.teacher} if config.distils else {})
         facts |= {"data": config.data.source, "steps": result.steps}
         facts |= {"chosen step": step, "tau": round(metrics["tau"], 3)} if best else {}
         write_card(out_dir, USE, config.target, facts)

@@ -93,7 +93,7 @@ class EesdConfig(TargetConfig):
     frozen_dtype: Literal["fast", FloatDtype] = "bfloat16"
     seq_len: Width = 2048  # tokens of a row
     minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
-    eval_rows: Count = free(64)  # held-out rows that give eval_top1
+    eval_rows: Count = free(64)  # held-out rows that give eval_top1 and eval_tau_analytic
     eval_batch_rows: Count = free(4)  # held-out rows run together
     # held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target
     decode_prompts: NotNegative = 0

@@ -206,7 +206,7 @@ def test_sure_sides_stay_finite(kind: str) -> None:
     assert all(tensor.isfinite().all() for tensor in (value, by_hidden, by_weight))
 
 
-@pytest.mark.parametrize("sure", [40.0, 1e3, 1e6])
+@pytest.mark.parametrize("sure", [1e3, 40.0, 1e6])
 def test_without_acceptance_its_gradient_is_bounded_and_towards_the_target(sure: float) -> None:
     """Two laws that are sure of different tokens: in float32 no e^−sure is left of α from 104 on."""
     p = torch.full((1, VOCABULARY), -sure)

@@ -174,6 +174,9 @@ def test_heldout_laws_are_not_trained_on(tmp_path: Path, target: Path) -> None:
         texts.append({str(ids[own == n].tolist()) for ids, own in parts for n in set(own.tolist()) - {-1}})
     assert all(texts)
     assert not texts[0] & texts[1]
+    every, few = (load_top_k_rows(data, byte_tokenizer(), 120, "heldout", max_rows=most) for most in (None, 2))
+    assert len(every) > len(few) == 2
+    assert torch.equal(every[1]["top_logprobs"], few[1]["top_logprobs"])
 
 
 def test_a_cache_is_asked_for_where_there_can_be_one(target: Path, corpus: DataConfig) -> None:

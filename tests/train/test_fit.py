@@ -105,7 +105,7 @@ def test_the_launchers_precision_is_not_taken_silently(tmp_path, monkeypatch, ca
 
 def test_rows_that_several_processes_have_are_counted_once(tmp_path):
     """Each of two adds half of the loss, the supervised tokens and the tokens: speeds are of the rows."""
-    report = Report(Accelerator(), tmp_path, range(1), times=2)
+    report = Report(Accelerator(), tmp_path, range(1), copies=2)
     report.add(torch.tensor(6.0), torch.tensor([[1, 2, IGNORE]]))
     assert report.drain() == (3.0, 1.0, 1.5)
 
