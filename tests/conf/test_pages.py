@@ -29,7 +29,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 INSTALLING = {"python3 -m venv .venv && . .venv/bin/activate", "pip install -c constraints.txt -e '.[dev]'"}
 RUN_ELSEWHERE = {"python docs/make_options.py"}  # test_options.py
 READERS_OWN = "mine"  # a file that a page has its reader write
-MADE_BY_MAKE = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+MADE_BY_MAKE = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 class ParsedError(Exception):
