@@ -78,7 +78,9 @@ def check_summary(out_dir: Path, experiment: str) -> None:
     assert len(summary["methods"]) == (10 if experiment == "smollm2" else 11)
     for figures in summary["methods"].values():
         lossless = figures["lossless"]
-        assert lossless["identical"] + lossless["excused_ties"] == lossless["checked"] == summary["prompts"] == 2
+        assert lossless["identical"] + lossless["excused_ties"] == lossless["checked"]
+        turns = 2 if experiment == "smollm2" else 1  # of its conversations
+        assert summary["prompts"] <= lossless["checked"] <= turns * summary["prompts"] == turns * 2
         assert figures["tau"] >= 1
         assert len(figures["speedup"]["ci95"]) == len(figures["speedup"]["vs_transformers_generate"]["ci95"]) == 2
 
