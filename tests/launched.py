@@ -24,6 +24,7 @@ def launched(count: int, work: Callable[[PartialState], None]) -> list[int]:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
                        "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                        "MASTER_PORT": str(port)}  # fmt: skip
+        torch.set_num_threads(1)  # a fork has none of the threads that its parent's OpenMP waits for
         torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0  # a fork has no CUDA
         PartialState._reset_state()
         state = PartialState(cpu=True)
