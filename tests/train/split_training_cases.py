@@ -1,4 +1,4 @@
-"""Commands whose target is split over processes leave what one process leaves."""
+"""Commands whose target is split over processes leave what one leaves. Run by test_split_training.py."""
 
 import json
 import shutil
@@ -16,16 +16,12 @@ from data_prep.responses.generate import generate_responses
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import DataConfig
 from draft_models.checkpoint import read_meta
-from outrider.errors import UserError
-from outrider.groups import Group
 from outrider.processes import join_processes
 from tests.launched import launched
 from tests.tiny import save_target
 from tests.train import jobs
 from train.calibration import calibrate
 from train.early_exit import train_early_exit
-from train.engine import Engine
-from train.fit_settings import FitConfig
 from train.settings import CalibrateConfig
 from train.small_lm import finetune_drafter
 
@@ -62,7 +58,6 @@ def corpus(tmp_path: Path) -> DataConfig:
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("train_head", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.slow
 def test_an_early_exit_distilled_from_a_split_target(
     target: Path, corpus: DataConfig, tmp_path: Path, processes: int, train_head: bool
 ) -> None:
@@ -103,7 +98,6 @@ def test_an_evaluation_without_decoding_takes_the_whole_group(
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_small_lm_distilled_from_a_split_target(target: Path, corpus: DataConfig, tmp_path: Path) -> None:
     one = jobs.finetuning(target, corpus, tmp_path / "one", on_policy=0.5)
     split = replace(one, tensor_parallel=2, out_dir=str(tmp_path / "split"))
@@ -115,7 +109,6 @@ def test_a_small_lm_distilled_from_a_split_target(target: Path, corpus: DataConf
         torch.testing.assert_close(got[name], tensor, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.slow
 def test_a_calibration_head_of_a_split_target(target: Path, corpus: DataConfig, tmp_path: Path) -> None:
     """The tokens that were tested, and what became of them."""
     captured, drafted = [], tmp_path / "drafter"
@@ -137,7 +130,6 @@ def test_a_calibration_head_of_a_split_target(target: Path, corpus: DataConfig, 
             torch.testing.assert_close(split[key][name], tensor, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_responses_of_a_split_target(target: Path, corpus: DataConfig, tmp_path: Path) -> None:
     """By two groups of two: the answers of one process, each written once; with a time limit too."""
     one = GenerateConfig(
@@ -153,12 +145,3 @@ def test_responses_of_a_split_target(target: Path, corpus: DataConfig, tmp_path:
         answers.append(sorted(map(json.loads, lines), key=lambda line: line["id"]))
     assert answers[0] == answers[1]
     assert len(answers[0]) > 4
-
-
-def test_a_frozen_model_that_is_shared_out_already_is_not_split_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Deepspeed:
-        distributed_type = "DEEPSPEED"
-
-    monkeypatch.setattr("train.engine.Accelerator", lambda **_: Deepspeed())
-    with pytest.raises(UserError, match="tensor_parallel=2: the target is split already; use ddp"):
-        Engine(torch.nn.Linear(2, 2), FitConfig(steps=1, batch_rows=2, lr=1e-3), Group(0, 1, 0, 2))
