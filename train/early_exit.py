@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from train.export import served_dtype
 from train.fit import fit
 from train.plan import describe_plan, make_plan
 from train.settings import EesdConfig
-from train.time_budget import steps_for_minutes
+from train.time_budget import within_minutes
 from train.top_k_rows import TopKRows, load_taught_rows
 from train.watch import (
     MovedNorms,
@@ -100,10 +100,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     tokens = from_main(state, lambda: draft_tokens(config, target, rows, heldout))
     build = functools.partial(make_student, config, target, exit_layer, layers, group, state.device, tokens)
     split = group if config.online else None
-    settings = config.fit
-    if config.minutes is not None:
-        steps = steps_for_minutes(config.minutes, build, rows, settings, out_dir, resume=config.resume, group=split)
-        settings = replace(settings, steps=steps, epochs=None)
+    settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume, group=split)
     student = build()
     if state.is_main_process:
         print(describe(student, config, files, exit_layer), flush=True)

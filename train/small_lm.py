@@ -1,7 +1,7 @@
 """Training a small LM as a drafter: start one, fit it, choose the best by real decoding, export it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from train.export import export, served_dtype, special_tokens
 from train.fit import fit
 from train.settings import DrafterConfig, FinetuneConfig
 from train.small_lm_student import OnPolicy, SmallLMStudent
-from train.time_budget import steps_for_minutes
+from train.time_budget import within_minutes
 from train.top_k_rows import load_taught_rows
 from train.watch import (
     MovedNorms,
@@ -100,10 +100,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         )
 
     split = group if config.online else None
-    settings = config.fit
-    if config.minutes is not None:
-        steps = steps_for_minutes(config.minutes, build, rows, settings, out_dir, resume=config.resume, group=split)
-        settings = replace(settings, steps=steps, epochs=None)
+    settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume, group=split)
     student = build()
     if state.is_main_process:
         print(describe(student, config), flush=True)

@@ -43,6 +43,24 @@ class _MeasuredError(Exception):
     """Enough steps were measured: ends `fit` before it would write a checkpoint of them."""
 
 
+def within_minutes(
+    minutes: float | None,
+    build: Callable[[], nn.Module],
+    rows: Rows,
+    config: FitConfig,
+    out_dir: Path,
+    *,
+    resume: bool,
+    group: Group | None = None,
+) -> FitConfig:
+    """`config` with as many steps as `steps_for_minutes` finds; as it is where no minutes are given."""
+    if minutes is None:
+        return config
+    return replace(
+        config, steps=steps_for_minutes(minutes, build, rows, config, out_dir, resume=resume, group=group), epochs=None
+    )
+
+
 def steps_for_minutes(
     minutes: float,
     build: Callable[[], nn.Module],

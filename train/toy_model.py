@@ -8,7 +8,6 @@ import shutil
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from train.export import export, special_tokens
 from train.fit import fit
 from train.optimizers import layer_matrices
 from train.settings import TOY_REPORT, ToyTargetConfig
-from train.time_budget import steps_for_minutes
+from train.time_budget import within_minutes
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
@@ -81,10 +80,7 @@ def _train(config: ToyTargetConfig, out_dir: Path, process: PartialState) -> Non
             compile_layers(lm)
         return ToyTarget(lm)
 
-    settings = config.fit
-    if config.minutes is not None:
-        steps = steps_for_minutes(config.minutes, build, rows, settings, out_dir, resume=config.resume)
-        settings = replace(settings, steps=steps, epochs=None)
+    settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume)
     model = build()
 
     result = fit(
