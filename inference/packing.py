@@ -29,6 +29,11 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach()
 
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy [out, in]."""
+        return self.packed.to_dense()
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]."""
         return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
