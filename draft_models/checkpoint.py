@@ -49,7 +49,7 @@ class DrafterMeta:
     weights_sha256: str = ""
     own_layer: bool = True  # false: norm and head right on the target's first layers
     format: int = FORMAT
-    draft_vocabulary: int | None = None  # tokens that its own head has logits of; null: all
+    draft_vocabulary: int | None = None  # tokens that it has logits of; null: all
     trained_on: dict[str, str] | None = None  # see `parts_below`; earlier versions did not record it
 
 

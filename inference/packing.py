@@ -30,6 +30,11 @@ class PackedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach()
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy [out, in]."""
+        return self.packed.to_dense()
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]."""
         return self._product(x, self.packed, self.bias, "none", [], "")

@@ -22,7 +22,7 @@ from train.fit_settings import FitConfig
 
 NotNegative = Annotated[int, at_least(0)]
 Width = Annotated[int, at_least(2)]  # of a row in tokens
-REHEARSED_WIDTH = 64
+REHEARSED_WIDTH, REHEARSED_VOCABULARY = 64, 64
 TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
 
 
@@ -82,7 +82,7 @@ class EesdConfig(TargetConfig):
     fit: FitConfig
     exit_layer: Count | None = None  # N, the target layers under the exit layer; null: 8 % of them
     train_head: bool = True  # false: share the target's head, the thing to do with a large vocabulary
-    draft_vocabulary: Count | None = None  # tokens that its own head predicts, the text's most frequent; null: all
+    draft_vocabulary: Count | None = None  # tokens that it predicts, the text's most frequent; null: all
     train_layer: bool = True  # false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
     # cross_entropy: the paper's, on the text's tokens; others: from the target's law, see draft_models/losses.py; kl:
     # forward_kl by its first name
@@ -117,12 +117,6 @@ class EesdConfig(TargetConfig):
             "adamw for train_layer=false: muon is for a layer's matrices",
         )
         _require_cache(self)
-        require(
-            self.draft_vocabulary is None or (self.train_head and self.teacher == "online"),
-            "draft_vocabulary",
-            self.draft_vocabulary,
-            "null without a head of its own (train_head=false) and with teacher=cached",
-        )
         _require_heldout(self.data, "training is watched on held-out text")
 
     @property
@@ -152,7 +146,10 @@ class EesdConfig(TargetConfig):
 
     def small(self, models: Path) -> Self:
         """Two steps on the first layer of a tiny target."""
-        limits = self.cut(tensor_parallel=1, seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8)
+        limits = self.cut(
+            tensor_parallel=1, seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
+            draft_vocabulary=REHEARSED_VOCABULARY,
+        )  # fmt: skip
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
         return replace(self, target=str(models / TARGET), revision=None, exit_layer=1, **given)
 

@@ -26,6 +26,7 @@ def test_equals_linear(bias: bool, shape: tuple[int, ...], dtype: torch.dtype) -
     assert out.dtype == dtype
     torch.testing.assert_close(out, linear(x))
     torch.testing.assert_close(packed(x), out, rtol=0, atol=0)
+    assert torch.equal(packed.weight, linear.weight)
 
 
 def test_what_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
