@@ -87,7 +87,7 @@ class FusedLayer(nn.Module):
         self.bind()
 
     def bind(self) -> None:
-        """Keep its modules where `forward` finds them at once: looking up a module's module takes longer than a view."""
+        """Keep its modules where `forward` finds them at once: looking one up takes longer than a view of a tensor."""
         self._parts = (self.attention_norm, self.qkv, self.out, self.mlp_norm, self.up, self.activation, self.down)
 
     def forward(
@@ -126,7 +126,7 @@ class FusedLayer(nn.Module):
         if self.signs is None or rotary is None:
             return heads
         cos, sin = rotary[0][:, :, None], (rotary[1] * self.signs)[:, :, None]
-        return torch.addcmul(heads * cos, torch.roll(heads, self.head_dim // 2, -1), sin)
+        return heads * cos + torch.roll(heads, self.head_dim // 2, -1) * sin
 
 
 def join(linears: Sequence[nn.Linear]) -> nn.Linear:
