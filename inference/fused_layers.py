@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from draft_models.target.attention import grouped_attention
 from draft_models.target.stack import LayerCache, LayerStack
-from inference.packing import can_pack, faster_packed, pack_linears
+from inference.packing import can_pack, fastest_layout, pack_linears
 
 # Whose arithmetic is known to be what is fused here. Layers of other architectures run as they are.
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -152,7 +152,7 @@ def lay_out(model: nn.Module, like: LayerStack) -> None:
     fuse_layers(model)
     if can_pack(like.device, like.dtype):
         # Processes that share a model out must round alike, or what they draft by themselves may differ.
-        pack_linears(model, lambda linears: like.group.agreed(faster_packed(linears)))
+        pack_linears(model, lambda linears: like.group.agreed(fastest_layout(linears)))
         for module in model.modules():
             if isinstance(module, FusedLayer):
                 module.bind()
