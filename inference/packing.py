@@ -52,7 +52,8 @@ class HalvedLinear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), linear.bias)
-        self._product = torch.ops.quantized.linear_dynamic_fp16.default
+        product = torch.ops.quantized.linear_dynamic_fp16.default
+        self._product = getattr(product, "_op", product)  # itself, without a search for subclasses: 5 µs a call
 
     @property
     def weight(self) -> Tensor:
