@@ -19,7 +19,7 @@ from data_prep.settings import DataConfig
 from data_prep.text.rows import load_rows
 from draft_models.card import CARD_FILE, add_report
 from draft_models.losses import DIVERGENCES, IGNORE
-from draft_models.small_lm import load_small_lm
+from draft_models.small_lm import TRAINING_FILE, load_small_lm
 from draft_models.target.architectures import load_config
 from draft_models.target.open_target import load_tokenizer, open_target
 from inference.decode import speculative
@@ -38,7 +38,7 @@ from train import time_budget
 from train.best import BEST_FOLDER, Best
 from train.fit_settings import FitConfig
 from train.settings import DrafterConfig
-from train.small_lm import REPORT_FILE, drafter_config, finetune_drafter, start_lm
+from train.small_lm import drafter_config, finetune_drafter, start_lm
 from train.watch import decode_metrics
 
 
@@ -95,7 +95,7 @@ def test_minutes_decide_the_steps_and_nothing_else(
     monkeypatch.setattr(time_budget, "_seconds_per_step", lambda *_: 10.0)
     short = finetuning(target, corpus, tmp_path / "short", objective=objective, minutes=0.5)
     finetune_drafter(short)
-    report = json.loads((tmp_path / "short" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "short" / TRAINING_FILE).read_text())
     assert (report["steps"], report["fit"]["steps"], report["settings"]["minutes"]) == (3, 3, 0.5)
     monkeypatch.setattr(time_budget, "_seconds_per_step", None)
     finetune_drafter(replace(short, resume=True))
@@ -144,7 +144,7 @@ def test_the_exported_drafter_is_the_best_not_the_last(
 
     monkeypatch.setattr("train.small_lm.decode_metrics", decode)
     finetune_drafter(finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=1)))
-    report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    report = json.loads((tmp_path / "out" / TRAINING_FILE).read_text())
     assert report["step"] == 2
     assert report["metrics"]["tau"] == 2.5
     assert report["last_metrics"]["tau"] == 2.0
@@ -290,7 +290,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     finetune_drafter(replace(run, resume=True))
     finetune_drafter(replace(run, out_dir=str(tmp_path / "whole")))
     assert same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
-    reports = [json.loads((tmp_path / name / REPORT_FILE).read_text()) for name in ("stopped", "whole")]
+    reports = [json.loads((tmp_path / name / TRAINING_FILE).read_text()) for name in ("stopped", "whole")]
     assert reports[0]["step"] == reports[1]["step"]
     last = [load_file(tmp_path / name / "checkpoint-16" / "model.safetensors") for name in ("stopped", "whole")]
     assert same(*last)
@@ -334,7 +334,7 @@ def test_a_full_disk_leaves_the_best_and_the_checkpoint(
     monkeypatch.setattr(os, "replace", real)
     taus = iter([2.5])
     finetune_drafter(replace(run, resume=True))
-    assert json.loads((tmp_path / "out" / REPORT_FILE).read_text())["step"] == 4
+    assert json.loads((tmp_path / "out" / TRAINING_FILE).read_text())["step"] == 4
 
 
 @pytest.mark.slow
@@ -370,7 +370,7 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path, target: Path, sma
     add_report(tmp_path / "out", "# Measured since\n")
     finetune_drafter(replace(run, resume=True))  # finished: left alone
     assert "Measured since" in (tmp_path / "out" / CARD_FILE).read_text()
-    (tmp_path / "out" / REPORT_FILE).unlink()
+    (tmp_path / "out" / TRAINING_FILE).unlink()
     (tmp_path / "out" / "model.safetensors").unlink()
     finetune_drafter(replace(run, resume=True))  # trained, but not exported to the end
     assert same(before, weights(tmp_path / "out"))
