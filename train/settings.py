@@ -172,6 +172,9 @@ class CalibrateConfig(RehearsedConfig):
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     prompts: Count = free(400)  # texts continued to learn from; a row's start each
     heldout_prompts: Count = free(64)  # texts continued to report on
+    # continue texts until this time is over, of all runs in out_dir together, but at least 8 of either kind; those to
+    # learn from and those to report on share it by their numbers; null: all of them
+    minutes: Positive | None = free(None)
     seq_len: Width = free(512)  # tokens of a text at most that are continued
     # per prompt, greedy; the first is the prefill's, and the last is never drafted
     new_tokens: Annotated[int, at_least(3)] = 128

@@ -7,6 +7,7 @@ from typing import Any
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import PromptResult
 from inference.settings import EvaluateConfig
+from outrider.words import in_words
 
 
 def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, dict[str, Any]]:
@@ -53,9 +54,3 @@ def vocabulary_sentence(kind: str, known: Mapping[str, Any]) -> str:
     every = shares.pop("all")
     parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
     return f"{kind} predicts over {known['tokens']} tokens: {every:.1%} of what the target said ({parts})."
-
-
-def in_words(seconds: float) -> str:
-    """A time as people say it."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
