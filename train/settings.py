@@ -348,3 +348,13 @@ def _require_cache(config: EesdConfig | FinetuneConfig) -> None:
 def _require_heldout(data: DataConfig, why: str) -> None:
     fraction = data.heldout_fraction
     require(fraction > 0, "data.heldout_fraction", fraction, f"more than 0: {why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShipConfig(RunConfig):
+    """ship-drafters: the drafters that a pipeline has left, in 16 bits and without what only training needs."""
+
+    run: Annotated[str, Named("a pipeline's directory")] = "runs/smollm2"  # where the drafters are now
+    out_dir: str = free("drafters/smollm2")  # where they go; resume=true replaces what is there
+    dtype: FloatDtype = "bfloat16"  # of the weights that are written
+    max_mb: Positive = 20.0  # all of them together, in megabytes; larger ones are refused

@@ -20,7 +20,7 @@ from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiers import quick_where
 from train.pipeline_settings import PipelineConfig
-from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig
+from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ShipConfig, ToyTargetConfig
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS: dict[str, tuple[type, str, list[str]]] = {
@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "write_prompts": (PromptsConfig, "data_prep/write_prompts.py", []),
     "convert_target": (ConvertConfig, "data_prep/convert_target.py", ["target=t"]),
     "fetch_target": (FetchConfig, "data_prep/fetch_target.py", []),
+    "ship_drafters": (ShipConfig, "train/ship_drafters.py", []),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
 }
 GROUPS = {
