@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from draft_models.calibration import META_FILE as CALIBRATION_FILE
 from draft_models.calibration import load_calibration, save_calibration
@@ -36,6 +37,7 @@ def ship_drafters(config: ShipConfig) -> None:
     Raises `UserError` where there are none, where one is damaged, and where they are larger than `config.max_mb`
     together; what `out_dir` holds stays as it is then. Of a launcher, one process does it.
     """
+    transformers_logging.disable_progress_bar()
     state, out_dir = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, out_dir, "drafters"):
         from_main(state, lambda: _ship(config, out_dir))
