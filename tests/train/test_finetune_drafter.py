@@ -21,7 +21,7 @@ from draft_models.target.architectures import load_config
 from draft_models.target.open_target import load_tokenizer, open_target
 from inference.decode import speculative
 from inference.drafters.shaped import Shaped
-from inference.drafters.small_lm import SmallLMSource
+from inference.drafters.small_lm import MAKER, SmallLMSource
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
@@ -89,6 +89,7 @@ def test_minutes_decide_the_steps_and_nothing_else(
     finetune_drafter(short)
     report = json.loads((tmp_path / "short" / TRAINING_FILE).read_text())
     assert (report["steps"], report["fit"]["steps"], report["settings"]["minutes"]) == (3, 3, 0.5)
+    assert MAKER.trained_seconds(str(tmp_path / "short")) == report["training_seconds"] > 0
     monkeypatch.setattr(time_budget, "_seconds_per_step", None)
     finetune_drafter(replace(short, resume=True))
     with pytest.raises(UserError, match="minutes=1: expected null with on_policy"):
