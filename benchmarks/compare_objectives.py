@@ -26,12 +26,13 @@ from typing import Any
 from conf import build, register
 from conf.options import compose_defaults
 from draft_models.checkpoint import META_FILE, provenance
+from draft_models.small_lm import TRAINING_FILE
 from inference.evaluate.report import describe_machine
 from outrider.files import require_writable, write_atomically, write_json
 from train.early_exit import train_early_exit
 from train.progress import LOG_FILE
 from train.settings import OBJECTIVES, EesdConfig, FinetuneConfig
-from train.small_lm import REPORT_FILE, finetune_drafter
+from train.small_lm import finetune_drafter
 
 COMMON = ["fit.epochs=null", "fit.eval_every=null", "fit.save_every=null", "fit.wandb.mode=disabled", "fit.warmup=0",
           "fit.schedule=linear", "fit.optimizer=muon", "fit.muon_lr=0.02", "fit.lr=4e-3", "fit.batch_rows=8",
@@ -55,7 +56,9 @@ class Kind:
 
 KINDS = {
     "eesd": Kind("early exit", "eesd", EesdConfig, train_early_exit, META_FILE, ()),
-    "small_lm": Kind("small LM", "finetune_drafter", FinetuneConfig, finetune_drafter, REPORT_FILE, ("drafter=tiny",)),
+    "small_lm": Kind(
+        "small LM", "finetune_drafter", FinetuneConfig, finetune_drafter, TRAINING_FILE, ("drafter=tiny",)
+    ),
 }
 
 

@@ -169,6 +169,9 @@ class CalibrateConfig(RehearsedConfig):
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     prompts: Count = free(400)  # texts continued to learn from; a row's start each
     heldout_prompts: Count = free(64)  # texts continued to report on
+    # continue texts until this time is over, of all runs in out_dir together, but at least 8 of either kind; those to
+    # learn from and those to report on share it by their numbers; null: all of them
+    minutes: Positive | None = free(None)
     seq_len: Width = free(512)  # tokens of a text at most that are continued
     # per prompt, greedy; the first is the prefill's, and the last is never drafted
     new_tokens: Annotated[int, at_least(3)] = 128
@@ -342,3 +345,13 @@ def _require_cache(config: EesdConfig | FinetuneConfig) -> None:
 def _require_heldout(data: DataConfig, why: str) -> None:
     fraction = data.heldout_fraction
     require(fraction > 0, "data.heldout_fraction", fraction, f"more than 0: {why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShipConfig(RunConfig):
+    """ship-drafters: the drafters that a pipeline has left, in 16 bits and without what only training needs."""
+
+    run: Annotated[str, Named("a pipeline's directory")] = "runs/smollm2"  # where the drafters are now
+    out_dir: str = free("drafters/smollm2")  # where they go; resume=true replaces what is there
+    dtype: FloatDtype = "bfloat16"  # of the weights that are written
+    max_mb: Positive = 20.0  # all of them together, in megabytes; larger ones are refused

@@ -17,7 +17,7 @@ from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
-from inference.drafters.registry import Maker
+from inference.drafters.registry import Maker, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, count, pass_bytes
@@ -115,6 +115,9 @@ class EarlyExitMaker(Maker):
             early_exit,
             load_calibration(where, weights, placed["device"], asdict(target.fingerprint), hidden_size=width),
         )
+
+    def trained_seconds(self, where: str) -> float | None:
+        return recorded_seconds(read_meta(where).training)
 
     def prepare(self, model: Calibrated, stack: LayerStack) -> None:
         drafter = model.exit
