@@ -37,6 +37,7 @@ from draft_models.target.model_files import load_causal_lm
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from inference.evaluate.subject import end_tokens, load_split
+from inference.packing import can_pack, fastest_layout, pack_linears
 from inference.sampling import Sampler
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
@@ -361,12 +362,15 @@ def respond(
 def load_target(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device, group: Group
 ) -> PreTrainedModel:
-    """The target as transformers runs it, or this process's part of it. Raises `UserError`."""
+    """The target as transformers runs it, or this process's part of it, laid out for batches. Raises `UserError`."""
     if group.size > 1:
-        return load_split(target, dtype, device, group)
-    model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
-    if config.device_map is None:
-        model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
+        model = load_split(target, dtype, device, group)
+    else:
+        model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
+        if config.device_map is None:
+            model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
+    if config.device_map is None and can_pack(device, dtype):
+        pack_linears(model, lambda linears: group.agreed(fastest_layout(linears, (config.batch_size,))))
     return model.eval()
 
 
