@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.losses import IGNORE
+from draft_models.target.model_files import CONFIG_FILE
 from draft_models.target.tensor_files import find_file
 from outrider.errors import UserError
 from outrider.files import write_atomically
@@ -96,8 +97,7 @@ def own_tokens_of(model: nn.Module) -> OwnTokens | None:
 
 def narrow_config(config: PreTrainedConfig, own: OwnTokens) -> None:
     """Make `config`, of a model of all tokens, that of one of its `own`: k + 1 ids, and none of them special."""
-    digest = hashlib.sha256(_blob(own.tokens)).hexdigest()
-    mark = {"tokens": len(own.tokens), "of": own.vocabulary, "sha256": digest}
+    mark = {"tokens": len(own.tokens), "sha256": hashlib.sha256(_blob(own)).hexdigest()}
     config.update({"vocab_size": len(own.tokens) + 1, MARK: mark})
     config.update(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
 
@@ -131,7 +131,7 @@ def narrow(model: PreTrainedModel, own: OwnTokens) -> None:
 
 def save_tokens(folder: Path, own: OwnTokens) -> None:
     """Write `TOKENS_FILE` of a narrowed model."""
-    write_atomically(folder / TOKENS_FILE, _blob(own.tokens))
+    write_atomically(folder / TOKENS_FILE, _blob(own))
 
 
 def is_narrowed(config: PreTrainedConfig) -> bool:
@@ -143,18 +143,15 @@ def read_own_tokens(source: str, revision: str | None, config: PreTrainedConfig)
     """The tokens of the model in `source`, None where it is of all. Raises `UserError` where they are not to be had."""
     if not is_narrowed(config):
         return None
-    mark, file = getattr(config, MARK), find_file(source, TOKENS_FILE, revision)
-    remedy = f"restore {TOKENS_FILE}, or train the drafter again"
+    file, remedy = find_file(source, TOKENS_FILE, revision), f"restore {TOKENS_FILE}, or train the drafter again"
     if file is None:
         raise UserError(f"small_lm={source}: no {TOKENS_FILE} there, which says what its tokens are; {remedy}")
-    try:
-        tokens = load_file(file)["tokens"]
-        if hashlib.sha256(_blob(tokens)).hexdigest() != mark["sha256"]:
-            raise UserError(f"{file}: not the tokens that config.json was written with; {remedy}")
-        return OwnTokens(tokens, mark["of"])
-    except (SafetensorError, KeyError, TypeError, OSError) as error:
-        raise UserError(f"{file}: damaged list of tokens ({error!r}); {remedy}") from None
+    content, mark = Path(file).read_bytes(), getattr(config, MARK)
+    if not isinstance(mark, dict) or hashlib.sha256(content).hexdigest() != mark.get("sha256"):
+        raise UserError(f"{file}: not the tokens that {CONFIG_FILE} was written with; {remedy}")
+    with safe_open(file, framework="pt") as stored:  # sound, as it is what was written
+        return OwnTokens(stored.get_tensor("tokens"), int(stored.metadata()["of"]))
 
 
-def _blob(tokens: Tensor) -> bytes:
-    return save({"tokens": tokens.cpu()})
+def _blob(own: OwnTokens) -> bytes:
+    return save({"tokens": own.tokens.cpu()}, metadata={"of": str(own.vocabulary)})
