@@ -161,15 +161,17 @@ def as_model(target: str, drafter: EarlyExit, device: torch.device, dtype: torch
     else:
         layers[-1].load_state_dict(drafter.layer.state_dict())
     final_norm(model).load_state_dict(drafter.norm.state_dict())
-    if drafter.head is not None:
+    if drafter.head is None:
+        head: Any = model.get_output_embeddings()
+        drafter.use_head(head)
+    if drafter.head is not None or drafter.draft_tokens is not None:
         model.set_output_embeddings(_whole_head(drafter))
     return model
 
 
 def _whole_head(drafter: EarlyExit) -> nn.Linear:
-    """The drafter's own head with a row for every token; those that it does not predict get a very low bias."""
-    own, tokens = drafter.head, drafter.draft_tokens
-    assert own is not None
+    """The drafter's head with a row for every token; those that it does not predict get a very low bias."""
+    own, tokens = drafter.output_head, drafter.draft_tokens
     if tokens is None:
         return copy.deepcopy(own)
     whole = nn.Linear(own.weight.shape[1], drafter.vocabulary).to(own.weight)

@@ -4,12 +4,25 @@ The head of a small target is a fifth of its weights or more, and a drafter read
 vocabulary is hardly ever said. Verification stays exact: the drafter's probability of every other token is 0.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.losses import IGNORE
+from draft_models.target.model_files import CONFIG_FILE
+from draft_models.target.tensor_files import find_file
+from outrider.errors import UserError
+from outrider.files import write_atomically
+
+TOKENS_FILE = "draft_tokens.safetensors"  # of a small LM over some tokens: the target's id of each of its own
+MARK = "draft_vocabulary"  # what its config.json calls them
 
 
 def count_tokens(rows: Iterable[Mapping[str, Tensor]], vocabulary: int) -> Tensor:
@@ -47,3 +60,98 @@ def places(labels: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     place = torch.full((vocabulary,), IGNORE, dtype=labels.dtype, device=labels.device)
     place[tokens] = torch.arange(len(tokens), dtype=labels.dtype, device=labels.device)
     return torch.where(labels == IGNORE, IGNORE, place[labels.clamp(min=0)])
+
+
+class OwnTokens(nn.Module):
+    """The tokens of a model that is made of some of the target's, and which of them each of the target's ids is.
+
+    tokens [k]: the target's ids, ascending, of the model's ids 0..k−1. Its id k stands for any other token of the
+    target's `vocabulary`. It is read, and never proposed.
+    """
+
+    tokens: Tensor
+    place: Tensor
+
+    def __init__(self, tokens: Tensor, vocabulary: int):
+        super().__init__()
+        place = tokens.new_full((vocabulary + 1,), len(tokens))  # the last for ids beyond: of padded embeddings
+        place[tokens] = torch.arange(len(tokens), device=tokens.device)
+        self.vocabulary = vocabulary
+        self.register_buffer("tokens", tokens, persistent=False)
+        self.register_buffer("place", place, persistent=False)
+
+    def inward(self, ids: Tensor) -> Tensor:
+        """The model's ids for the target's."""
+        return self.place[ids.clamp(max=self.vocabulary)]
+
+    def outward(self, logits: Tensor) -> Tensor:
+        """The model's logits [..., k + 1] → [..., vocabulary]."""
+        return spread(logits[..., : len(self.tokens)], self.tokens, self.vocabulary)
+
+
+def own_tokens_of(model: nn.Module) -> OwnTokens | None:
+    """The tokens that `model` is made of, None where they are all of the target's."""
+    found = getattr(model, "own_tokens", None)
+    return found if isinstance(found, OwnTokens) else None
+
+
+def narrow_config(config: PreTrainedConfig, own: OwnTokens) -> None:
+    """Make `config`, of a model of all tokens, that of one of its `own`: k + 1 ids, and none of them special."""
+    mark = {"tokens": len(own.tokens), "sha256": hashlib.sha256(_blob(own)).hexdigest()}
+    config.update({"vocab_size": len(own.tokens) + 1, MARK: mark})
+    config.update(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
+
+
+@torch.no_grad()
+def narrow(model: PreTrainedModel, own: OwnTokens) -> None:
+    """Make `model`, of all tokens, one of its `own`: of embedding and head it keeps these rows, as they are.
+
+    The row for any other token is the mean of the others'.
+    """
+    tokens = own.tokens
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    size = embedding.weight.shape[0]
+    others = torch.ones(size, dtype=torch.bool).index_fill_(0, tokens, False)
+
+    def cut(rows: Tensor) -> nn.Parameter:
+        rest = rows[others] if bool(others.any()) else rows
+        return nn.Parameter(torch.cat([rows[tokens], rest.mean(0, keepdim=True)]))
+
+    embedding.weight = cut(embedding.weight)
+    embedding.num_embeddings, embedding.padding_idx = len(tokens) + 1, None
+    head.weight = embedding.weight if tied else cut(head.weight)
+    if head.bias is not None:
+        head.bias = cut(head.bias)
+    head.out_features = len(tokens) + 1
+    narrow_config(model.config, own)
+    model.own_tokens = own
+
+
+def save_tokens(folder: Path, own: OwnTokens) -> None:
+    """Write `TOKENS_FILE` of a narrowed model."""
+    write_atomically(folder / TOKENS_FILE, _blob(own))
+
+
+def is_narrowed(config: PreTrainedConfig) -> bool:
+    """Whether the model of `config` is of some of a target's tokens."""
+    return getattr(config, MARK, None) is not None
+
+
+def read_own_tokens(source: str, revision: str | None, config: PreTrainedConfig) -> OwnTokens | None:
+    """The tokens of the model in `source`, None where it is of all. Raises `UserError` where they are not to be had."""
+    if not is_narrowed(config):
+        return None
+    file, remedy = find_file(source, TOKENS_FILE, revision), f"restore {TOKENS_FILE}, or train the drafter again"
+    if file is None:
+        raise UserError(f"small_lm={source}: no {TOKENS_FILE} there, which says what its tokens are; {remedy}")
+    content, mark = Path(file).read_bytes(), getattr(config, MARK)
+    if not isinstance(mark, dict) or hashlib.sha256(content).hexdigest() != mark.get("sha256"):
+        raise UserError(f"{file}: not the tokens that {CONFIG_FILE} was written with; {remedy}")
+    with safe_open(file, framework="pt") as stored:  # sound, as it is what was written
+        return OwnTokens(stored.get_tensor("tokens"), int(stored.metadata()["of"]))
+
+
+def _blob(own: OwnTokens) -> bytes:
+    return save({"tokens": own.tokens.cpu()}, metadata={"of": str(own.vocabulary)})

@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from draft_models.draft_vocabulary import read_own_tokens
 from draft_models.target.architectures import read_config, why_not_by_layers
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import load_tokenizer
@@ -31,15 +32,19 @@ def load_small_lm(
     both sizes and the first differing token before weights are read. Raises `UserError` too where it cannot run trees.
     """
     config = read_config(source, revision, role="small_lm")
+    own_tokens = read_own_tokens(source, revision, config)
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
-    if why_not_by_layers(config) is not None:
+    if own_tokens is None and why_not_by_layers(config) is not None:
         return load_plain_lm(source, config, revision, dtype, device)
     files = open_tensors(source, revision)
     model = load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device)
     try:
         prove_layers(model, f"small_lm={source}")
     except UserError:
+        if own_tokens is not None:
+            raise
         return load_plain_lm(source, config, revision, dtype, device)
+    model.own_tokens = None if own_tokens is None else own_tokens.to(device)  # type: ignore[assignment]
     return LayerStack(model)
 
 
@@ -78,6 +83,18 @@ def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrained
         f"{mine.get(token)}, target id {theirs.get(token)}. Use a drafter of the target's own family"
     )
 
+
+USE_OF_SOME = """A causal LM over some of the target's tokens, in an ordinary Hugging Face directory but for
+`draft_tokens.safetensors`, which says what its ids stand for. Its tokenizer is the target's.
+
+**transformers, vLLM and SGLang cannot draft with it**: they would take its ids for the target's. For them, train one
+with `draft_vocabulary=null`.
+
+Outrider:
+
+```
+evaluate-checkpoint target={target} small_lm={path} method=vanilla
+```"""
 
 USE = """An ordinary Hugging Face causal LM with the target's tokenizer.
 

@@ -17,7 +17,6 @@ from data_prep.text.rows import Rows
 from draft_models.acceptance import Law
 from draft_models.card import CARD_FILE, write_card
 from draft_models.checkpoint import parts_below, save_pretrained
-from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage
 from draft_models.early_exit import USE, EarlyExitStudent, exit_layers
 from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
@@ -27,7 +26,6 @@ from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.evaluate.arms import prepare
-from inference.evaluate.subject import end_tokens
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.groups import Group, join_group
@@ -35,6 +33,7 @@ from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import recorded_at_first
 from train import run_dir
 from train.best import BEST_FOLDER, Best
+from train.draft_tokens import pick_tokens
 from train.export import served_dtype
 from train.fit import fit
 from train.plan import describe_plan, make_plan
@@ -51,8 +50,6 @@ from train.watch import (
     target_choices,
     target_law,
 )
-
-COUNTED_ROWS = 20_000  # evenly spread, that say which tokens are frequent
 
 
 @rehearsable
@@ -97,7 +94,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     )
 
     group = join_group(state, config.tensor_parallel)
-    tokens = from_main(state, lambda: draft_tokens(config, target, rows, heldout))
+    tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
     build = functools.partial(make_student, config, target, exit_layer, layers, group, state.device, tokens)
     split = group if config.online else None
     settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume, group=split)
@@ -166,25 +163,6 @@ def make_student(
         start=start,
         draft_tokens=None if tokens is None else tokens.to(device),
     )
-
-
-def draft_tokens(
-    config: EesdConfig, target: OpenTarget, rows: Rows | TopKRows, heldout: Rows | TopKRows
-) -> Tensor | None:
-    """The tokens that the drafter's head predicts, and what they cover, said; None for all. Raises `UserError`."""
-    size, vocabulary = config.draft_vocabulary, target.config.vocab_size
-    if size is None:
-        return None
-    if size > vocabulary:
-        raise UserError(f"draft_vocabulary={size}: the target has {vocabulary} tokens; expected at most as many")
-    step = -(-len(rows) // COUNTED_ROWS)
-    counts = count_tokens((rows[index] for index in range(0, len(rows), step)), vocabulary)
-    always = [token for token in end_tokens(target) if token < vocabulary][:size]
-    tokens = choose_tokens(counts, size, always)
-    held = count_tokens((heldout[index] for index in range(len(heldout))), vocabulary)
-    shares = f"coverage_train={coverage(counts, tokens):.4f} coverage_heldout={coverage(held, tokens):.4f}"
-    print(f"draft_vocabulary={size} of={vocabulary} {shares}", flush=True)
-    return tokens
 
 
 def default_exit_layer(target: PreTrainedConfig) -> int:

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draft_models.draft_vocabulary import own_tokens_of, save_tokens
 from outrider.errors import UserError
 from train import run_dir
 
@@ -30,6 +31,8 @@ def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Pat
     try:
         lm.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
+        if (own := own_tokens_of(lm)) is not None:
+            save_tokens(staged, own)
         for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, out_dir / file.name)
     except (OSError, SafetensorError) as error:

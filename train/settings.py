@@ -254,6 +254,8 @@ class FinetuneConfig(TargetConfig):
     teacher: Teacher = "online"
     on_policy: Share = 0.0  # share of the steps on continuations that the drafter itself has sampled
     on_policy_tokens: int = 64  # sampled per row in such a step
+    # tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need
+    draft_vocabulary: Count | None = None
     lora_rank: NotNegative = 0  # 0: all weights are trained
     lora_alpha: Positive | None = None  # null: 2 · lora_rank
     # of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it
@@ -304,8 +306,9 @@ class FinetuneConfig(TargetConfig):
     def small(self, models: Path) -> Self:
         """Two steps of a tiny drafter: a finished one where one was given, else a new one."""
         limits = self.cut(
-            tensor_parallel=1, seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8
-        )
+            tensor_parallel=1, seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8,
+            draft_vocabulary=REHEARSED_VOCABULARY,
+        )  # fmt: skip
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
         given |= {"drafter": self.drafter.small(models), "target": str(models / TARGET)}
         return replace(self, revision=None, **given)

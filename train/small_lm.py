@@ -1,5 +1,6 @@
 """Training a small LM as a drafter: start one, fit it, choose the best by real decoding, export it."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,8 +25,9 @@ from data_prep.text.rows import Rows, load_rows
 from draft_models.acceptance import Law
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
+from draft_models.draft_vocabulary import OwnTokens, narrow, narrow_config
 from draft_models.rehearsal import rehearsable
-from draft_models.small_lm import TRAINING_FILE, USE, require_same_vocabulary
+from draft_models.small_lm import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
 from draft_models.target.anatomy import context_limit
 from draft_models.target.architectures import load_config
 from draft_models.target.attention import ATTENTION, stock_name
@@ -43,6 +45,7 @@ from outrider.run_dirs import recorded_at_first
 from outrider.streams import Streams
 from train import run_dir, sharding
 from train.best import BEST_FOLDER, Best
+from train.draft_tokens import pick_tokens
 from train.export import export, served_dtype, special_tokens
 from train.fit import fit
 from train.settings import DrafterConfig, FinetuneConfig
@@ -84,6 +87,9 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     rows = load_taught_rows(config.data, tokenizer, config.seq_len, "train", cached=config.teacher == "cached")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
+    start = None if config.drafter.path is None else shape.vocab_size
+    tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, opened, rows, heldout, start))
+    own = None if tokens is None else OwnTokens(tokens, target.vocab_size)
     group, stack = join_group(state, config.tensor_parallel), None
     if config.online or group.is_first:  # the others decode nothing
         dtype = pick_dtype(config.frozen_dtype, target, state.device)
@@ -92,7 +98,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, tokenizer.eos_token_id)
 
     def build() -> SmallLMStudent:
-        lm = start_lm(config, shape, tokenizer, state.device)
+        lm = start_lm(config, shape, tokenizer, state.device, own)
         return SmallLMStudent(
             lm, config.objective, stack if config.online else None, on_policy if config.on_policy > 0 else None
         )
@@ -140,9 +146,10 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         drafter.set_attn_implementation(stock_name(drafter))  # ours is of no use to others
         export(drafter, tokenizer, out_dir)
         facts: dict[str, Any] = {"objective": config.objective, "data": config.data.source}
+        facts |= {} if own is None else {"tokens": f"{len(own.tokens)} of the target's {own.vocabulary}"}
         facts |= {"steps": result.steps, "chosen step": step}
         facts |= {name: round(value, 3) for name, value in metrics.items()}
-        write_card(out_dir, USE, config.target, facts)
+        write_card(out_dir, USE if own is None else USE_OF_SOME, config.target, facts)
         report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
         report |= {"training_seconds": result.seconds}
         report |= {"last_metrics": result.metrics, "settings": identity, "fit": asdict(settings)}
@@ -187,21 +194,35 @@ def require_room(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreT
 
 
 def start_lm(
-    config: FinetuneConfig, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    config: FinetuneConfig,
+    shape: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    own: OwnTokens | None = None,
 ) -> PreTrainedModel:
-    """The drafter before training, float32: a fixed function of config and files. Trainable is what is trained."""
+    """The drafter before training, float32: a fixed function of config, files and its `own` tokens (None: all).
+
+    Trainable is what is trained.
+    """
     drafter = config.drafter
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
         if drafter.path is None:
+            made = copy.deepcopy(shape)
+            if own is not None:
+                narrow_config(made, own)
             lm = AutoModelForCausalLM.from_config(
-                shape, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+                made, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
             )
-            lm.generation_config = GenerationConfig(do_sample=False, **special_tokens(tokenizer))
+            special = {} if own is not None else special_tokens(tokenizer)
+            lm.generation_config = GenerationConfig(do_sample=False, **special)
+            lm.own_tokens = own
         else:
             files = open_tensors(drafter.path, drafter.revision)
             lm = load_layers(files, shape, range(shape.num_hidden_layers), dtype=torch.float32)
             prove_layers(lm, f"drafter.path={drafter.path}")
+            if own is not None:
+                narrow(lm, own)
             lm.requires_grad_(True)
         if config.lora_rank:
             alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from draft_models.draft_vocabulary import own_tokens_of, places
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.target.anatomy import LogitRule
 from draft_models.target.stack import LayerStack
@@ -88,21 +89,24 @@ class SmallLMStudent(nn.Module):
         if self.training and self.on_policy is not None and self.on_policy.due(self.step):
             return {"loss_sum": self._on_own_samples(input_ids, labels, positions)}
         hidden = packed_hidden(self.stack, input_ids, positions, documents)
+        own = self.stack.own_tokens
         if self.objective == "cross_entropy":
+            labels = labels if own is None else places(labels, own.tokens, own.vocabulary)
             return {"loss_sum": linear_cross_entropy(*self._product(hidden), labels, rule=self._rule)}
         if self.teacher is None:
-            known = (top_k["top_ids"], top_k["top_logprobs"], top_k["tail"])
+            ids = top_k["top_ids"]
+            ids = ids if own is None else places(ids, own.tokens, own.vocabulary)
+            known = (ids, top_k["top_logprobs"], top_k["tail"])
             mine = self._product(hidden)
             return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=self._rule)}
         taught = self._teach(input_ids, positions, documents)
         return {"loss_sum": self._divergence(hidden, taught, labels)}
 
-    @property
-    def _head(self) -> Tensor:
-        return self.stack.head.weight
-
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return head_product(self.stack.head, hidden)
+        """As `head_product`; the row for any other token is never proposed."""
+        states, weight = head_product(self.stack.head, hidden)
+        own = self.stack.own_tokens
+        return states, weight if own is None else weight[: len(own.tokens)]
 
     @property
     def _rule(self) -> LogitRule:
@@ -111,8 +115,10 @@ class SmallLMStudent(nn.Module):
     def _divergence(self, hidden: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
         assert self.teacher is not None
         mine, theirs = self._product(hidden), head_product(self.teacher.head, taught)
+        own, target_rule = self.stack.own_tokens, self.teacher.anatomy.logits
+        tokens = None if own is None else own.tokens
         return linear_divergence(
-            *mine, *theirs, labels, self.objective, rule=self._rule, target_rule=self.teacher.anatomy.logits
+            *mine, *theirs, labels, self.objective, rule=self._rule, target_rule=target_rule, tokens=tokens
         )
 
     @torch.no_grad()
@@ -134,7 +140,7 @@ class SmallLMStudent(nn.Module):
             for ids, wanted, places, generator in zip(input_ids, labels, positions, generators, strict=True)
         ]
         numbers = torch.stack([torch.from_numpy(g.random(self.on_policy.tokens)) for g in generators])
-        vocabulary = min(self._head.shape[0], self.teacher.head.weight.shape[0])
+        vocabulary = min(self.stack.head.weight.shape[0], self.teacher.head.weight.shape[0])
         was_training = self.lm.training
         self.lm.eval()
         ids, sampled = continue_prefixes(_plain(self.lm), prefixes, numbers.to(input_ids.device), vocabulary)
@@ -172,10 +178,12 @@ def continue_prefixes(
     """Each prefix [n_b] continued by draws from `lm`, at temperature 1, over its first `vocabulary` tokens.
 
     numbers [B, count]: uniform in [0, 1); token i of row b is the one at which the cumulative probability passes
-    numbers[b, i], so a row does not depend on what is beside it. Returns (ids [B, longest + count], padded with 0,
+    numbers[b, i], so a row does not depend on what is beside it. All ids are the target's; an `lm` that is made of some
+    of its tokens draws among these. Returns (ids [B, longest + count], padded with 0,
     the new tokens [B, count]).
     """
-    count = numbers.shape[1]
+    count, own = numbers.shape[1], own_tokens_of(lm)
+    vocabulary = vocabulary if own is None else len(own.tokens)
     lengths = torch.tensor([len(prefix) for prefix in prefixes], device=numbers.device)
     ids = numbers.new_zeros((len(prefixes), int(lengths.max()) + count), dtype=torch.long)
     for row, prefix in zip(ids, prefixes, strict=True):
@@ -185,10 +193,12 @@ def continue_prefixes(
         cache = DynamicCache(config=lm.config)
         feed = ids[:, : int(lengths.min())]
         for place in range(feed.shape[1], ids.shape[1]):
+            feed = feed if own is None else own.inward(feed)
             logits = lm(feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1, :vocabulary]
             turn = place - lengths
-            drawn = invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None]))
-            ids[:, place] = torch.where((turn >= 0) & (turn < count), drawn[:, 0], ids[:, place])
+            drawn = invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None]))[:, 0]
+            drawn = drawn if own is None else own.tokens[drawn]
+            ids[:, place] = torch.where((turn >= 0) & (turn < count), drawn, ids[:, place])
             feed = ids[:, place : place + 1]
     offsets = torch.arange(count, device=ids.device)
     return ids, ids.gather(1, lengths[:, None] + offsets)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from data_prep.text.rows import Rows
-from draft_models.acceptance import Law, Logits, analytic_tau, judge, placed, whole_law
+from draft_models.acceptance import Law, analytic_tau, judge, placed, whole_law
 from draft_models.losses import IGNORE
 from draft_models.target.stack import LayerStack
 from inference.decode import speculative
@@ -95,13 +95,13 @@ def supervised_hidden(stack: LayerStack, batch: dict[str, Tensor]) -> Tensor:
 
 def target_law(stack: LayerStack, hidden: Tensor) -> Law:
     """The law of the target `stack` at positions where it has the hidden states [n, d]; they are kept on the CPU."""
-    return whole_law(_logits(stack), hidden.cpu())
+    return whole_law(stack.logits_after_norm, hidden.cpu())
 
 
 @torch.no_grad()
 def target_choices(stack: LayerStack, labels: Tensor, hidden: Tensor) -> Tensor:
     """The target's argmax [B, T] at the supervised positions, of which `hidden` [n, d] are, IGNORE elsewhere."""
-    choices, _ = judge(_logits(stack), hidden, None)
+    choices, _ = judge(stack.logits_after_norm, hidden, None)
     return placed(choices, labels.to(stack.device) != IGNORE, IGNORE)
 
 
@@ -110,7 +110,7 @@ def judged(drafter: LayerStack, batch: dict[str, Tensor], law: Law) -> tuple[Ten
     """A small LM's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere, and its acceptance
     [B, T] by the target's `law` there, NaN elsewhere."""
     keep = batch["labels"].to(drafter.device) != IGNORE
-    choices, accepted = judge(_logits(drafter), supervised_hidden(drafter, batch), law)
+    choices, accepted = judge(drafter.logits_after_norm, supervised_hidden(drafter, batch), law)
     assert accepted is not None
     return placed(choices, keep, IGNORE), placed(accepted, keep, torch.nan)
 
@@ -131,7 +131,3 @@ def expected_tau(accepted: Sequence[Tensor], documents: Sequence[Tensor]) -> dic
     pairs = zip(accepted, documents, strict=True)
     found = torch.cat([analytic_tau(one, owner.to(one.device), WATCHED_DRAFT) for one, owner in pairs])
     return {"tau_analytic": found.double().mean().item()} if len(found) else {}
-
-
-def _logits(stack: LayerStack) -> Logits:
-    return lambda hidden: stack.anatomy.logits(stack.head(hidden))

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from draft_models.draft_vocabulary import is_narrowed
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy
 from draft_models.target.gguf_config import gguf_config
@@ -33,6 +34,11 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
     """The config of a causal LM of any architecture. Raises `UserError`."""
     gguf = find_gguf(source)
     config = _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
+    if role != "small_lm" and is_narrowed(config):
+        raise UserError(
+            f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
+            "only drafts; give it as small_lm, and here a model of all tokens"
+        )
     limit = context_limit(config)
     if limit < SHORTEST_CONTEXT:
         expected = f"expected at least {SHORTEST_CONTEXT}"

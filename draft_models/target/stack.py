@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from draft_models.draft_vocabulary import own_tokens_of
 from draft_models.target.anatomy import LayerCall, context_limit
 from draft_models.target.attention import ATTENTION, Band, packed_mask
 from draft_models.target.empty_models import anatomy_of, empty_layers
@@ -173,6 +174,7 @@ class LayerStack(nn.Module):
     Rotary tables are computed once (`reserve`) and indexed. The values are those of computing them in every pass.
     They are kept in `rotary_dtype`, by default the model's, as the model itself would use them. Where positions are
     learned, `embed` adds them. A target may have several tables (gemma3: one for its sliding layers), or none.
+    A drafter may be made of some of the target's tokens (see `OwnTokens`): what comes in and goes out are the target's.
     """
 
     def __init__(self, model: PreTrainedModel, rotary_dtype: torch.dtype | None = None):
@@ -187,6 +189,7 @@ class LayerStack(nn.Module):
         self.config = model.config
         self.anatomy = parts
         self.group = group_of(model)
+        self.own_tokens = own_tokens_of(model)
         self.windows = [model.config.sliding_window if call.slides else None for call in parts.calls]
         self._rotary = [model.get_submodule(table.module) for table in parts.tables]
         self._rotary_dtype = rotary_dtype or self.dtype
@@ -225,6 +228,8 @@ class LayerStack(nn.Module):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first layer's input [B, Q, d] for tokens at positions [B, Q], unused where they are rotary."""
+        if self.own_tokens is not None:
+            tokens = self.own_tokens.inward(tokens)
         hidden = self.embed_tokens(tokens)
         if self.anatomy.scale != 1.0:
             hidden = hidden * self.anatomy.scale
@@ -264,7 +269,12 @@ class LayerStack(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of the hidden states after the last layer."""
-        return self.anatomy.logits(self.head(self.norm(hidden)))
+        return self.logits_after_norm(self.norm(hidden))
+
+    def logits_after_norm(self, hidden: Tensor) -> Tensor:
+        """The same from what its norm gave."""
+        logits = self.anatomy.logits(self.head(hidden))
+        return logits if self.own_tokens is None else self.own_tokens.outward(logits)
 
 
 def _layer_of(name: str, layers: str) -> "re.Match[str] | None":

@@ -1,5 +1,6 @@
 """A small causal LM drafts, beside the target."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from draft_models.draft_vocabulary import read_own_tokens
 from draft_models.small_lm import TRAINING_FILE, SmallLM, load_small_lm
 from draft_models.target.architectures import position_limit, read_config
 from draft_models.target.attention import Band
@@ -163,9 +165,15 @@ class SmallLMMaker(Maker):
     def stacks(self, model: SmallLM) -> list[LayerStack]:
         return [model] if isinstance(model, LayerStack) else []
 
+    def known_tokens(self, where: str) -> Sequence[int] | None:
+        own = read_own_tokens(where, None, read_config(where, role="small_lm"))
+        return None if own is None else own.tokens.tolist()
+
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
         config, whole = read_config(where, role="small_lm"), replace(place, size=1)
-        caches = cache_bytes(config, whole) + pass_bytes(config, whole)
+        spread = copy.copy(config)  # its logits are written for the target's tokens, whatever its own are
+        spread.vocab_size = target.vocab_size
+        caches = cache_bytes(config, whole) + pass_bytes(spread, whole)
         return {"small LM's weights": weight_bytes(config, whole), "its caches": caches}
 
     def make(

@@ -17,6 +17,7 @@ from draft_models.losses import IGNORE
 from draft_models.target.open_target import open_target
 from inference.drafters.early_exit import EarlyExitMaker
 from inference.evaluate.arms import prepare
+from inference.memory_plan import Place
 from inference.packing import PackedLinear, can_pack
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
 from outrider.errors import UserError
@@ -120,6 +121,8 @@ def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path)
     save_pretrained(tmp_path / "drafter", student.drafter, target.fingerprint, {}, torch.float32)
     stored = load_file(tmp_path / "drafter" / WEIGHTS_FILE)
     assert not any(name.startswith("head") for name in stored)
+    planned = EarlyExitMaker().held(str(tmp_path / "drafter"), target.config, Place(1, 4, 64))
+    assert planned["early exit's weights"] == 4 * (sum(trained) + len(TOKENS) * width)
     placed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
     made = EarlyExitMaker().load(str(tmp_path / "drafter"), target, {}, **placed)
     stack = target.stack(**placed)

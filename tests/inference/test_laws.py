@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
+from draft_models.draft_vocabulary import OwnTokens
 from draft_models.ngrams.table import TrigramTable
 from inference import acceptance, verify
 from inference.drafters.early_exit import Calibrated
@@ -40,6 +42,15 @@ class Tables:
 
     p: TableModel
     q: TableModel
+
+
+class OfSome(TableModel):
+    """A drafter over all of the target's tokens but 1, which its own last id stands for."""
+
+    own = OwnTokens(torch.tensor([0, 2, 3]), 4)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.own.outward(super().logits(hidden)[..., [0, 2, 3, 1]])
 
 
 # Drafts of one token, right half of the time: the text is what coins that are shared make of it, and little else.
@@ -89,6 +100,9 @@ CASES = {
     "k_config, beta": Case(tree("k_config", stop="beta", widths=(2, 1, 1)), 11),
     "opt_tree, calibrated": Case(
         tree("opt_tree", source="early_exit", stop="calibrated", nodes=6, max_depth=4, delta=0.0), 11
+    ),
+    "k_config, some tokens": Case(
+        tree("k_config", widths=(4, 1)), tables=Tables(MARKOV.p, OfSome(MARKOV.q.law.tolist()))
     ),
     "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0)),
     "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1)),

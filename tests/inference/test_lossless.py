@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
+from draft_models.draft_vocabulary import OwnTokens, narrow
 from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
@@ -39,6 +40,7 @@ from tests.tiny import (
     reference_generate,
     save_target,
 )
+from train.export import export
 
 STRUCTURES = {
     "chain": StructureConfig(),
@@ -62,7 +64,9 @@ def tokens_of(rounds: list[Round]) -> list[int]:
 
 
 def make_source(kind: str, path: Path, small: Path, dtype: torch.dtype = torch.float32) -> DraftModel:
-    if kind == "small_lm":
+    if kind == "small_lm, some tokens":
+        small = small.with_name("small_of_some")
+    if kind.startswith("small_lm"):
         return SmallLMSource(load_small_lm(str(small), load_tokenizer(str(path)), dtype=dtype))
     return EarlyExitSource(make_drafter(path, LAYERS - 1 if kind == "early_exit" else 1, noise=0.15, dtype=dtype))
 
@@ -84,7 +88,11 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
         small.save_pretrained(folder / "small")
         load_tokenizer(str(path)).save_pretrained(folder / "small")
         prompt = random_prompt(20)
-        return path, folder / "small", stack, prompt, reference_generate(model, prompt, 40)
+        said = reference_generate(model, prompt, 40)
+        own = OwnTokens(torch.tensor(sorted({*prompt, *said[::2]})), model.config.vocab_size)
+        narrow(small, own)
+        export(small, load_tokenizer(str(path)), folder / "small_of_some")
+        return path, folder / "small", stack, prompt, said
 
     return make
 
@@ -95,7 +103,7 @@ def target(targets: Callable[[str], tuple]) -> tuple:
     return targets("mistral")
 
 
-SOURCES = ("early_exit", "early_exit, first layer", "small_lm")
+SOURCES = ("early_exit", "early_exit, first layer", "small_lm", "small_lm, some tokens")
 
 
 MATRIX = all_pairs(ARCHITECTURES, SOURCES, STRUCTURES)

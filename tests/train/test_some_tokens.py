@@ -1,0 +1,156 @@
+"""A small LM that is made of some of the target's tokens: its rows, its losses, its samples, and the whole way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draft_models.draft_vocabulary import TOKENS_FILE, OwnTokens, narrow, places
+from draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
+from draft_models.small_lm import load_small_lm
+from draft_models.target.architectures import load_config
+from draft_models.target.open_target import load_tokenizer, open_target
+from draft_models.target.stack import LayerStack
+from inference.drafters.small_lm import MAKER
+from inference.memory_plan import Place
+from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from outrider.errors import UserError
+from tests.inference.evaluate.evaluating import evaluate
+from tests.tiny import VOCABULARY, save_target
+from tests.train.jobs import finetuning, save_responses, write_corpus
+from train.settings import DrafterConfig
+from train.small_lm import finetune_drafter
+from train.small_lm_student import OnPolicy, SmallLMStudent, continue_prefixes
+
+TOKENS = torch.tensor([3, 7, 40, 41, 99, 100, 256])
+
+
+def models(target: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The target whole, and as a drafter of `TOKENS` alone."""
+    whole, small = (open_target(str(target)).layers(dtype=torch.float32) for _ in range(2))
+    narrow(small, OwnTokens(TOKENS, VOCABULARY))
+    return whole, small
+
+
+def batch() -> dict[str, Tensor]:
+    """Two rows of `TOKENS`, of whose labels some are others."""
+    ids = TOKENS[torch.randint(len(TOKENS), (2, 20), generator=torch.Generator().manual_seed(1))]
+    labels = ids.roll(-1, 1)
+    labels[:, ::3] = 5
+    zeros = torch.zeros_like(ids)
+    return {"input_ids": ids, "labels": labels, "positions": torch.arange(20).expand(2, 20), "documents": zeros}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_texts_of_its_tokens_it_says_what_the_whole_one_does(tmp_path: Path, tied: bool) -> None:
+    whole, small = (LayerStack(model) for model in models(save_target(tmp_path, tied=tied)))
+    assert (small.head.weight is small.embed_tokens.weight) == tied
+    assert small.head.weight.shape[0] == small.embed_tokens.weight.shape[0] == len(TOKENS) + 1
+    ids, where = batch()["input_ids"][:1], torch.arange(20)[None]
+    assert torch.equal(small.embed(ids, where), whole.embed(ids, where))
+    other = small.embed(torch.tensor([[5, 6, VOCABULARY + 3]]), where[:, :3])[0]
+    assert torch.equal(other, small.embed_tokens.weight[-1].expand(3, -1))
+    hidden = torch.randn(1, 4, whole.config.hidden_size)
+    logits = small.logits(hidden)
+    torch.testing.assert_close(logits[..., TOKENS], whole.logits(hidden)[..., TOKENS])
+    assert logits.softmax(-1)[..., TOKENS].sum(-1).allclose(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", *DIVERGENCES])
+def test_its_losses_are_those_over_its_tokens(tmp_path: Path, objective: str) -> None:
+    """By the whole target and by cached laws, in which there are tokens that it has not."""
+    whole, small = models(save_target(tmp_path))
+    rows, identity = batch(), torch.eye(VOCABULARY)
+    q = whole(rows["input_ids"]).logits[..., TOKENS]
+    teacher = LayerStack(open_target(str(save_target(tmp_path / "teacher", seed=1))).layers(dtype=torch.float32))
+    p = whole_logits(teacher, rows)
+    if objective == "cross_entropy":
+        labels = places(rows["labels"], TOKENS, VOCABULARY)
+        expected = torch.nn.functional.cross_entropy(q.flatten(0, 1), labels.flatten(), reduction="sum")
+        torch.testing.assert_close(SmallLMStudent(small, objective)(**rows)["loss_sum"], expected)
+        return
+    given = (rows["labels"], objective)
+    expected = linear_divergence(q, identity[: len(TOKENS), : len(TOKENS)], p, identity, *given, tokens=TOKENS)
+    torch.testing.assert_close(SmallLMStudent(small, objective, teacher)(**rows)["loss_sum"], expected)
+    top = p.log_softmax(-1).topk(40)
+    law = {"top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
+    known = (places(law["top_ids"], TOKENS, VOCABULARY), law["top_logprobs"], law["tail"])
+    expected = linear_topk_divergence(q, identity[: len(TOKENS), : len(TOKENS)], *known, *given)
+    torch.testing.assert_close(SmallLMStudent(small, objective)(**rows, **law)["loss_sum"], expected)
+
+
+@torch.no_grad()
+def whole_logits(stack: LayerStack, rows: dict[str, Tensor]) -> Tensor:
+    stack.reserve(20)
+    masks, rotary = stack.packed_masks(rows["positions"], rows["documents"]), stack.rotary(rows["positions"])
+    hidden = stack.embed(rows["input_ids"], rows["positions"])
+    return stack.logits(stack.run(hidden, 0, len(stack.layers), rotary, masks))
+
+
+def test_it_samples_the_targets_ids(tmp_path: Path) -> None:
+    """What the whole model would draw if it were kept to these tokens; then it is judged on them."""
+    whole, small = models(save_target(tmp_path, peak=0.2))
+    prefixes, numbers = [batch()["input_ids"][0, :6], batch()["input_ids"][1, :9]], torch.rand(2, 5)
+    _, drawn = continue_prefixes(small, prefixes, numbers, VOCABULARY)
+    assert len({*drawn.flatten().tolist()}) > 2
+    for prefix, row, coins in zip(prefixes, drawn, numbers, strict=True):
+        text = prefix.tolist()
+        for token, coin in zip(row.tolist(), coins, strict=True):
+            law = whole(torch.tensor([text])).logits[0, -1, TOKENS].softmax(-1).cumsum(-1)
+            assert token == TOKENS[int((law <= coin).sum())]
+            text.append(token)
+    student = SmallLMStudent(small.requires_grad_(True), "kl_tv", LayerStack(whole), OnPolicy(1.0, 6, 0, None)).train()
+    loss = student(**batch())["loss_sum"]
+    loss.backward()
+    assert loss > 0
+    assert all(p.grad is not None for p in student.parameters())
+
+
+@pytest.mark.parametrize("finished", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: bool) -> None:
+    """A new one by cached laws, greedy; adapters of a finished one on its own samples, sampled. Rows of both tables are
+    all that is stored of them. Chain, tree and token graph. The report says what it covers."""
+    target, out = save_target(tmp_path / "target", kv_heads=2), tmp_path / "out"
+    if finished:
+        shape, data = DrafterConfig(path=str(target)), write_corpus(tmp_path)
+        changes: dict[str, Any] = {"objective": "acceptance", "on_policy": 0.5, "lora_rank": 2}
+    else:
+        shape = DrafterConfig(layers=1, hidden=32, heads=2, intermediate=48, tied=True)
+        data, changes = save_responses(target, tmp_path / "responses"), {"teacher": "cached"}
+    finetune_drafter(finetuning(target, data, out, drafter=shape, draft_vocabulary=24, **changes))
+    tokens = load_file(out / TOKENS_FILE)["tokens"]
+    assert len(tokens) == 24
+    weights = load_file(out / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].shape[0] == 25
+    assert ("lm_head.weight" in weights) == finished
+    assert "cannot draft with it" in (out / "README.md").read_text()
+    planned, whole = (MAKER.held(str(path), load_config(str(target)), Place(1, 4, 64)) for path in (out, target))
+    assert planned["small LM's weights"] == sum(tensor.nbytes for tensor in weights.values())
+    assert planned["its caches"] == whole["its caches"] or not finished  # its passes write logits for every token
+    methods = {
+        "chain": MethodConfig("small_lm", stop=StopConfig(max_draft=3)),
+        "opt_tree": MethodConfig("small_lm", StructureConfig("opt_tree", nodes=8, delta=0.0)),
+        "gsd": MethodConfig("small_lm", StructureConfig("token_graph", nodes=12)),
+    }
+    config = EvaluateConfig(
+        target=str(target), small_lm=str(out), device="cpu", max_new_tokens=12, methods=methods,
+        sampling=SamplingConfig(temperature=float(finished)), out_dir=str(tmp_path / "report"),
+    )  # fmt: skip
+    evaluate(config)
+    for report in json.loads((tmp_path / "report/report.json").read_text())["reports"]:
+        assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0 or finished
+        assert report["draft_vocabularies"]["small_lm"]["tokens"] == 24
+    with pytest.raises(UserError, match=r"target=.*out: a drafter over some of its target's tokens"):
+        open_target(str(out))
+    save_file({"tokens": tokens + 1}, out / TOKENS_FILE)
+    with pytest.raises(UserError, match=r"not the tokens that config\.json was written with"):
+        load_small_lm(str(out), load_tokenizer(str(target)), dtype=torch.float32)
+    (out / TOKENS_FILE).unlink()
+    with pytest.raises(UserError, match=f"no {TOKENS_FILE} there"):
+        load_small_lm(str(out), load_tokenizer(str(target)), dtype=torch.float32)
+    assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == 25
