@@ -2,12 +2,12 @@
 
     python benchmarks/choose_skip.py --target T --prompts questions.jsonl --out skip.json
 
-How often a draft's first token is right is counted at every place of the target's greedy answers: without each layer
-alone, then without the most dispensable one, two, three, … together. The set is chosen whose rounds promise the most
-tokens for their cost, with the draft length that is best for it. A pass costs what the weights are that it reads.
+How often a draft's first token is right is counted at every place of the target's greedy answers. First each layer is
+left out alone. Then one layer after the other is, always the one whose absence shows least beside those before it, of
+the four that look most dispensable alone. Of these sets the one is chosen whose rounds promise the most tokens for
+their cost, with the draft length that is best for it. A pass costs what the weights are that it reads.
 
-The search is greedy, with two passes a layer. Zhang et al. (arXiv 2309.08168) search over attention and feed-forward
-parts, by Bayesian optimisation of the measured speed. Nothing is timed here.
+Zhang et al. (arXiv 2309.08168) search over attention and feed-forward parts, by Bayesian optimisation of the speed.
 """
 
 import argparse
@@ -21,13 +21,14 @@ from torch import Tensor
 from conf import reported
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.target.open_target import open_target
+from draft_models.target.open_target import open_target, pick_device, pick_dtype
 from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive
 from inference.session import TargetSession
 from outrider.files import write_json
 
 LONGEST = 10  # tokens of a draft
+WIDTH = 4  # layers that are tried before the next one is left out
 
 
 class Answer:
@@ -96,10 +97,13 @@ def choose(stack: LayerStack, answers: Sequence[Answer]) -> dict[str, Any]:
 
     alone = [share([layer]) for layer in range(len(sizes))]
     order = sorted(range(len(sizes)), key=lambda layer: (-alone[layer], layer))
-    tried = []
-    for count in range(1, len(sizes)):
-        skip = sorted(order[:count])
-        right = alone[skip[0]] if count == 1 else share(skip)
+    tried: list[dict[str, Any]] = []
+    skip: list[int] = []
+    for _ in range(len(sizes) - 1):
+        shares = {layer: share([*skip, layer]) if skip else alone[layer] for layer in order[:WIDTH]}
+        next_one, right = max(shares.items(), key=lambda tested: tested[1])
+        order.remove(next_one)
+        skip = sorted([*skip, next_one])
         cost = 1 - sum(sizes[layer] for layer in skip) / (sum(sizes) + head)
         gain, length = tokens_per_cost(right, cost)
         tried.append({"skip": skip, "right": right, "cost": cost, "tokens_per_cost": gain, "draft_length": length})
@@ -113,7 +117,8 @@ def choose_for(target: str, prompts: str, beside: int, count: int, tokens: int) 
     Where there are no others it takes those, and says so by "own_prompts": false. Raises `UserError`.
     """
     opened = open_target(target)
-    stack = opened.stack(dtype=torch.float32)
+    device = pick_device("auto")
+    stack = opened.stack(dtype=pick_dtype("auto", opened.config, device), device=device)
     taken = {prompt.id for prompt in read_prompts(prompts, limit=beside)} if beside else set()
     others = [prompt for prompt in read_prompts(prompts, limit=4 * (beside + count)) if prompt.id not in taken]
     chosen = others[:: max(1, len(others) // count)][:count] or read_prompts(prompts, limit=count)
