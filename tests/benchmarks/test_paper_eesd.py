@@ -96,7 +96,7 @@ def test_what_cannot_run_says_why(tables: Callable[..., Any], tiny_models: Path,
         assert f"not run: {reason}" in text
     assert text.count("not run") == 13
     assert "- `eesd_cali` over `eesd_beta`: not measured" in text
-    assert "- `eesd_beta` over `eesd_fixed`: by speed-up" in text
+    assert "- `eesd_beta` over `eesd_fixed`: by the ratio of speed-ups **" in text
 
 
 def report(speedups: list[float], counts: tuple[int, int, int] = (10, 5, 8)) -> dict[str, Any]:
@@ -109,12 +109,14 @@ def test_claims_by_hand() -> None:
 
     slow, fast = report([1.0, 1.2] * 6), report([2.0, 2.4] * 6, (10, 6, 8))
     found = paper_eesd.compare(fast, slow, hm=True)
-    assert found["speedup"] == {"ratio": 2.0, "ci95": [2.0, 2.0], "verdict": paper_eesd.HOLDS}
-    assert found["hm"]["ratio"] == pytest.approx((6 / 9) / (5 / 9))
-    assert paper_eesd.compare(slow, fast, hm=True)["speedup"]["verdict"] == paper_eesd.FAILS
-    assert paper_eesd.compare(slow, slow, hm=False)["speedup"]["verdict"] == paper_eesd.UNDECIDED
+    assert found["speedup"] == {"value": 2.0, "ci95": [2.0, 2.0], "verdict": paper_eesd.HOLDS}
+    assert found["hm"]["value"] == pytest.approx(100 * (6 / 9 - 5 / 9))
+    assert found["hm"]["verdict"] == paper_eesd.HOLDS
+    for other, verdict in ((slow, paper_eesd.UNDECIDED), (fast, paper_eesd.FAILS)):
+        against = paper_eesd.compare(slow, other, hm=True)
+        assert {against["speedup"]["verdict"], against["hm"]["verdict"]} == {verdict}
     few = paper_eesd.compare(report([2.0] * 8), report([1.0] * 8), hm=False)  # four conversations, of two turns each
-    assert (few["speedup"]["ratio"], few["speedup"]["verdict"]) == (2.0, paper_eesd.UNDECIDED)
+    assert (few["speedup"]["value"], few["speedup"]["verdict"]) == (2.0, paper_eesd.UNDECIDED)
     v, r = 5 / 10, 5 / 8
     assert paper_eesd.harmonic_mean([(10, 5, 8)] * 3) == pytest.approx(2 * v * r / (v + r))
 
