@@ -20,6 +20,7 @@ Report = Mapping[str, Any]
 SOURCES = {
     "early_exit": ("early exit", "#0072B2", "o"),
     "small_lm": ("small LM", "#D55E00", "s"),
+    "skip_layers": ("the target, layers skipped", "#E69F00", "P"),
     "ngrams": ("n-grams", "#009E73", "^"),
     "prompt_lookup": ("prompt lookup", "#CC79A7", "D"),
 }

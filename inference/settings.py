@@ -163,13 +163,15 @@ class NgramConfig(Settings):
 class MethodConfig(Settings):
     """One way of decoding: who drafts, in what shape, until when."""
 
-    source: str = "early_exit"  # early_exit | small_lm | prompt_lookup, ngrams (their own structures)
+    source: str = "early_exit"  # early_exit | small_lm | skip_layers | prompt_lookup, ngrams (their own structures)
     structure: StructureConfig = field(default_factory=StructureConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     # when sampling; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline
     verify: Literal["exact", "naive"] = "exact"
     max_ngram: Count = 3  # prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens
     ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams
+    # skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
+    skip: tuple[Annotated[int, at_least(0)], ...] | None = None  # the first and the last
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,7 +186,7 @@ class MethodConfig(Settings):
         modelled, shape = kind.shaped, self.structure.kind
         self._refuse_unread(kind)
         sized = self.stop.max_draft != AUTO or (modelled and shape == "chain")
-        expected = "a number or null: auto chooses the length of a chain of early_exit or small_lm"
+        expected = "a number or null: auto chooses the length of a chain of early_exit, small_lm or skip_layers"
         require(sized, "stop.max_draft", self.stop.max_draft, expected)
         rigid = self.stop.rule == "fixed" or not self.adapts
         require(rigid, "stop.rule", self.stop.rule, "fixed where sizes are auto, which decide how deep a tree goes")
@@ -319,7 +321,9 @@ class EvaluateConfig(RehearsedConfig):
         given: dict[str, Any] = {str(kind.option): str(models / str(kind.tiny)) for kind in used}
         given |= self.cut(tensor_parallel=1, prompt_chars=120, max_new_tokens=16)
         given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
-        return replace(self, target=str(models / TARGET), revision=None, **given)
+        # Tiny models have other layers to skip.
+        methods = {name: replace(method, skip=None) for name, method in self.methods.items()}
+        return replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
 
     def where(self, kind: Kind) -> str | None:
         """Where the model of `kind` lies, None where that is not said or it has none."""

@@ -57,6 +57,7 @@ class TableSession:
     context: int
     base: int = 0
     rows: int = 0
+    rest: Length = field(default_factory=Length)
     _fed: list[Tensor] = field(default_factory=list)
     _last: Tensor = field(init=False)  # the last committed token
 

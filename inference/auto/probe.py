@@ -115,7 +115,7 @@ def measure(
     One generation's rounds go through `probes` in turn, so that a drift of the machine meets all sizes alike. Takes
     `SECONDS` seconds, or `CYCLES[0]` cycles where those take longer. A prompt too long to go on from loses its front.
     """
-    drafter_limit = KINDS[method.source].load_maker().context(drafters[method.source])
+    drafter_limit = KINDS[method.source].load_maker().context(drafters.get(method.source))
     limits = [context_limit(stack.config), *([drafter_limit] if drafter_limit else [])]
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]

@@ -1,1 +1,1 @@
-"""Who drafts: an early exit, a small LM, n-grams, the prompt itself."""
+"""Who drafts: an early exit, a small LM, the target without some layers, n-grams, the prompt itself."""

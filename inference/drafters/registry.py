@@ -61,6 +61,10 @@ class Maker(ABC):
         """Bytes that the model in `where` and its sessions take on every process, by what they are."""
         return {}
 
+    def require_fits(self, method: "MethodConfig", layers: int) -> None:
+        """Raise `UserError` where `method` means nothing for a target of `layers` layers; asked where `Kind.layers`."""
+        return
+
     @abstractmethod
     def make(
         self, model: Any, method: "MethodConfig", streams: "Streams", *, drawn: bool, tuning: "Tuning | None"
@@ -145,6 +149,7 @@ register(
         tiny="small_lm",
     )
 )
+register(Kind("skip_layers", "inference.drafters.skip_layers:MAKER", own=("skip",), layers=True))
 register(
     Kind(
         "prompt_lookup",

@@ -167,6 +167,9 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafter
 
     placed: dtype and device, for kinds that run a model.
     """
+    for method in config.methods.values():
+        if KINDS[method.source].layers:
+            KINDS[method.source].load_maker().require_fits(method, target.config.num_hidden_layers)
     drafters: dict[str, Any] = {}
     for kind in KINDS.values():
         where = config.where(kind)

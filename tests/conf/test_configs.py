@@ -153,6 +153,17 @@ def test_sizes_are_numbers_or_auto() -> None:
             compose_and_build("evaluate_checkpoint", [*options, f"{widths}={wrong}"])
 
 
+def test_layers_to_skip_are_a_list_or_null() -> None:
+    options, skip = ["target=t", "method=skip_beta"], "methods.skip_beta.skip"
+    given = {"null": None, "[5,7]": (5, 7)}
+    for text, value in given.items():
+        methods = compose_and_build("evaluate_checkpoint", [*options, f"{skip}={text}"]).methods
+        assert methods["skip_beta"].skip == value
+    for wrong in ("5", "[-1]", "[x]"):
+        with pytest.raises((UserError, HydraException), match="skip"):
+            compose_and_build("evaluate_checkpoint", [*options, f"{skip}={wrong}"])
+
+
 @pytest.mark.parametrize("command", quick_where(lambda command: command == "eesd", COMMANDS))
 @pytest.mark.parametrize(
     ("override", "message"),

@@ -87,6 +87,14 @@ def ngrams(**settings: object) -> MethodConfig:
     return MethodConfig("ngrams", ngrams=NgramConfig(nodes=8, depth=3, **settings))
 
 
+class TableWithLayers(TableModel):
+    """A target whose layers do nothing, so that the tables say what it predicts: p, and q without some of them."""
+
+    def __init__(self, p: TableModel, q: TableModel):
+        super().__init__(p.law.tolist())
+        self.layers, self.logits = range(3), q.logits  # type: ignore[method-assign]
+
+
 CASES = {
     "chain, fixed": Case(chain("fixed", max_draft=3)),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
@@ -97,7 +105,11 @@ CASES = {
     "k_config, without_replacement": Case(tree("k_config", widths=(2, 2))),
     "k_config, top_k": Case(tree("k_config", widths=(2, 2), draw="top_k")),
     "k_config, naive": Case(tree("k_config", "naive", widths=(2, 2))),
-    "k_config, beta": Case(tree("k_config", stop="beta", widths=(2, 1, 1)), 11),
+    "k_config, beta": Case(
+        tree("k_config", source="skip_layers", stop="beta", widths=(2, 1, 1)),
+        11,
+        Tables(TableWithLayers(MARKOV.p, MARKOV.q), MARKOV.q),
+    ),
     "opt_tree, calibrated": Case(
         tree("opt_tree", source="early_exit", stop="calibrated", nodes=6, max_depth=4, delta=0.0), 11
     ),

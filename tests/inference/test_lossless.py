@@ -20,6 +20,7 @@ from inference.decode import Round, autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.interface import DraftModel
 from inference.drafters.shaped import Shaped
+from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import make_arms
 from inference.sampling import Sampler
@@ -68,6 +69,8 @@ def make_source(kind: str, path: Path, small: Path, dtype: torch.dtype = torch.f
         small = small.with_name("small_of_some")
     if kind.startswith("small_lm"):
         return SmallLMSource(load_small_lm(str(small), load_tokenizer(str(path)), dtype=dtype))
+    if kind == "skip_layers":
+        return SkipLayersSource([LAYERS - 1])
     return EarlyExitSource(make_drafter(path, LAYERS - 1 if kind == "early_exit" else 1, noise=0.15, dtype=dtype))
 
 
@@ -103,7 +106,7 @@ def target(targets: Callable[[str], tuple]) -> tuple:
     return targets("mistral")
 
 
-SOURCES = ("early_exit", "early_exit, first layer", "small_lm", "small_lm, some tokens")
+SOURCES = ("early_exit", "early_exit, first layer", "small_lm", "small_lm, some tokens", "skip_layers")
 
 
 MATRIX = all_pairs(ARCHITECTURES, SOURCES, STRUCTURES)
@@ -192,7 +195,7 @@ def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: st
 
 
 @pytest.mark.parametrize("structure", ["eagle", "token_graph"])
-@pytest.mark.parametrize("source", ["early_exit", "small_lm"])
+@pytest.mark.parametrize("source", ["early_exit", "small_lm", "skip_layers"])
 def test_trees_up_to_the_last_position_of_the_context(tmp_path: Path, source: str, structure: str) -> None:
     path = save_target(tmp_path, "llama", kv_heads=2)
     model, stack = open_stack(path)

@@ -18,6 +18,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.interface import Drafter
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
+from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler
@@ -38,7 +39,7 @@ from tests.tiny import (
     save_target,
 )
 
-SOURCES = ("early_exit", "early_exit, first layer", "small_lm")
+SOURCES = ("early_exit", "early_exit, first layer", "small_lm", "skip_layers")
 STRUCTURES = {
     "chain": StructureConfig(),
     "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
@@ -75,6 +76,8 @@ class Target:
     def source(self, kind: str) -> Any:
         if kind == "small_lm":
             return SmallLMSource(self.small)
+        if kind == "skip_layers":
+            return SkipLayersSource([LAYERS - 1])
         return EarlyExitSource(self.exits[1 if kind == "early_exit, first layer" else LAYERS - 1])
 
 
@@ -157,7 +160,7 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
         assert source.session.first.length == source.session.base
         assert_starts_with(source.session.first, other.session.first)
         assert source._pending.tolist() == text[source.session.base :]
-    else:
+    elif not isinstance(source, SkipLayersSource):  # which has no cache but the session's
         assert isinstance(source, PromptLookup)
         assert source._text == text
 

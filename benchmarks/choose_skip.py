@@ -1,0 +1,148 @@
+"""Which layers of a target a draft may leave out (`methods.skip_beta.skip`), measured on answers of the target.
+
+    python benchmarks/choose_skip.py --target T --prompts questions.jsonl --out skip.json
+
+How often a draft's first token is right is counted at every place of the target's greedy answers. First each layer is
+left out alone. Then one layer after the other is, always the one whose absence shows least beside those before it, of
+the four that look most dispensable alone. Of these sets the one is chosen whose rounds promise the most tokens for
+their cost, with the draft length that is best for it. A pass costs what the weights are that it reads.
+
+Zhang et al. (arXiv 2309.08168) search over attention and feed-forward parts, by Bayesian optimisation of the speed.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf import reported
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
+from draft_models.target.open_target import open_target, pick_device, pick_dtype
+from draft_models.target.stack import LayerStack
+from inference.decode import autoregressive
+from inference.session import TargetSession
+from outrider.files import write_json
+
+LONGEST = 10  # tokens of a draft
+WIDTH = 4  # layers that are tried before the next one is left out
+
+
+class Answer:
+    """A text of the target, and what its layers remember of it.
+
+    prompt, answer: token ids, both not empty. The answer is the target's own, greedily decoded.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, stack: LayerStack, prompt: Sequence[int], answer: Sequence[int]):
+        self.stack = stack
+        self.answer = torch.tensor(answer, device=stack.device)
+        text = torch.tensor([*prompt, *answer], device=stack.device)[:-1]
+        self.tokens = text[len(prompt) - 1 :]
+        self.positions = torch.arange(len(prompt) - 1, len(text), device=stack.device)
+        session = TargetSession(stack, 0, len(text) + 1)
+        session.prefill(text.tolist())
+        session.commit(range(len(text)))
+        self.remembered = session.rest.content()
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """As of a cache: the keys and values of the whole target, after them the rows' own."""
+        keys, values = self.remembered[layer_idx]
+        return torch.cat([keys, key], dim=-2), torch.cat([values, value], dim=-2)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """[1, 1, rows, text + rows]: a row sees the text before it, and itself."""
+        before = self.positions[:, None] - torch.arange(int(self.positions[-1]) + 1, device=self.positions.device)
+        seen = (before > 0) & (before < (window or len(before[0]) + 1))
+        own = torch.eye(len(self.positions), dtype=torch.bool, device=seen.device)
+        mask = torch.zeros(len(own), seen.shape[1] + len(own), dtype=self.stack.dtype, device=seen.device)
+        return mask.masked_fill_(~torch.cat([seen, own], dim=1), torch.finfo(mask.dtype).min)[None, None]
+
+    @torch.inference_mode()
+    def right_without(self, skip: Iterable[int]) -> int:
+        """Places at which a draft without the layers `skip` begins with the target's own token."""
+        stack, skipped = self.stack, set(skip)
+        hidden = stack.embed(self.tokens[None], self.positions[None])
+        rotary, masks = (
+            stack.rotary(self.positions[None]),
+            {window: self._mask(window) for window in set(stack.windows)},
+        )
+        for layer in range(len(stack.layers)):
+            if layer not in skipped:
+                hidden = stack.run(hidden, layer, layer + 1, rotary, masks, self)
+        return int((stack.logits(hidden)[0].argmax(-1) == self.answer).sum())
+
+
+def tokens_per_cost(share: float, cost: float) -> tuple[float, int]:
+    """The most expected tokens a round for what it costs, in passes of the target, and the draft length for that.
+
+    share: of drafted tokens that are right. cost: of a draft's pass (Leviathan et al., arXiv 2211.17192, theorem 3.8).
+    """
+    lengths = range(1, LONGEST + 1)
+    return max((sum(share**i for i in range(length + 1)) / (1 + length * cost), length) for length in lengths)
+
+
+def choose(stack: LayerStack, answers: Sequence[Answer]) -> dict[str, Any]:
+    """The layers to leave out, and what was measured. Needs a target of at least two layers."""
+    places = sum(len(answer.answer) for answer in answers)
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in stack.layers]
+    head = sum(weight.numel() for weight in stack.head.parameters())
+
+    def share(skip: Sequence[int]) -> float:
+        return sum(answer.right_without(skip) for answer in answers) / places
+
+    alone = [share([layer]) for layer in range(len(sizes))]
+    order = sorted(range(len(sizes)), key=lambda layer: (-alone[layer], layer))
+    tried: list[dict[str, Any]] = []
+    skip: list[int] = []
+    for _ in range(len(sizes) - 1):
+        shares = {layer: share([*skip, layer]) if skip else alone[layer] for layer in order[:WIDTH]}
+        next_one, right = max(shares.items(), key=lambda tested: tested[1])
+        order.remove(next_one)
+        skip = sorted([*skip, next_one])
+        cost = 1 - sum(sizes[layer] for layer in skip) / (sum(sizes) + head)
+        gain, length = tokens_per_cost(right, cost)
+        tried.append({"skip": skip, "right": right, "cost": cost, "tokens_per_cost": gain, "draft_length": length})
+    best = max(tried, key=lambda one: one["tokens_per_cost"])
+    return {"skip": best["skip"], "best": best, "right_without_each": alone, "tried": tried, "places": places}
+
+
+def choose_for(target: str, prompts: str, beside: int, count: int, tokens: int) -> dict[str, Any]:
+    """`choose` on answers of `tokens` tokens to `count` prompts, others than an evaluation of `beside` prompts takes.
+
+    Where there are no others it takes those, and says so by "own_prompts": false. Raises `UserError`.
+    """
+    opened = open_target(target)
+    device = pick_device("auto")
+    stack = opened.stack(dtype=pick_dtype("auto", opened.config, device), device=device)
+    taken = {prompt.id for prompt in read_prompts(prompts, limit=beside)} if beside else set()
+    others = [prompt for prompt in read_prompts(prompts, limit=4 * (beside + count)) if prompt.id not in taken]
+    chosen = others[:: max(1, len(others) // count)][:count] or read_prompts(prompts, limit=count)
+    answers = []
+    for prompt in chosen:
+        ids = render_prompt([prompt.turns[0]], opened.tokenizer, "auto" if prompt.chat else "none")
+        answer = [token for r in autoregressive(stack, ids, max_new_tokens=tokens) for token in r.tokens]
+        answers.append(Answer(stack, ids, answer))
+    return {**choose(stack, answers), "own_prompts": bool(others), "prompts": [prompt.id for prompt in chosen]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--prompts", default="python_stdlib", help="as of evaluate-checkpoint")
+    parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    with reported():
+        found = choose_for(options.target, options.prompts, 0, options.num_prompts, options.tokens)
+    write_json(options.out, found)
+    print(f"skip=[{','.join(map(str, found['skip']))}] right={found['best']['right']:.2f} of {found['places']} places")
+
+
+if __name__ == "__main__":
+    main()

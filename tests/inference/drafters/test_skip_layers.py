@@ -1,0 +1,145 @@
+"""The target without some of its layers drafts: over the whole target's cache, with what its own layers add.
+
+Losslessness, caches after every round and the law under sampling are in test_lossless.py, test_rounds.py and
+test_laws.py.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+import outrider
+from data_prep.text.prompts import Prompt
+from draft_models.settings import TARGET
+from inference.auto import probe
+from inference.cuda_graphs import Graphed
+from inference.decode import speculative
+from inference.drafters.shaped import Shaped
+from inference.drafters.skip_layers import SkipLayersSource, skipped_layers
+from inference.runtime import Eager
+from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from inference.structures.factory import make_structure
+from inference.tree import ROOT, DraftTree
+from outrider.errors import UserError
+from outrider.streams import Streams
+from tests.inference.evaluate.evaluating import evaluate
+from tests.recorded import record_graphs
+from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+
+
+def logits_without(model: Any, skip: Sequence[int], text: Sequence[int], draft: Sequence[int]) -> torch.Tensor:
+    """The slow way, by transformers: all layers read `text`, then those that are left read `draft` [len(draft), V]."""
+    cache, layers = DynamicCache(), model.model.layers
+    model(torch.tensor([text]), past_key_values=cache)
+    model.model.layers = nn.ModuleList(layer for place, layer in enumerate(layers) if place not in skip)
+    places = torch.arange(len(text), len(text) + len(draft))[None]
+    logits = model(torch.tensor([draft]), past_key_values=cache, position_ids=places).logits[0]
+    model.model.layers = layers
+    return logits
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+@torch.inference_mode()
+def test_draft_logits_are_those_of_the_layers_left_over_the_whole_targets_cache(
+    tmp_path: Path, graphed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a tree, after rounds that kept a part of one; two sets of layers take turns, and have graphs of their own."""
+    record_graphs(monkeypatch)
+    runtime = Graphed() if graphed else Eager()
+    model, stack = open_stack(save_target(tmp_path, "llama", kv_heads=2), torch.float64)
+    text, root, a, b, c = random_prompt(9), *random_prompt(4, seed=1)
+    session = runtime.session(stack, 0, 64)
+    session.prefill(text)
+    sources = {1: SkipLayersSource([1]), 2: SkipLayersSource([2])}
+    for source in sources.values():
+        source.begin(session)
+    session.commit(range(len(text)))
+    for skip, path in ((1, [1]), (2, []), (1, [0, 2])):
+        source = sources[skip]
+        source.extend(torch.tensor([root]), (ROOT,))
+        both = source.extend(torch.tensor([a, b]), (0, 0)).clone()
+        last = source.extend(torch.tensor([c]), (1,)).clone()
+        for got, draft in ((both[0], [root, a]), (both[1], [root, b]), (last[0], [root, a, c])):
+            expected = logits_without(model, [skip], text, draft)[-1]
+            torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+        session.run_tree(torch.tensor([root]), DraftTree(torch.tensor([a, b, c]), (ROOT, ROOT, 0), (1, 2, 3)))
+        source.commit([], [])
+        session.commit(session.path(path))
+        text = [*text, root, *((a, b, c)[node] for node in path)]
+
+
+def test_layers_that_change_nothing_are_skipped_for_nothing(tmp_path: Path) -> None:
+    """A target whose second and third layer add nothing: without those every draft is right, without others not."""
+    path = save_target(tmp_path, "llama", kv_heads=2, peak=6.0)
+    model, stack = open_stack(path)
+    for layers in (model.model.layers, stack.layers):
+        for layer in layers[1:3]:
+            layer.self_attn.o_proj.weight.data.zero_()
+            layer.mlp.down_proj.weight.data.zero_()
+    expected = reference_generate(model, random_prompt(20), 31)
+
+    def accepted(skip: tuple[int, ...]) -> float:
+        shape = make_structure(MethodConfig("skip_layers", stop=StopConfig(max_draft=5)), Streams(0))
+        rounds = list(speculative(stack, Shaped(SkipLayersSource(skip), shape), random_prompt(20), max_new_tokens=31))
+        assert [token for r in rounds for token in r.tokens] == expected
+        return sum(r.accepted for r in rounds) / sum(r.drafted for r in rounds)
+
+    assert accepted((1, 2)) == accepted((2,)) == 1.0
+    assert accepted((0,)) < 1.0
+    assert accepted((3,)) < 1.0
+
+
+@pytest.mark.parametrize("skip", [(4,), (-1,), (1, 1), (), (0, 1, 2, 3)])
+def test_layers_that_cannot_be_skipped_are_refused_before_anything_is_loaded(
+    skip: tuple[int, ...], config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.evaluate.compare.load_models", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(UserError, match="skip"):
+        evaluate(config("out", methods={"m": MethodConfig("skip_layers", skip=skip)}))
+
+
+def test_which_layers_are_skipped() -> None:
+    assert [skipped_layers(None, count) for count in (3, 4, 7)] == [[1], [1], [1, 3, 5]]
+    assert skipped_layers((3, 1), 4) == [1, 3]
+    with pytest.raises(UserError, match="none is between the target's 2"):
+        skipped_layers(None, 2)
+    with pytest.raises(UserError, match=r"skip=\(1,\): expected None, its default: source=small_lm does not read it"):
+        MethodConfig("small_lm", skip=(1,))
+
+
+def test_it_is_reported_tuned_and_resumed(
+    models: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 0.0)  # it measures for no longer than it must
+    fixed = MethodConfig("skip_layers", skip=(1,), stop=StopConfig(max_draft=3))
+    auto = replace(fixed, stop=StopConfig(max_draft="auto"))
+    target = str(models / "target")
+    made = config("out", checkpoint=None, target=target, methods={"fixed": fixed, "auto": auto})
+    questions = [Prompt("a", "text", ("once upon",), False), Prompt("b", "text", ("def add(",), False)]
+    evaluate(made, questions)
+    reports = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]
+    for report in reports:
+        assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+        assert report["drafter"] == "none"
+        assert report["seconds"]["draft"] > 0
+    assert reports[0]["settings"]["skip"] == [1]
+    evaluate(replace(made, resume=True), questions)
+    other = {"fixed": replace(fixed, skip=(2,)), "auto": auto}
+    with pytest.raises(UserError, match="other settings: methods"):
+        evaluate(replace(made, methods=other, resume=True), questions)
+
+
+def test_python_and_a_rehearsal_know_it(tiny_models: Path) -> None:
+    model = outrider.load(str(tiny_models / TARGET), device="cpu", method="skip_beta")
+    alone = outrider.load(str(tiny_models / TARGET), device="cpu")
+    assert model.generate("to be or ", max_new_tokens=12) == alone.generate("to be or ", max_new_tokens=12)
+    method = MethodConfig("skip_layers", skip=(20, 21))  # which a tiny model lacks
+    rehearsed = EvaluateConfig(target="t", methods={"m": method}).small(tiny_models)
+    assert rehearsed.methods == {"m": MethodConfig("skip_layers")}
