@@ -22,7 +22,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
-TYPES = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16, "bf16": llama_cpp.GGML_TYPE_BF16}
+TYPES = {"f32": 0, "f16": 1, "bf16": 30}  # of ggml, where not all of them have a name in Python
 
 
 class SmallModel(LlamaDraftModel):
