@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import all_figures, table, table_by_category
+from figures import all_figures
 from interleaved import ArmsFor, Contest, add_options, evaluation, measure_all, read_categories
 from peer_llamacpp import llama_server, llama_version
+from record_tables import tables
 from subjects import as_model
 from transformers_arms import assisted_arms
 
@@ -133,7 +134,7 @@ def record(options: argparse.Namespace) -> None:
     entry = entry_of(contest, config, options, identity)
     out = options.out or options.work / "record.json"
     write_entry(out, entry)
-    print(table(entry["arms"]), table_by_category(entry["arms"]), sep="\n")
+    print(tables(entry))
     print(f"prompts={len(contest.results)} of {contest.asked} entry={entry['dtype']} out={out}")
 
 

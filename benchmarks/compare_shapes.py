@@ -21,10 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from figures import all_figures, interval
+from figures import all_figures
 from interleaved import add_options, evaluation, measure_all, read_categories
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from record_tables import interval
 from trainings import COMMON, KINDS, Kind, require_same, train, trained_for
 
 from conf import reported

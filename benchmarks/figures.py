@@ -1,9 +1,9 @@
-"""The figures of arms that were measured in turn, in all and by category, as JSON and as Markdown."""
+"""The figures of arms that were measured in turn, in all and by category."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from inference.evaluate.arms import PromptResult
 from inference.evaluate.lossless_report import lossless_section
 from inference.evaluate.speed import end_to_end, prefill_seconds, speedups_over_baselines, tokens_per_second
 from inference.evaluate.statistics import decode_statistics
@@ -42,48 +42,3 @@ def all_figures(results: Sequence[PromptResult], seed: int) -> dict[str, Figures
         parts = {name: figures(group, arm, seed) for name, group in groups.items()}
         found[arm] = {**figures(results, arm, seed), "judged": judged, "by_category": parts}
     return found
-
-
-def table(arms: Mapping[str, Figures]) -> str:
-    """All prompts together, as Markdown, slowest first."""
-    lines = [
-        "| arm | identical | τ | tokens/s | over plain decoding [95 %] | over `generate` [95 %] |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in by_speed(arms):
-        f = arms[name]
-        lines.append(
-            f"| {name} | {f['identical']}/{f['prompts']} | {number(f['tau'], 2)} | "
-            f"{number(f['tokens_per_second'], 1)} | {interval(f['speedup'])} | "
-            f"{interval(f['speedup'].get(f'vs_{TRANSFORMERS}'))} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def table_by_category(arms: Mapping[str, Figures]) -> str:
-    """Tokens per second, and over plain decoding the median ratio, by category."""
-    names = list(arms[AUTOREGRESSIVE]["by_category"])
-    lines = [f"| arm | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
-    for arm in by_speed(arms):
-        cells = [arms[arm]["by_category"][name] for name in names]
-        shown = (f"{number(c['tokens_per_second'], 1)}, {number(c['speedup']['median'], 2)}×" for c in cells)
-        lines.append(f"| {arm} | {' | '.join(shown)} |")
-    return "\n".join(lines) + "\n"
-
-
-def by_speed(arms: Mapping[str, Figures]) -> list[str]:
-    """The names, slowest first."""
-    return sorted(arms, key=lambda name: arms[name]["tokens_per_second"] or 0.0)
-
-
-def number(value: float | None, digits: int) -> str:
-    """A dash where there is none."""
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def interval(ratio: Mapping[str, Any] | None) -> str:
-    """The median of a ratio and its interval."""
-    if ratio is None or ratio["median"] is None:
-        return "–"
-    low, high = ratio["ci95"]
-    return f"{ratio['median']:.2f}× [{low:.2f}, {high:.2f}]"

@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from conf import build, register
+from conf import build, explain, register
 from conf.options import compose_defaults
 from data_prep.text.prompts import Prompt, read_prompts
 from inference.evaluate.arms import Arm, PromptResult, measure, measure_deviations, prepare
@@ -87,7 +89,10 @@ def evaluation(options: Sequence[str]) -> EvaluateConfig:
         if key in SAID_OTHERWISE:
             raise UserError(f"{option}: not an option here; see --help for prompts and places")
     register("evaluate_checkpoint", EvaluateConfig)
-    config = build(EvaluateConfig, compose_defaults("evaluate_checkpoint", list(options)))
+    try:
+        config = build(EvaluateConfig, compose_defaults("evaluate_checkpoint", list(options)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, EvaluateConfig)) from None
     require(config.sampling.temperature == 0, "sampling.temperature", config.sampling.temperature, "0: texts compare")
     require(config.target != "replay", "target", config.target, "a model: a recording has no speed")
     return config
