@@ -15,7 +15,8 @@ run replaces the entry of its dtype in --out and leaves the others.
 """
 
 import argparse
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -27,23 +28,23 @@ from interleaved import ArmsFor, Contest, add_options, evaluation, measure_all, 
 from peer_llamacpp import llama_server, llama_version
 from record_tables import tables
 from subjects import as_model
-from transformers_arms import assisted_arms
+from transformers_arms import assisted_arms, load_drafter
 
 from conf import reported
 from draft_models.checkpoint import from_pretrained, provenance
-from draft_models.target.open_target import open_target
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Arm
 from inference.evaluate.compare import JUDGED
 from inference.evaluate.report import describe_machine
-from inference.evaluate.subject import Models, Subject, load_plain
+from inference.evaluate.subject import Models, Subject
 from inference.generation_config import generate_settings
 from inference.settings import EvaluateConfig
 from outrider.errors import require
 from outrider.files import read_json, require_writable, write_json
 from train.time_budget import STEPS_FILE
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+PEERS = ("transformers_arms.py", "llamacpp_server.py")  # what they do decides what is measured
 
 
 def transformers_peers(config: EvaluateConfig, draft_tokens: int, subject: Subject, models: Models) -> ArmsFor:
@@ -56,7 +57,8 @@ def transformers_peers(config: EvaluateConfig, draft_tokens: int, subject: Subje
         ).requires_grad_(False)
         helpers["assisted_early_exit"] = {"assistant": as_model(subject.target.source, early_exit, **placed)}
     if config.small_lm is not None:
-        helpers["assisted_small_lm"] = {"assistant": load_plain(open_target(config.small_lm), **placed)}
+        small = load_drafter(config.small_lm, known_tokens(config), subject.config.vocab_size, subject.dtype)
+        helpers["assisted_small_lm"] = {"assistant": small.to(subject.device)}
 
     def arms_for(new_tokens: int) -> dict[str, Arm]:
         own = subject.inherited.config
@@ -64,6 +66,11 @@ def transformers_peers(config: EvaluateConfig, draft_tokens: int, subject: Subje
         return assisted_arms(models.plain, settings, draft_tokens, helpers)
 
     return arms_for
+
+
+def known_tokens(config: EvaluateConfig) -> Sequence[int] | None:
+    """Those that the small LM is made of, where they are not all."""
+    return None if config.small_lm is None else KINDS["small_lm"].load_maker().known_tokens(config.small_lm)
 
 
 def trained(config: EvaluateConfig) -> dict[str, Any]:
@@ -112,7 +119,8 @@ def record(options: argparse.Namespace) -> None:
     """Measure what is left to measure, write the entry and show the tables. Raises `UserError`."""
     config = evaluation(options.options)
     prompts = read_categories(options.prompts, options.per_category)
-    identity = {"draft_tokens": options.draft_tokens, "llama_cpp": None}
+    code = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PEERS)).hexdigest()[:12]
+    identity = {"code": code, "draft_tokens": options.draft_tokens, "llama_cpp": None}
     if options.llama_python:
         identity["llama_cpp"] = llama_version(options.llama_python)
     folder = options.work / config.dtype
@@ -124,9 +132,8 @@ def record(options: argparse.Namespace) -> None:
             if not options.llama_python:
                 return ours
             asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
-            started = llama_server(
-                options.llama_python, folder, subject.target, config.small_lm, subject.dtype, **asked
-            )
+            small = config.small_lm and load_drafter(config.small_lm, None, 0, subject.dtype)
+            started = llama_server(options.llama_python, folder, models.plain, small, known_tokens(config), **asked)
             server = held.enter_context(started)
             return lambda count: {**ours(count), **{n: server.arm(n, subject.eos, count) for n in server.arms}}
 

@@ -72,6 +72,16 @@ class Contest:
     threads: Mapping[int, int]
 
 
+@dataclass(frozen=True)
+class Field:
+    """All arms by name; of each config its own, and what was prepared for it; the target as transformers runs it."""
+
+    arms: Mapping[str, Arm]
+    benches: Sequence[Bench]
+    prepared: Sequence[Prepared]
+    plain: PreTrainedModel
+
+
 def add_options(parser: argparse.ArgumentParser, work: str) -> None:
     """The options that say on what is measured, and for how long. work: where the results of prompts are kept."""
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="options of evaluate-checkpoint")
@@ -145,41 +155,58 @@ def measure_all(
         todo = [position for position in range(len(prompts)) if position not in done]
         if todo:
             use_threads(first.threads)
-            teams = load_teams(configs, subject)
-            context = min(context_length(subject, models.drafters) for models in teams)
-            require_fits(prompts, ids, context - first.max_new_tokens)
-            positions = longest_text([[each] for each in ids], first.max_new_tokens, context)
+            field = enter(configs, subject, prompts, ids, known, peers)
             if known is None:
-                made = [prepare_methods(c, subject, m, ids[0], positions) for c, m in zip(configs, teams, strict=True)]
-                known = [asdict(each) for each in made]
+                known = [asdict(each) for each in field.prepared]
                 begin_run(folder, settings, known)
-            prepared = [construct(Prepared, each) for each in known]
-            teams[0].runtime.prepare(positions, prepared[0].kernels)
-            each_with = zip(configs, teams, prepared, strict=True)
-            benches = [make_bench(c, subject, m, p, ids[0], len(prompts)) for c, m, p in each_with]
-            arms = {name: arm for bench in benches for name, arm in bench.arms.items()}
-            if peers is not None:
-                others = peers(subject, teams[0], positions)
-                for arm in others(WARM_UP_TOKENS).values():
-                    arm(ids[0], Streams(first.seed).within("warm-up"))
-                arms |= others(first.max_new_tokens)
             for position in tqdm(todo, desc="measure", unit="prompt", disable=None):
                 if minutes is not None and position != todo[0] and time.monotonic() - began > 60 * minutes:
                     break
                 threads = use_threads(first.threads)
                 prompt = prompts[position]
                 result = measure(
-                    arms, ids[position], prompt_id=prompt.id, category=prompt.category, repeats=first.repeats,
+                    field.arms, ids[position], prompt_id=prompt.id, category=prompt.category, repeats=first.repeats,
                     turn=position, seed=first.seed,
                 )  # fmt: skip
                 if position < judged:
-                    result = judge(result, benches, teams[0].plain, first.seed)
+                    result = judge(result, field, first.seed)
                 append_result(folder, number, Measured(position, 1, (result,), threads=threads))
             done = read_results(folder)
     methods = {name: method for each in known for name, method in construct(Prepared, each).methods.items()}
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
     threads_used = Counter(measured.threads for measured in done.values())
     return Contest(subject, methods, results, len(prompts), dict(threads_used))
+
+
+def enter(
+    configs: Sequence[EvaluateConfig],
+    subject: Subject,
+    prompts: Sequence[Prompt],
+    ids: Sequence[Sequence[int]],
+    known: Sequence[Any] | None,
+    peers: MakePeers | None,
+) -> Field:
+    """All arms, warm. ids: of the prompts. known: what an earlier run has prepared (see `Prepared`), or None."""
+    first = configs[0]
+    teams = load_teams(configs, subject)
+    context = min(context_length(subject, models.drafters) for models in teams)
+    require_fits(prompts, ids, context - first.max_new_tokens)
+    positions = longest_text([[each] for each in ids], first.max_new_tokens, context)
+    if known is None:
+        pairs = zip(configs, teams, strict=True)
+        prepared = [prepare_methods(config, subject, models, ids[0], positions) for config, models in pairs]
+    else:
+        prepared = [construct(Prepared, each) for each in known]
+    teams[0].runtime.prepare(positions, prepared[0].kernels)
+    teamed = zip(configs, teams, prepared, strict=True)
+    benches = [make_bench(config, subject, models, made, ids[0], len(ids)) for config, models, made in teamed]
+    arms = {name: arm for bench in benches for name, arm in bench.arms.items()}
+    if peers is not None:
+        others = peers(subject, teams[0], positions)
+        for arm in others(WARM_UP_TOKENS).values():
+            arm(ids[0], Streams(first.seed).within("warm-up"))
+        arms |= others(first.max_new_tokens)
+    return Field(arms, benches, prepared, teams[0].plain)
 
 
 def load_teams(configs: Sequence[EvaluateConfig], subject: Subject) -> list[Models]:
@@ -192,10 +219,10 @@ def load_teams(configs: Sequence[EvaluateConfig], subject: Subject) -> list[Mode
     return [replace(models, drafters=each) for each in drafters]
 
 
-def judge(result: PromptResult, benches: Sequence[Bench], plain: PreTrainedModel, seed: int) -> PromptResult:
+def judge(result: PromptResult, field: Field, seed: int) -> PromptResult:
     """`result` with the rounding errors of our arms on the reference's text, where equal texts do not decide."""
     found: dict[str, Deviation] = {}
-    for bench in benches:
+    for bench in field.benches:
         if bench.judge is not None:
-            found |= measure_deviations(plain, result, bench.judge, Streams(seed, result.prompt_id))
+            found |= measure_deviations(field.plain, result, bench.judge, Streams(seed, result.prompt_id))
     return replace(result, deviations=found)

@@ -3,8 +3,8 @@
 Started by peer_llamacpp.py with the interpreter that has llama-cpp-python, which needs nothing of this project. The
 first line says what to load, every other one asks for a continuation:
 
-    {"model": FILE, "draft": FILE or null, "positions": 1024, "threads": 2, "draft_tokens": 4, "max_ngram": 3,
-     "cache": "f32"}
+    {"model": FILE, "draft": FILE or null, "ids": null, "positions": 1024, "threads": 2, "draft_tokens": 4,
+     "max_ngram": 3, "cache": "f32"}
     {"arm": "llama_cpp", "prompt": [1, 2, 3], "eos": [2], "max_new_tokens": 128}
 
 An answer has the tokens of every pass of the target, and the seconds at which it began and each pass ended. The clock
@@ -26,15 +26,24 @@ TYPES = {"f32": 0, "f16": 1, "bf16": 30}  # of ggml, where not all of them have 
 
 
 class SmallModel(LlamaDraftModel):
-    """Drafts with another model. It keeps its cache as far as the text is the same."""
+    """Drafts with another model, which keeps its cache as far as the text is the same.
 
-    def __init__(self, llm, count):
-        self.llm, self.count = llm, count
+    ids: the target's ids that its own stand for, in order; its last id is any other, and is not proposed. None: all.
+    """
+
+    def __init__(self, llm, count, ids):
+        self.llm, self.count, self.ids = llm, count, ids
+        self.place = {token: own for own, token in enumerate(ids or ())}
 
     def __call__(self, input_ids, /, **kwargs):
+        text = input_ids.tolist()
+        if self.ids is not None:
+            text = [self.place.get(token, len(self.ids)) for token in text]
         drafted = []
-        for count, token in enumerate(self.llm.generate(input_ids.tolist(), temp=0.0), 1):
-            drafted.append(token)
+        for count, own in enumerate(self.llm.generate(text, temp=0.0), 1):
+            if self.ids is not None and own == len(self.ids):
+                break
+            drafted.append(own if self.ids is None else self.ids[own])
             if count == self.count:
                 break
         return np.array(drafted, dtype=np.intc)
@@ -59,7 +68,7 @@ def load_arms(asked):
         "llama_cpp_prompt_lookup": load(asked["model"], asked, looking, all_logits=True),
     }
     if asked["draft"]:
-        small = SmallModel(load(asked["draft"], asked), count)
+        small = SmallModel(load(asked["draft"], asked), count, asked["ids"])
         arms["llama_cpp_small_lm"] = load(asked["model"], asked, small, all_logits=True)
     return arms
 

@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers_arms import MAX_NGRAM, generation_of
 
 from conf import reported
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.target.open_target import OpenTarget, open_target
+from draft_models.target.model_files import load_causal_lm
+from draft_models.target.open_target import open_target
+from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Arm, Generation, transformers_generate
 from inference.evaluate.subject import end_tokens, load_plain
 from outrider.errors import UserError, require
@@ -56,18 +58,18 @@ def llama_version(python: str) -> str:
     return asked.stdout.strip()
 
 
-def write_gguf(target: OpenTarget, path: Path, dtype: torch.dtype) -> Path:
-    """The weights of a Llama as a GGUF file without a tokenizer, norms in float32; `path`.
+def write_gguf(model: PreTrainedModel, path: Path) -> Path:
+    """The weights of a Llama as a GGUF file in the model's dtype, norms in float32, without a tokenizer; `path`.
 
-    Raises `UserError` for what this file format is not written for here.
+    Raises `UserError` for a model that is not written here.
     """
     import gguf  # an extra, which nothing but this needs here
 
-    config: Any = target.config
+    config: Any = model.config
     rope = config.rope_parameters
     plain = config.model_type == "llama" and not (config.attention_bias or config.mlp_bias)
-    require(plain and rope.get("rope_type", "default") == "default", "target", target.source, "a Llama of plain RoPE")
-    model = load_plain(target, dtype, torch.device("cpu"))
+    plain = plain and rope.get("rope_type", "default") == "default"
+    require(plain, "llama-python", config.model_type, "a Llama of plain RoPE, without biases")
     writer = gguf.GGUFWriter(require_writable(path.parent) / path.name, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -80,7 +82,7 @@ def write_gguf(target: OpenTarget, path: Path, dtype: torch.dtype) -> Path:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
-    kind = gguf.GGMLQuantizationType[FORMATS[dtype].upper()]
+    kind = gguf.GGMLQuantizationType[FORMATS[model.dtype].upper()]
     for name, tensor in weights_of(model.state_dict(), config):
         wanted = kind if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
@@ -144,15 +146,22 @@ class LlamaServer:
 
 @contextmanager
 def llama_server(
-    python: str, folder: Path, target: OpenTarget, small_lm: str | None, dtype: torch.dtype, **asked: Any
+    python: str,
+    folder: Path,
+    target: PreTrainedModel,
+    small_lm: PreTrainedModel | None = None,
+    tokens: Sequence[int] | None = None,
+    **asked: Any,
 ) -> Iterator[LlamaServer]:
-    """llama.cpp with the weights of `target`, and of a small LM to draft with, written to `folder` in `dtype`.
+    """llama.cpp with the weights of `target`, and of a small LM to draft with, written to `folder` meanwhile.
 
+    tokens: those that the small LM's ids stand for, where they are not all (see `Maker.known_tokens`).
     asked: positions, threads and draft_tokens.
     """
-    model = write_gguf(target, folder / "target.gguf", dtype)
-    draft = write_gguf(open_target(small_lm), folder / "small_lm.gguf", dtype) if small_lm else None
-    asked |= {"model": str(model), "draft": draft and str(draft), "max_ngram": MAX_NGRAM, "cache": FORMATS[dtype]}
+    model = write_gguf(target, folder / "target.gguf")
+    draft = None if small_lm is None else write_gguf(small_lm, folder / "small_lm.gguf")
+    asked |= {"model": str(model), "draft": draft and str(draft), "ids": None if tokens is None else list(tokens)}
+    asked |= {"max_ngram": MAX_NGRAM, "cache": FORMATS[target.dtype]}
     server = LlamaServer(python, asked)
     try:
         yield server
@@ -183,14 +192,16 @@ def main() -> None:
 def compare(options: argparse.Namespace) -> None:
     """Say for every arm and prompt whether llama.cpp's text is transformers'."""
     llama_version(options.llama_python)
-    target, dtype = open_target(options.target), torch.float32
-    plain, eos = load_plain(target, dtype, torch.device("cpu")), end_tokens(target)
+    target = open_target(options.target)
+    plain, eos = load_plain(target, torch.float32, torch.device("cpu")), end_tokens(target)
+    small = options.small_lm and load_causal_lm(options.small_lm, role="small_lm", dtype=torch.float32)
+    tokens = options.small_lm and KINDS["small_lm"].load_maker().known_tokens(options.small_lm)
     found = read_prompts(options.prompts, limit=options.num_prompts)
     prompts = [render_prompt(p.turns[:1], target.tokenizer, "auto" if p.chat else "none") for p in found]
     counts = {"max_new_tokens": options.max_new_tokens, "eos": eos}
-    asked = {"threads": torch.get_num_threads(), "draft_tokens": 4}
+    asked: dict[str, Any] = {"threads": torch.get_num_threads(), "draft_tokens": 4}
     asked["positions"] = max(map(len, prompts)) + options.max_new_tokens
-    with llama_server(options.llama_python, options.work, target, options.small_lm, dtype, **asked) as server:
+    with llama_server(options.llama_python, options.work, plain, small, tokens, **asked) as server:
         for asked_prompt, ids in zip(found, prompts, strict=True):
             wanted = transformers_generate(plain, ids, **counts).tokens
             for name in server.arms:

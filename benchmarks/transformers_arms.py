@@ -6,15 +6,43 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from draft_models.target.model_files import load_causal_lm
 from inference.decode import Round, cut
 from inference.evaluate.arms import Arm, Generation, stock_attention
 from outrider.streams import Streams
 
 MAX_NGRAM = 3
+
+
+def load_drafter(where: str, tokens: Sequence[int] | None, vocabulary: int, dtype: torch.dtype) -> PreTrainedModel:
+    """The small LM in `where` for transformers, which knows models of the whole vocabulary only.
+
+    tokens: the target's ids that its own ids stand for, in order, where they are not all (see `Maker.known_tokens`).
+    """
+    model = load_causal_lm(where, role="small_lm", dtype=dtype).requires_grad_(False).eval()
+    return model if tokens is None else widened(model, torch.tensor(tokens), vocabulary)
+
+
+def widened(model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> PreTrainedModel:
+    """`model`, whose ids stand for `tokens` [k] and its id k for any other, over the whole `vocabulary`.
+
+    It proposes the same tokens. Its head has a row for every token again, most of them with a very low bias.
+    """
+    place = torch.full((vocabulary,), len(tokens)).index_copy(0, tokens, torch.arange(len(tokens)))
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    whole = nn.Linear(head.weight.shape[1], vocabulary).to(head.weight)
+    whole.weight.data = head.weight[place]
+    whole.bias.data.fill_(-1e4)
+    whole.bias.data[tokens] = 0 if head.bias is None else head.bias[: len(tokens)]
+    model.config.update({"vocab_size": vocabulary, "tie_word_embeddings": False})
+    model.set_input_embeddings(nn.Embedding.from_pretrained(embedding.weight[place]))
+    model.set_output_embeddings(whole)
+    return model.requires_grad_(False)
 
 
 class _Deliveries(BaseStreamer):

@@ -12,43 +12,49 @@ from safetensors.torch import load_file
 from draft_models.checkpoint import save_pretrained
 from draft_models.target.architectures import load_config
 from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer, open_target
+from draft_models.target.open_target import load_tokenizer
 from draft_models.target.tensor_files import open_tensors
 from outrider.errors import UserError
-from tests.tiny import make_drafter, save_target
+from tests.tiny import VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
-# In the place of the package: it counts on from the last token, and its "draft" is right about two tokens.
+# In the place of the package. Every model counts on from the last token, the one that drafts up to 4.
 STAND_IN = """
+import numpy as np
 __version__ = "0"
 class Llama:
     def __init__(self, path, **options):
         assert open(path, "rb").read(4) == b"GGUF"
-        self.drafts = options["draft_model"] is not None
-        assert options["logits_all"] == self.drafts
+        self.drafts_for_another, self.fresh, self.drafter = "small_lm" in path, False, options["draft_model"]
+        assert options["logits_all"] == (self.drafter is not None)
         assert options["n_threads"] == options["n_threads_batch"]
         assert options["type_k"] == options["type_v"] == 0
     def reset(self):
-        self.last = None
+        self.fresh = True
     def eval(self, tokens):
-        self.last = tokens[-1]
+        print("noise on the standard output")
     def generate(self, tokens, temp):
         assert temp == 0.0
-        assert self.last is None
-        self.eval(tokens)
-        yield (self.last + 1) % 256
+        assert self.fresh or self.drafts_for_another
+        self.fresh, text, drafted = False, list(tokens), []
+        self.eval(text)
         while True:
-            print("noise on the standard output")
-            self.eval([(self.last + 1) % 256])
-            for step in range(1, 4 if self.drafts else 2):
-                yield (self.last + step) % 256
-            self.last = self.last + step - 1
+            for token in [*drafted, None]:
+                text.append(min(text[-1] + 1, 4) if self.drafts_for_another else text[-1] + 1)
+                yield text[-1]
+                if token != text[-1]:
+                    break
+            drafted = [] if self.drafter is None else self.drafter(np.array(text)).tolist()
+            self.eval([text[-1], *drafted])
 """
 SPECULATIVE = """
+import numpy as np
 class LlamaDraftModel:
     pass
 class LlamaPromptLookupDecoding(LlamaDraftModel):
     def __init__(self, max_ngram_size, num_pred_tokens):
         assert (max_ngram_size, num_pred_tokens) == (3, 4)
+    def __call__(self, text):
+        return text[-1] + np.array([1, 2, 9])
 """
 
 
@@ -144,18 +150,18 @@ def test_llama_cpp_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "llama_cpp" / "llama_speculative.py").write_text(SPECULATIVE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert llama_version(sys.executable) == "0"
-    target = open_target(str(save_target(tmp_path / "target")))
+    target, _ = open_stack(save_target(tmp_path / "target"))
     asked = {"positions": 64, "threads": 1, "draft_tokens": 4}
-    with llama_server(sys.executable, tmp_path / "files", target, None, torch.float32, **asked) as server:
-        assert server.arms == ["llama_cpp", "llama_cpp_prompt_lookup"]
-        plain, looking = (
-            server.arm(name, eos, 6)([5, 9], Streams(0))
-            for name, eos in (("llama_cpp", ()), ("llama_cpp_prompt_lookup", (13,)))
-        )
-    assert plain.tokens == (10, 11, 12, 13, 14, 15)
-    assert [r.tokens for r in plain.rounds] == [(token,) for token in plain.tokens[1:]]
-    assert looking.tokens == (10, 11, 12, 13)
-    assert [r.tokens for r in looking.rounds] == [(11, 12, 13)]
+    ids = [10, 11, 12, 14]  # of the target, that the small LM's 0 to 3 stand for
+    with llama_server(sys.executable, tmp_path / "files", target, target, ids, **asked) as server:
+        assert server.arms == ["llama_cpp", "llama_cpp_prompt_lookup", "llama_cpp_small_lm"]
+        plain, looking, drafted = (server.arm(name, (15,), 9)([5, 9], Streams(0)) for name in server.arms)
+        short = server.arm("llama_cpp", (), 3)([5, 9], Streams(0))
+    assert plain.tokens == looking.tokens == drafted.tokens == (10, 11, 12, 13, 14, 15)
+    assert [r.tokens for r in plain.rounds] == [(11,), (12,), (13,), (14,), (15,)]
+    assert [r.tokens for r in looking.rounds] == [(11, 12, 13), (14, 15)]
+    assert [r.tokens for r in drafted.rounds] == [(11, 12, 13), (14,), (15,)]  # 13 is none of its, nor is what follows
+    assert short.tokens == (10, 11, 12)
     assert plain.prefill_seconds > 0
     assert plain.decode_seconds == pytest.approx(sum(r.seconds for r in plain.rounds))
     assert server.process.poll() == 0
@@ -169,8 +175,8 @@ def test_a_gguf_file_has_the_weights(tmp_path: Path, tied: bool) -> None:
     from peer_llamacpp import weights_of, write_gguf
 
     path = save_target(tmp_path / "target", tied=tied, kv_heads=2)
-    target = open_target(str(path))
-    reader = gguf.GGUFReader(write_gguf(target, tmp_path / "model.gguf", torch.float32))
+    target, _ = open_stack(path)
+    reader = gguf.GGUFReader(write_gguf(target, tmp_path / "model.gguf"))
     stored = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
     assert ("output.weight" in stored) == (not tied)
     weights = load_file(path / "model.safetensors")
@@ -183,3 +189,24 @@ def test_a_gguf_file_has_the_weights(tmp_path: Path, tied: bool) -> None:
         assert torch.equal(pairs[:, 2 * i + 1], rows[:, i + half])
     assert torch.equal(stored["blk.1.ffn_down.weight"], weights["model.layers.1.mlp.down_proj.weight"])
     assert len(stored) == len(list(weights_of(weights, target.config)))
+
+
+@torch.no_grad()
+def test_a_model_over_some_tokens_proposes_the_same_over_all(tmp_path: Path) -> None:
+    """Its rows are those of a whole model; any other token is read as its last one, and never proposed."""
+    from transformers_arms import widened
+
+    whole, _ = open_stack(save_target(tmp_path / "whole"))
+    narrow, _ = open_stack(save_target(tmp_path / "narrow"))
+    tokens = torch.arange(3, VOCABULARY, 2)
+    rows = torch.cat([tokens, torch.tensor([0])])
+    for each in (narrow.model.embed_tokens, narrow.lm_head):
+        each.weight = torch.nn.Parameter(each.weight[rows])
+    model = widened(narrow, tokens, VOCABULARY)
+    text = torch.tensor([random_prompt(12)])
+    read = torch.where(torch.isin(text, tokens), text, 0)
+    assert not torch.equal(read, text)
+    mine, theirs = model(text).logits, whole(read).logits
+    torch.testing.assert_close(mine[..., tokens], theirs[..., tokens])
+    others = [token for token in range(VOCABULARY) if token not in tokens]
+    assert bool((mine[..., others].amax(-1) < mine[..., tokens].amin(-1)).all())
