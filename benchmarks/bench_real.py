@@ -32,6 +32,7 @@ from transformers_arms import assisted_arms, load_drafter
 
 from conf import reported
 from draft_models.checkpoint import from_pretrained, provenance
+from draft_models.target.model_files import load_causal_lm
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Arm
 from inference.evaluate.compare import JUDGED
@@ -132,8 +133,10 @@ def record(options: argparse.Namespace) -> None:
             if not options.llama_python:
                 return ours
             asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
-            small = config.small_lm and load_drafter(config.small_lm, None, 0, subject.dtype)
-            started = llama_server(options.llama_python, folder, models.plain, small, known_tokens(config), **asked)
+            where, dtype = subject.target, subject.dtype
+            target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be laid out anew
+            small = config.small_lm and load_causal_lm(config.small_lm, role="small_lm", dtype=dtype)
+            started = llama_server(options.llama_python, folder, target, small, known_tokens(config), **asked)
             server = held.enter_context(started)
             return lambda count: {**ours(count), **{n: server.arm(n, subject.eos, count) for n in server.arms}}
 

@@ -160,8 +160,10 @@ def llama_server(
     """
     model = write_gguf(target, folder / "target.gguf")
     draft = None if small_lm is None else write_gguf(small_lm, folder / "small_lm.gguf")
+    asked["cache"] = FORMATS[target.dtype]
+    del target, small_lm  # files hold them now
     asked |= {"model": str(model), "draft": draft and str(draft), "ids": None if tokens is None else list(tokens)}
-    asked |= {"max_ngram": MAX_NGRAM, "cache": FORMATS[target.dtype]}
+    asked |= {"max_ngram": MAX_NGRAM}
     server = LlamaServer(python, asked)
     try:
         yield server

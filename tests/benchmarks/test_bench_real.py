@@ -72,6 +72,7 @@ def kept(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_record_goes_on_and_has_an_entry_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_real
     from fill_tables import fill_record
@@ -138,6 +139,7 @@ def test_a_record_goes_on_and_has_an_entry_a_dtype(tmp_path: Path, monkeypatch: 
         record("float32")
 
 
+@pytest.mark.slow
 def test_llama_cpp_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peer_llamacpp import llama_server, llama_version
 
