@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo smollm2 test test-fast test-gpu lint format clean
+.PHONY: demo demo-real smollm2 test test-fast test-gpu lint format clean
 .NOTPARALLEL:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -36,6 +36,10 @@ format: $(STAMP)
 # The whole mission, small: a target, its own answers, drafters of every kind, the proof. What is done is skipped.
 demo: $(STAMP)
 	$(RUN)python train/pipeline.py experiment=demo resume=true
+
+# A real chat model and the drafters in drafters/smollm2: fetched, measured, no training. What is done is skipped.
+demo-real: $(STAMP)
+	$(RUN)python train/pipeline.py experiment=smollm2_demo resume=true
 
 # A real chat model in the place of the demo's toy: two hours on two cores. What is done is skipped.
 smollm2: $(STAMP)

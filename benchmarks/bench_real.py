@@ -36,6 +36,7 @@ from draft_models.target.model_files import load_causal_lm
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Arm
 from inference.evaluate.compare import JUDGED
+from inference.evaluate.drafter_facts import trained_seconds
 from inference.evaluate.report import describe_machine
 from inference.evaluate.subject import Models, Subject
 from inference.generation_config import generate_settings
@@ -92,6 +93,7 @@ def entry_of(contest: Contest, config: EvaluateConfig, options: argparse.Namespa
         "target": contest.subject.target.source,
         "target_digest": asdict(contest.subject.target.fingerprint),
         "drafters": trained(config),
+        "trained_seconds": trained_seconds(config),
         "dtype": str(contest.subject.dtype).removeprefix("torch."),
         "machine": describe_machine(str(contest.subject.device)),
         "threads": contest.threads,

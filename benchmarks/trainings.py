@@ -11,11 +11,12 @@ from typing import Any
 from conf import build, register
 from conf.options import compose_defaults
 from draft_models.checkpoint import META_FILE
+from draft_models.small_lm import TRAINING_FILE
 from outrider.files import require_writable, write_json
 from train.early_exit import train_early_exit
 from train.progress import LOG_FILE
 from train.settings import EesdConfig, FinetuneConfig
-from train.small_lm import REPORT_FILE, finetune_drafter
+from train.small_lm import finetune_drafter
 from train.time_budget import STEPS_FILE
 
 # No step is chosen by an evaluation: a training ends with its minutes.
@@ -39,7 +40,9 @@ class Kind:
 
 KINDS = {
     "eesd": Kind("early exit", "eesd", EesdConfig, train_early_exit, META_FILE, ()),
-    "small_lm": Kind("small LM", "finetune_drafter", FinetuneConfig, finetune_drafter, REPORT_FILE, ("drafter=tiny",)),
+    "small_lm": Kind(
+        "small LM", "finetune_drafter", FinetuneConfig, finetune_drafter, TRAINING_FILE, ("drafter=tiny",)
+    ),
 }
 
 

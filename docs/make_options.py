@@ -15,7 +15,7 @@ from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from train.pipeline_settings import PipelineConfig
-from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig
+from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ShipConfig, ToyTargetConfig
 
 PAGE = Path(__file__).parent / "options.md"
 COMMANDS: dict[str, tuple[str, type]] = {
@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "convert_target": ("data_prep/convert_target.py", ConvertConfig),
     "fetch_target": ("data_prep/fetch_target.py", FetchConfig),
     "toy_target": ("train/toy_target.py", ToyTargetConfig),
+    "ship_drafters": ("train/ship_drafters.py", ShipConfig),
     "pipeline": ("train/pipeline.py", PipelineConfig),
 }
 

@@ -49,7 +49,7 @@ class DrafterMeta:
     weights_sha256: str = ""
     own_layer: bool = True  # false: norm and head right on the target's first layers
     format: int = FORMAT
-    draft_vocabulary: int | None = None  # tokens that its own head has logits of; null: all
+    draft_vocabulary: int | None = None  # tokens that it has logits of; null: all
     trained_on: dict[str, str] | None = None  # see `parts_below`; earlier versions did not record it
 
 
@@ -99,6 +99,22 @@ def save_pretrained(
     require_writable(path)
     write_atomically(path / WEIGHTS_FILE, blob)
     write_json(path / META_FILE, dataclasses.asdict(meta))
+
+
+def recast(source: Path | str, to: Path, dtype: torch.dtype) -> DrafterMeta:
+    """Write the drafter in `source` to directory `to` in `dtype`, with all that is known of it, and return that.
+
+    Raises `UserError` where its files are missing, truncated or altered.
+    """
+    meta = read_meta(source)
+    stored = _read_weights(Path(source) / WEIGHTS_FILE, meta.weights_sha256)
+    blob = save({name: placed(tensor, "cpu", dtype) for name, tensor in stored.items()}, metadata={"format": "pt"})
+    name, digest = str(dtype).removeprefix("torch."), hashlib.sha256(blob).hexdigest()
+    meta = dataclasses.replace(meta, dtype=name, weights_sha256=digest)
+    require_writable(to)
+    write_atomically(to / WEIGHTS_FILE, blob)
+    write_json(to / META_FILE, dataclasses.asdict(meta))
+    return meta
 
 
 def read_meta(path: Path | str) -> DrafterMeta:

@@ -17,6 +17,7 @@ from draft_models.target.anatomy import LayerCall, LogitRule
 from draft_models.target.attention import Band
 from draft_models.target.empty_models import anatomy_of, decoder_layers, empty_layers, final_norm, number_layer
 from draft_models.target.stack import LayerCache, LayerStack, Rotary, call_layer
+from draft_models.target.tensor_parallel import whole_head
 from outrider.errors import UserError
 
 
@@ -41,10 +42,11 @@ class EarlyExit(nn.Module):
     """p(y_t) = softmax(W · RMSNorm(Layer_e(H_t^N))), EESD eq. 1, for H^N after the target's first N layers.
 
     `head` is None when the drafter shares the target's head. Then `use_head` must be called before `logits`. That head
-    stands in the list `shared_head`, so that it is no part of this module. The layer's `layer_idx` is N: its keys and
+    stands in the list `shared_head`, so that it is no part of this module: whole, or a copy of its rows for
+    `draft_tokens`. The layer's `layer_idx` is N: its keys and
     values belong to a cache of their own that starts at layer N.
 
-    draft_tokens: ids [k], ascending, of the tokens that its own head has logits of; None: all of the `vocabulary`.
+    draft_tokens: ids [k], ascending, of the tokens that it has logits of; None: all of the `vocabulary`.
     """
 
     draft_tokens: Tensor | None
@@ -85,8 +87,8 @@ class EarlyExit(nn.Module):
     ) -> "EarlyExit":
         """Copies of the last layer, the norm and, if `own_head`, the head of `model`, to sit on `exit_layer` layers.
 
-        Without `own_layer` norm and head sit on those layers directly: the paper's ablation. draft_tokens: of the head
-        their rows only.
+        Without `own_layer` norm and head sit on those layers directly: the paper's ablation. draft_tokens: of either
+        head their rows only.
         """
         layer: nn.Module = copy.deepcopy(decoder_layers(model)[-1]) if own_layer else NoLayer()
         number_layer(layer, exit_layer)
@@ -118,14 +120,17 @@ class EarlyExit(nn.Module):
         own_layer: bool = True,
         draft_vocabulary: int | None = None,
     ) -> "EarlyExit":
-        """An exit layer for a target of `config`, without weights (meta device). draft_vocabulary: of its own head."""
+        """An exit layer for a target of `config`, without weights (meta device). draft_vocabulary: its tokens."""
         model = empty_layers(config, exit_layers(config, exit_layer))
         tokens = None if draft_vocabulary is None else torch.empty(draft_vocabulary, dtype=torch.long, device="meta")
         return cls.from_model(model, exit_layer, own_head=own_head, own_layer=own_layer, draft_tokens=tokens)
 
     def use_head(self, head: nn.Linear) -> None:
-        """Share the target's `head` (only where the drafter has none of its own)."""
-        self.shared_head = [head]
+        """Share the target's `head` (only where the drafter has none of its own); of some tokens, a copy of its rows.
+
+        Where the head is split, all of its processes call this.
+        """
+        self.shared_head = [head if self.draft_tokens is None else _rows_of(head, self.draft_tokens)]
 
     @property
     def output_head(self) -> nn.Linear:
@@ -157,10 +162,11 @@ def _rows_of(head: Any, tokens: Tensor | None) -> Any:
     """A copy of `head`, or of its rows for `tokens` alone."""
     if tokens is None:
         return copy.deepcopy(head)
-    rows = nn.Linear(head.weight.shape[1], len(tokens), bias=head.bias is not None, device="meta")
-    rows.weight = nn.Parameter(head.weight.detach()[tokens], requires_grad=head.weight.requires_grad)
-    if head.bias is not None:
-        rows.bias = nn.Parameter(head.bias.detach()[tokens], requires_grad=head.weight.requires_grad)
+    weight, bias = whole_head(head)
+    rows = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
+    rows.weight = nn.Parameter(weight.detach()[tokens], requires_grad=False)
+    if bias is not None:
+        rows.bias = nn.Parameter(bias.detach()[tokens], requires_grad=False)
     return rows
 
 
@@ -190,8 +196,9 @@ class EarlyExitStudent(nn.Module):
     ):
         """start: a model with the target's last layer whole, where `model` is split over processes.
 
-        draft_tokens: the only ones that the drafter has logits of. Cross-entropy is of the labels among them, and a
-        divergence is from the target's law given that its token is one of them.
+        draft_tokens: the only ones that the drafter has logits of. Cross-entropy is of the labels among them;
+        `draft_models.losses` says what a divergence is of. Without `train_head` they are rows of the target's head,
+        and unless the target runs along the rest of it is dropped.
         """
         super().__init__()
         self.objective = objective
@@ -203,11 +210,12 @@ class EarlyExitStudent(nn.Module):
         if not train_head:
             head: Any = model.get_output_embeddings()
             self.drafter.use_head(head)
+        self.head_rows = self.drafter.output_head if not train_head and draft_tokens is not None else None
         self.stack = LayerStack(model, rotary_dtype=torch.float32)
         if not self.online:
             self.stack.layers = self.stack.layers[:exit_layer]
             del self.stack.norm
-            if train_head:
+            if train_head or self.head_rows is not None:
                 del self.stack.head
         self.stack.requires_grad_(False)
         self.drafter.requires_grad_(True)
@@ -252,11 +260,13 @@ class EarlyExitStudent(nn.Module):
             labels = labels if tokens is None else places(labels, tokens, self.drafter.vocabulary)
             return {"loss_sum": linear_cross_entropy(*mine, labels, rule=rule)}
         if target is None:
-            known = (top_k["top_ids"], top_k["top_logprobs"], top_k["tail"])
+            ids = top_k["top_ids"]
+            ids = ids if tokens is None else places(ids, tokens, self.drafter.vocabulary)
+            known = (ids, top_k["top_logprobs"], top_k["tail"])
             return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=rule)}
-        states, weight = head_product(self.stack.head, target)
-        teacher = (states, weight if tokens is None else weight[tokens])
-        return {"loss_sum": linear_divergence(*mine, *teacher, labels, self.objective, rule=rule, target_rule=rule)}
+        sides = (*mine, *head_product(self.stack.head, target))
+        options: dict[str, Any] = {"rule": rule, "target_rule": rule, "tokens": tokens}
+        return {"loss_sum": linear_divergence(*sides, labels, self.objective, **options)}
 
     @torch.no_grad()
     def judged(

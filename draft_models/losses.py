@@ -15,6 +15,7 @@ from draft_models.target.anatomy import LogitRule
 PLAIN = LogitRule()
 IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
+OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # those that are made of α = Σ min(p, q)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
 
 # (logits of some rows, which rows, whether a gradient is wanted) → (summed loss, its gradient by the logits)
@@ -105,6 +106,7 @@ def linear_divergence(
     *,
     rule: LogitRule = PLAIN,
     target_rule: LogitRule = PLAIN,
+    tokens: Tensor | None = None,
 ) -> Tensor:
     """The sum of D(p, q) over supervised positions; `kind`, one of `DIVERGENCES`, says which D.
 
@@ -116,19 +118,27 @@ def linear_divergence(
     Two aim at the acceptance α = Σ min(p, q) (LK losses, arXiv:2602.23881). acceptance: −log α. kl_tv: λ · forward_kl +
     (1 − λ) · total_variation with λ = exp(−3α) of each position; no gradient passes through λ.
 
+    tokens [V]: the ids of the drafter's tokens, where they are only some of the target's; q is 0 at all others.
+    `OVERLAPS` are of p as it is: the others have no part in Σ min(p, q), so a position at which the target says one
+    of them is lost, and counts as that. The KLs would be infinite there. Theirs is p given that its token is one of
+    `tokens`, which is what a q without the others can come to. It needs these rows of target_weight alone.
+
     hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only say which
     positions count: those that are not `IGNORE`. Where V ≠ V' (padded embeddings) both distributions are taken over the
     ids that they share. No gradient reaches the target's side. Neither side's [tokens, V] logits exist at once: chunks
     and dtypes are those of `linear_cross_entropy`.
     """
     keep = labels != IGNORE
+    if tokens is not None and kind not in OVERLAPS:
+        target_weight, tokens = target_weight[tokens], None
     shared = min(weight.shape[0], target_weight.shape[0])
-    known, target_matrix = target_hidden[keep].detach(), target_weight[:shared].detach()
-    padding = weight.shape[0] - shared
+    target_matrix = target_weight.detach()[: shared if tokens is None else None]
+    known, padding = target_hidden[keep].detach(), weight.shape[0] - shared
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
         log_q = logits[:, :shared].log_softmax(-1)
         log_p = target_rule((known[rows] @ target_matrix.T).to(logits.dtype)).log_softmax(-1)
+        log_p = log_p if tokens is None else log_p[:, tokens]
         value, slope = _divergence(kind, log_p, log_q)
         if not need_grad:
             return value, None
@@ -156,22 +166,39 @@ def linear_topk_divergence(
     q. The result equals the full divergence where p and q agree on the ratios within the tail. Elsewhere it is less; of
     kl_tv each part is, but λ is another. p is normalised again (see `top_k_logs`). hidden, weight, labels, `kind` as
     there.
+
+    Where the drafter has only some of the target's tokens, top_ids are their places among its own, and `IGNORE` for
+    those that it has not (see `draft_models.draft_vocabulary.places`). The latter are treated as in
+    `linear_divergence`: they have no part in the overlaps, and the KLs are of p given that its token is none of them.
+    What the tail holds of them is not known. It all counts as the drafter's other tokens, unless it has no others.
     """
     keep = labels != IGNORE
     ids, logprobs, rest = top_ids[keep], top_logprobs[keep], tail[keep]
+    own = weight.shape[0]
+    outside = ids == IGNORE
+    picked_of = ids.masked_fill(outside, own)  # a column beside its own tokens
+    beside = bool(outside.any())
+    every = (~outside).sum(-1, keepdim=True) == own
+    impossible = torch.cat([outside, every], -1)  # buckets in which q has no token
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        picked = ids[rows]
+        picked, lacking = picked_of[rows], impossible[rows]
+        lowest = torch.finfo(logits.dtype).min / 4  # finite, as 0 · −∞ is no number
         log_p = top_k_logs(logprobs[rows].to(logits.dtype), rest[rows].to(logits.dtype))
+        log_p = log_p.masked_fill(lacking, lowest)
+        if kind not in OVERLAPS:
+            log_p = log_p.log_softmax(-1)
         log_all = logits.log_softmax(-1)
+        log_all = F.pad(log_all, (0, 1), value=lowest) if beside else log_all
         others = log_all.scatter(-1, picked, -torch.inf)
         log_q = torch.cat([log_all.gather(-1, picked), others.logsumexp(-1, keepdim=True)], -1)
+        log_q = log_q.masked_fill(lacking, lowest)
         value, slope = _divergence(kind, log_p, log_q)
         if not need_grad:
             return value, None
         # by a token's logit: its share of its bucket's slope, less its probability of all slopes
         share = (others - log_q[:, -1:]).exp_().mul_(slope[:, -1:]).scatter_(-1, picked, slope[:, :-1])
-        return value, share - log_all.exp_() * slope.sum(-1, keepdim=True)
+        return value, (share - log_all.exp_() * slope.sum(-1, keepdim=True))[:, :own]
 
     return _apply(hidden, weight, keep, objective, chunk, rule)
 
@@ -179,6 +206,7 @@ def linear_topk_divergence(
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """The summed divergence of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q, the q taken as free.
 
+    Of `OVERLAPS`, p may add up to less than 1: the rest is where q has nothing.
     By the logits z of q the gradient is slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j.
     """
     if kind == "acceptance":
@@ -195,15 +223,17 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
     q = log_q.exp()
     if kind == "kl_tv":
         share = (-KL_FADES * acceptance(log_p, log_q)).exp_()[:, None]  # λ
-        value = share * p * (log_p - log_q) + (1 - share) * (q - p).abs() / 2
-        return value.sum(), (1 - share) * q * (q - p).sign() / 2 - share * p
+        log_given = log_p - log_p.logsumexp(-1, keepdim=True)
+        given = log_given.exp()
+        value = share * given * (log_given - log_q) + (1 - share) * (q - p).clamp_min(0)
+        return value.sum(), (1 - share) * q * (q - p).sign() / 2 - share * given
     if kind == "jensen_shannon":
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         slope = q * (log_q - log_m) / 2
         return slope.sum() + (p * (log_p - log_m)).sum() / 2, slope
     if kind == "total_variation":
-        difference = q - p
-        return difference.abs().sum() / 2, q * difference.sign() / 2
+        difference = q - p  # what q has too much is what it lacks elsewhere: 1 − Σ min(p, q)
+        return difference.clamp_min(0).sum(), q * difference.sign() / 2
     raise ValueError(f"kind={kind!r}: expected one of {', '.join(DIVERGENCES)}")
 
 

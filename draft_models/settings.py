@@ -29,8 +29,9 @@ class RehearsedConfig(RunConfig, ABC):
         """The same command where it costs nothing, on what `save_tiny_models` has left in the folder `models`."""
 
     def cut(self, **limits: int) -> dict[str, int]:
-        """The fields named, none of them larger than its limit."""
-        return {name: min(getattr(self, name), limit) for name, limit in limits.items()}
+        """The fields named, none of them larger than its limit; those that are null are left out."""
+        given = {name: getattr(self, name) for name in limits}
+        return {name: min(value, limits[name]) for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from draft_models.target.whole_model import PlainLM
 from outrider.errors import UserError
 
 SmallLM = LayerStack | PlainLM
+TRAINING_FILE = "finetune_drafter.json"  # what a training here leaves beside the weights, last
 
 
 def load_small_lm(

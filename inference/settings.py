@@ -247,6 +247,8 @@ class EvaluateConfig(RehearsedConfig):
     prompt_text: list[str] = free(factory=list)  # inline prompts instead
     prompt_chars: Count = free(1000)  # python_stdlib: characters of a file to continue from
     num_prompts: Count | None = free(24)  # evenly spread; null: all
+    # take no new prompt when this time is over, of all runs in out_dir together, but at least 5; null: all prompts
+    minutes: Positive | None = free(None)
     # how a prompt becomes a conversation; auto: by the tokenizer's chat template where it has one
     template: PromptTemplate = "auto"
     # the first is the prefill's; target=replay: the length of the recorded answer where that is longer
@@ -301,6 +303,7 @@ class EvaluateConfig(RehearsedConfig):
             ),
             ("stop_strings", self.stop_strings, "none for target=replay: recordings are replayed whole"),
             ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
+            ("minutes", self.minutes, "null for target=replay: it takes seconds"),
             ("plan", self.plan, "false for target=replay: no model runs"),
             ("tensor_parallel", self.tensor_parallel > 1, "1 for target=replay: no model runs"),
             ("runtime", self.runtime == "graphed", "auto for target=replay: no model runs"),

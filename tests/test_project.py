@@ -22,6 +22,7 @@ ENTRIES = {
     "train/eesd.py",
     "train/finetune_drafter.py",
     "train/pipeline.py",
+    "train/ship_drafters.py",
     "train/toy_target.py",
 }
 API = "outrider/api.py"  # stands on everything; `import outrider` reaches it only when it is asked for

@@ -4,9 +4,9 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data_prep.responses.directory import SECONDS_FILE, seconds_spent
 from data_prep.text.rows import load_rows
 from data_prep.text.sources import Split
 from draft_models.calibration import CalibrationHead, save_calibration
@@ -31,12 +32,13 @@ from inference.decode import speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
+from inference.evaluate.time_limit import TimeLimit, spread
 from inference.memory_plan import plan_capture
 from inference.stopping import Step
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
-from outrider.groups import join_group
+from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.settings import keyed
 from train import run_dir
@@ -106,15 +108,13 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     for split, count in counts.items():
         rows = load_rows(config.data, tokenizer, config.seq_len, split, max_rows=count)
         prompts = [heldout_prompt(rows[i])[-room:] for i in range(len(rows))]
-        folder = out_dir / "captured" / f"{split}-{_digest([settings, prompts])}"
-        mine = group.agreed(own_shards(folder, len(prompts), group.index, group.count))
-        for start in tqdm(mine, desc=f"capture {split}", unit="shard", disable=None if group.leads else True):
-            texts = prompts[start : start + SHARD_PROMPTS]
-            shard = capture(stack(), drafter, texts, config.new_tokens, config.max_draft)
-            if group.leads:
-                write_atomically(_shard(require_writable(folder), start), save(shard))
+        folder = require_writable(out_dir / "captured" / f"{split}-{_digest([settings, prompts])}")
+        limit = TimeLimit(config.minutes and config.minutes * count / sum(counts.values()))
+        capture_shards(config, folder, prompts, stack, drafter, group, limit)
         state.wait_for_everyone()
-        shards = [load_file(_shard(folder, s)) for s in range(0, len(prompts), SHARD_PROMPTS)]
+        starts = range(0, len(prompts), SHARD_PROMPTS)
+        there = [start for start in starts if config.minutes is None or _shard(folder, start).exists()]
+        shards = [load_file(_shard(folder, start)) for start in there]
         captured[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
     heldout = {name: value.to(state.device) for name, value in captured["heldout"].items()}
@@ -144,12 +144,40 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     state.wait_for_everyone()
 
 
-def own_shards(folder: Path, prompts: int, process: int, processes: int) -> list[int]:
-    """First prompts of the shards that are `process`'s to capture and missing in `folder`.
+def capture_shards(
+    config: CalibrateConfig,
+    folder: Path,
+    prompts: Sequence[list[int]],
+    stack: Callable[[], LayerStack],
+    drafter: EarlyExit,
+    group: Group,
+    limit: TimeLimit,
+) -> None:
+    """Leave in `folder` this group's shards of what `capture` makes of `prompts`, those that are there already kept.
 
-    Whose a shard is does not depend on what is there: the processes look at different times.
+    When the time of `limit` is over the others are left out. What there is by then is of texts spread over all, and
+    the first shard is always there. The seconds taken are kept too, so a resumed run has no more time.
     """
-    starts = range(0, prompts, SHARD_PROMPTS)[process::processes]
+    limit = replace(limit, started=limit.clock(), earlier=seconds_spent(folder))
+    mine = group.agreed(own_shards(folder, len(prompts), group.index, group.count))
+    for start in tqdm(mine, desc="capture", unit="shard", disable=None if group.leads else True):
+        if start > 0 and group.agreed(limit.is_over(limit.spent())):
+            break
+        texts = prompts[start : start + SHARD_PROMPTS]
+        shard = capture(stack(), drafter, texts, config.new_tokens, config.max_draft)
+        if group.leads:
+            write_atomically(_shard(folder, start), save(shard))
+        if group.leads and group.is_first:
+            write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
+
+
+def own_shards(folder: Path, prompts: int, process: int, processes: int) -> list[int]:
+    """First prompts of the shards that are `process`'s to capture and missing in `folder`, in the order of capture.
+
+    Whose a shard is does not depend on what is there: the processes look at different times. The first of them are
+    spread over all.
+    """
+    starts = [SHARD_PROMPTS * index for index in spread(-(-prompts // SHARD_PROMPTS))[process::processes]]
     return [start for start in starts if not _shard(folder, start).exists()]
 
 

@@ -126,6 +126,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     elif state.is_main_process:
         step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)
         training = {**recipe, "fit": asdict(settings), "steps": result.steps, "step": step, "metrics": metrics}
+        training["training_seconds"] = result.seconds
         save_drafter(out_dir, student, fingerprint, training, target.config, trained_on)
         facts = {key: recipe[key] for key in ("exit_layer", "train_head", "seq_len")}
         facts |= {"objective": config.loss} | ({"teacher": config.teacher} if config.distils else {})

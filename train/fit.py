@@ -5,6 +5,7 @@ what is trained; a data order that is a pure function of (seed, step); evaluatio
 """
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,18 +29,23 @@ from train.fit_settings import FitConfig
 from train.loop import Rows, train
 from train.progress import Report, start_wandb
 from train.trained_weights import load_trained, save_trained
-from train.training_state import read_state, write_state
+from train.training_state import TrainingState, read_state, write_state
 
 Evaluate = Callable[[nn.Module, int], dict[str, float]]
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a run came to. `metrics` is the last evaluation, by name, empty without one."""
+    """What a run came to.
+
+    metrics: the last evaluation, by name, empty without one. seconds: of all runs that made it, evaluations and
+    checkpoints included.
+    """
 
     steps: int
     resumed_from: int  # 0: from the beginning
     metrics: dict[str, float]
+    seconds: float
 
     @property
     def was_finished(self) -> bool:
@@ -93,11 +99,13 @@ def fit(
     state.wait_for_everyone()  # nobody writes before everybody has looked
 
     done = 0 if start is None else run_dir.step_of(start)
-    metrics = {} if start is None else read_state(start).metrics
+    before = TrainingState(0) if start is None else read_state(start)
+    metrics = before.metrics
     if start is not None and done == total:
         load_trained(model, start)
-        return FitResult(total, total, metrics)
+        return FitResult(total, total, metrics, before.seconds)
 
+    began = time.perf_counter()
     if config.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
     if state.is_main_process:
@@ -110,6 +118,9 @@ def fit(
         steps = range(done, total)
         report = Report(engine.accelerator, out_dir, steps, group.size)
 
+        def seconds() -> float:
+            return before.seconds + time.perf_counter() - began
+
         def evaluate_now(step: int) -> None:
             nonlocal metrics
             assert evaluate is not None
@@ -121,8 +132,9 @@ def fit(
                 report.log(step, {f"eval_{name}": value for name, value in metrics.items()})
 
         def save(step: int) -> None:
+            reached = TrainingState(step, metrics, seconds())
             with report.paused():
-                _save(engine, model, run, metrics, out_dir, staging, step, config.keep_checkpoints)
+                _save(engine, model, run, reached, out_dir, staging, config.keep_checkpoints)
 
         train(
             engine,
@@ -136,25 +148,24 @@ def fit(
         )
         report.close()
     sharding.make_whole(model)
-    return FitResult(total, done, metrics)
+    return FitResult(total, done, metrics, seconds())
 
 
 def _save(
     engine: Engine,
     model: nn.Module,
     run: Mapping[str, Any],
-    metrics: dict[str, float],
+    reached: TrainingState,
     out_dir: Path,
     staging: Path,
-    step: int,
     keep: int,
 ) -> None:
-    """Write checkpoint-<step> in `staging` and give it its name when all of it is there; drop all but `keep`.
+    """Write the checkpoint of `reached` in `staging`, give it its name when all of it is there, drop all but `keep`.
 
     Call it on every process. Raises `UserError` where it cannot be written, and leaves the ones before as they are.
     """
     state = PartialState()
-    final = out_dir / f"checkpoint-{step}"
+    final = out_dir / f"checkpoint-{reached.step}"
     staged = staging / final.name
     if state.is_main_process:
         shutil.rmtree(staging, ignore_errors=True)
@@ -164,13 +175,13 @@ def _save(
         engine.save(staged)
         state.wait_for_everyone()
         if state.is_main_process:
-            write_state(staged, step, metrics)
+            write_state(staged, reached)
             write_json(staged / run_dir.RUN_FILE, run)
             run_dir.publish(staged, final, keep)
     except (OSError, SafetensorError, RuntimeError, UserError) as error:
         run_dir.drop_staging(staging)
         raise UserError(
-            f"out_dir={out_dir}: the checkpoint of step {step} could not be written ({error}); "
+            f"out_dir={out_dir}: the checkpoint of step {reached.step} could not be written ({error}); "
             f"{run_dir.describe_newest(out_dir)}. Free space and continue with resume=true"
         ) from error
     state.wait_for_everyone()

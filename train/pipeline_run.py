@@ -15,7 +15,8 @@ from outrider.errors import UserError, reason
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
-from train.pipeline_settings import HERE, STEPS, PipelineConfig
+from outrider.words import in_words
+from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = "logs"  # <step>.log: all that the step has said; <step>.json: the record that it is done
@@ -73,7 +74,9 @@ def run_pipeline(config: PipelineConfig) -> None:
                     records.pop(name, None)
                     records[name] = _run_step(config, name, records)
         finally:
-            write_json(out_dir / SUMMARY, summary(config, records))
+            done = summary(config, records)
+            write_json(out_dir / SUMMARY, done)
+    print(steps_table(done["steps"]), flush=True)
     print(f"pipeline seconds={_seconds(records):.1f} state=complete summary={out_dir / SUMMARY}", flush=True)
 
 
@@ -109,7 +112,8 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) 
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
     (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
-    command = [sys.executable, str(ROOT / step.script), *(option.replace(HERE, str(out_dir)) for option in options)]
+    placed = [option.replace(HERE, str(out_dir)).replace(REPOSITORY, str(ROOT)) for option in options]
+    command = [sys.executable, str(ROOT / step.script), *placed]
     command += [f"out_dir={out_dir / name}", "resume=true"]
     print(f"pipeline step={name} state=started log={log}", flush=True)
     began = time.time()
@@ -155,10 +159,13 @@ def _tee(command: list[str], log: Path) -> int:
 def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, Any]:
     """What the steps done cost and left, and per method of the comparison its `FIGURES`, JSON-able."""
     out_dir = Path(config.out_dir)
-    steps = {
+    steps: dict[str, dict[str, Any]] = {
         name: {"seconds": record.seconds, "bytes": _bytes(out_dir / name), "options": record.options}
         for name, record in records.items()
     }
+    for name in steps:
+        if (seconds := _trained_seconds(out_dir, name)) is not None:
+            steps[name]["training_seconds"] = seconds
     found: dict[str, Any] = {
         "complete": set(steps) == set(config.to_do),
         "debug": config.debug,
@@ -179,6 +186,26 @@ def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, 
         found |= {key: reports[0][key] for key in shared if key in reports[0]}
         found["methods"] = {one["method"]: {key: one[key] for key in FIGURES} for one in reports}
     return found
+
+
+def steps_table(steps: Mapping[str, Mapping[str, Any]]) -> str:
+    """`steps` of a `summary` for people, as Markdown: what each took, and what of it was training."""
+    lines = ["| step | took | trained |", "|---|---|---|"]
+    for name, step in steps.items():
+        trained = in_words(step["training_seconds"]) if "training_seconds" in step else ""
+        lines.append(f"| {name} | {in_words(step['seconds'])} | {trained} |")
+    return "\n".join(lines)
+
+
+def _trained_seconds(out_dir: Path, name: str) -> float | None:
+    """The seconds that a step trained, by its product; None where that is gone, or does not say it."""
+    path, keys = out_dir / STEPS[name].product, STEPS[name].trained
+    if not keys or not path.exists():
+        return None
+    value = read_json(path, "product of a training", _AGAIN)
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def reports_in(path: Path) -> list[dict[str, Any]]:

@@ -1,11 +1,13 @@
 """Config of the pipeline: which commands it runs, in which order, with which options."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from outrider.errors import require, require_choice
 from outrider.settings import RunConfig, Settings, free
 
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
+REPOSITORY = "{repository}"  # in a step's options: the directory of this project
 TARGET = "{target}"  # in a step's options: the target, which `target` names or one of MAKERS leaves
 MAKERS = ("target", "fetch")  # steps of which one leaves a target
 
@@ -15,23 +17,36 @@ class Step:
     """A command of this project as one step of the pipeline.
 
     product: the file it leaves last, relative to the pipeline's directory. after: the steps whose products it reads.
-    links: the options that say where those are.
+    links: the options that say where those are; of a step that is left out, none. trained: the keys, from the outermost
+    on, under which `product` says how many seconds a training took.
     """
 
     script: str
     product: str
     after: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
+
+    def read_links(self, steps: Collection[str]) -> list[str]:
+        """The links to what `steps` leave, and to the target."""
+        unread = {f"{HERE}/{name}" for name in self.after if name not in steps}
+        return [link for link in self.links if link.partition("=")[2] not in unread]
 
 
 STEPS = {
-    "target": Step("train/toy_target.py", "target/toy_target.json"),
+    "target": Step("train/toy_target.py", "target/toy_target.json", trained=("training_seconds",)),
     "fetch": Step("data_prep/fetch_target.py", "fetch/fetched.json"),
     "prompts": Step("data_prep/write_prompts.py", "prompts/prompts.json"),
     "responses": Step(
         "data_prep/generate_responses.py", "responses/summary.json", (*MAKERS, "prompts"), ("target={target}",)
     ),
-    "eesd": Step("train/eesd.py", "eesd/drafter.json", (*MAKERS, "responses"), ("target={target}",)),
+    "eesd": Step(
+        "train/eesd.py",
+        "eesd/drafter.json",
+        (*MAKERS, "responses"),
+        ("target={target}",),
+        ("training", "training_seconds"),
+    ),
     "calibrate": Step(
         "train/calibrate.py",
         "calibrate/calibration.json",
@@ -43,6 +58,7 @@ STEPS = {
         "small_lm/finetune_drafter.json",
         (*MAKERS, "responses"),
         ("target={target}",),
+        ("training_seconds",),
     ),
     "trigrams": Step(
         "data_prep/build_trigrams.py", "trigrams/table.json", (*MAKERS, "responses"), ("tokenizer={target}",)
@@ -59,7 +75,10 @@ OWN = ("out_dir", "resume")  # options of every step that the pipeline gives
 
 @dataclass(frozen=True)
 class StepConfig(Settings):
-    """The options of one step, as on its command line. A later one replaces an earlier one of the same key."""
+    """The options of one step, as on its command line.
+
+    A later one replaces an earlier one of the same key, and ~KEY takes it back.
+    """
 
     overrides: list[str] = field(default_factory=list)  # what an experiment says
     debug: list[str] = field(default_factory=list)  # with debug=true: these as well
@@ -106,11 +125,17 @@ class PipelineConfig(RunConfig):
         return [name for name in STEPS if name in self.steps and name not in left_out]
 
     def options(self, name: str) -> list[str]:
-        """The command line of step `name`, with `HERE` for the pipeline's directory; without `OWN`."""
+        """The command line of step `name`, with `HERE` and `REPOSITORY` for those directories; without `OWN`."""
         step = self.steps[name]
         target = self.target or f"{HERE}/{'fetch' if 'fetch' in self.steps else 'target'}"
-        given = [*STEPS[name].links, *step.overrides, *(step.debug if self.debug else ()), *step.more]
-        return [option.replace(TARGET, target) for option in {key_of(option): option for option in given}.values()]
+        given = [*STEPS[name].read_links(self.steps), *step.overrides, *(step.debug if self.debug else ()), *step.more]
+        kept: dict[str, str] = {}
+        for option in given:
+            if option.startswith("~") and key_of(option) in kept:
+                del kept[key_of(option)]
+            else:
+                kept[key_of(option)] = option
+        return [option.replace(TARGET, target) for option in kept.values()]
 
 
 def key_of(option: str) -> str:

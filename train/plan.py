@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from draft_models.early_exit import EarlyExitStudent, exit_layers
+from draft_models.losses import OVERLAPS
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import decoder_layers, empty_layers, empty_model
 from draft_models.target.tensor_parallel import split_model
@@ -98,7 +99,8 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     head_work = _count(head.parameters())
     own_work = _count(student.drafter.output_head.parameters())
     step = (6 if config.train_head else 4) * own_work + (3 * forward[-1] if config.train_layer else 0)
-    taught = 2 * (head_work if size is None else own_work) if config.online else 0  # the target's own logits
+    rows_do = size is not None and config.loss not in OVERLAPS  # see `linear_divergence`
+    taught = 2 * (own_work if rows_do else head_work) if config.online else 0  # the target's own logits
     return Plan(
         read=read,
         read_bytes=read * _stored_bytes(target),
@@ -126,6 +128,7 @@ def _parts(student: EarlyExitStudent) -> tuple[Piece, ...]:
         "exit head": ([drafter.head], True),
         "target's norm": ([getattr(stack, "norm", None)], False),
         "target's head": ([getattr(stack, "head", None)], False),
+        "its rows for the draft vocabulary": ([student.head_rows], False),
     }
     parts, seen = [], set[int]()
     for name, (modules, trained) in places.items():

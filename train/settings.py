@@ -22,7 +22,7 @@ from train.fit_settings import FitConfig
 
 NotNegative = Annotated[int, at_least(0)]
 Width = Annotated[int, at_least(2)]  # of a row in tokens
-REHEARSED_WIDTH = 64
+REHEARSED_WIDTH, REHEARSED_VOCABULARY = 64, 64
 TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
 
 
@@ -82,7 +82,7 @@ class EesdConfig(TargetConfig):
     fit: FitConfig
     exit_layer: Count | None = None  # N, the target layers under the exit layer; null: 8 % of them
     train_head: bool = True  # false: share the target's head, the thing to do with a large vocabulary
-    draft_vocabulary: Count | None = None  # tokens that its own head predicts, the text's most frequent; null: all
+    draft_vocabulary: Count | None = None  # tokens that it predicts, the text's most frequent; null: all
     train_layer: bool = True  # false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
     # cross_entropy: the paper's, on the text's tokens; others: from the target's law, see draft_models/losses.py; kl:
     # forward_kl by its first name
@@ -117,12 +117,6 @@ class EesdConfig(TargetConfig):
             "adamw for train_layer=false: muon is for a layer's matrices",
         )
         _require_cache(self)
-        require(
-            self.draft_vocabulary is None or (self.train_head and self.teacher == "online"),
-            "draft_vocabulary",
-            self.draft_vocabulary,
-            "null without a head of its own (train_head=false) and with teacher=cached",
-        )
         _require_heldout(self.data, "training is watched on held-out text")
 
     @property
@@ -152,7 +146,10 @@ class EesdConfig(TargetConfig):
 
     def small(self, models: Path) -> Self:
         """Two steps on the first layer of a tiny target."""
-        limits = self.cut(tensor_parallel=1, seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8)
+        limits = self.cut(
+            tensor_parallel=1, seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
+            draft_vocabulary=REHEARSED_VOCABULARY,
+        )  # fmt: skip
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
         return replace(self, target=str(models / TARGET), revision=None, exit_layer=1, **given)
 
@@ -172,6 +169,9 @@ class CalibrateConfig(RehearsedConfig):
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     prompts: Count = free(400)  # texts continued to learn from; a row's start each
     heldout_prompts: Count = free(64)  # texts continued to report on
+    # continue texts until this time is over, of all runs in out_dir together, but at least 8 of either kind; those to
+    # learn from and those to report on share it by their numbers; null: all of them
+    minutes: Positive | None = free(None)
     seq_len: Width = free(512)  # tokens of a text at most that are continued
     # per prompt, greedy; the first is the prefill's, and the last is never drafted
     new_tokens: Annotated[int, at_least(3)] = 128
@@ -345,3 +345,13 @@ def _require_cache(config: EesdConfig | FinetuneConfig) -> None:
 def _require_heldout(data: DataConfig, why: str) -> None:
     fraction = data.heldout_fraction
     require(fraction > 0, "data.heldout_fraction", fraction, f"more than 0: {why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShipConfig(RunConfig):
+    """ship-drafters: the drafters that a pipeline has left, in 16 bits and without what only training needs."""
+
+    run: Annotated[str, Named("a pipeline's directory")] = "runs/smollm2"  # where the drafters are now
+    out_dir: str = free("drafters/smollm2")  # where they go; resume=true replaces what is there
+    dtype: FloatDtype = "bfloat16"  # of the weights that are written
+    max_mb: Positive = 20.0  # all of them together, in megabytes; larger ones are refused

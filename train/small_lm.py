@@ -25,7 +25,7 @@ from draft_models.acceptance import Law
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
 from draft_models.rehearsal import rehearsable
-from draft_models.small_lm import USE, require_same_vocabulary
+from draft_models.small_lm import TRAINING_FILE, USE, require_same_vocabulary
 from draft_models.target.anatomy import context_limit
 from draft_models.target.architectures import load_config
 from draft_models.target.attention import ATTENTION, stock_name
@@ -60,8 +60,6 @@ from train.watch import (
     target_choices,
     target_law,
 )
-
-REPORT_FILE = "finetune_drafter.json"  # written last
 
 
 @rehearsable
@@ -133,7 +131,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     )
     sharding.make_whole(student, frozen=True)  # adapters are merged into what is frozen
     if (
-        state.is_main_process and result.was_finished and (out_dir / REPORT_FILE).exists()
+        state.is_main_process and result.was_finished and (out_dir / TRAINING_FILE).exists()
     ):  # the card may have more by now
         print(f"{out_dir}: finished already", flush=True)
     elif state.is_main_process:
@@ -146,8 +144,9 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         facts |= {name: round(value, 3) for name, value in metrics.items()}
         write_card(out_dir, USE, config.target, facts)
         report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
+        report |= {"training_seconds": result.seconds}
         report |= {"last_metrics": result.metrics, "settings": identity, "fit": asdict(settings)}
-        write_json(out_dir / REPORT_FILE, report | {"made_with": provenance()})
+        write_json(out_dir / TRAINING_FILE, report | {"made_with": provenance()})
         shown = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
         print(f"saved drafter={out_dir} step={step} {shown}", flush=True)
     state.wait_for_everyone()

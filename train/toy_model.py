@@ -97,6 +97,7 @@ def _train(config: ToyTargetConfig, out_dir: Path, process: PartialState) -> Non
         "bits_per_byte": result.metrics["bits_per_byte"],
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": result.steps,
+        "training_seconds": result.seconds,
         "seconds": time.perf_counter() - began,
         "sample": greedy_sample(model.lm, tokenizer, heldout, config.sample_tokens),
         "settings": config.deciding(),

@@ -1,6 +1,6 @@
 """What a checkpoint says of the training it is from: the steps done and the last evaluation."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,24 @@ _WHAT = "state of a training"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What `STATE_FILE` holds. metrics: the last evaluation, by name; empty where there was none."""
+    """What `STATE_FILE` holds.
+
+    metrics: the last evaluation, by name; empty where there was none. seconds: what the training had taken by then, of
+    all runs, evaluations included.
+    """
 
     step: int
     metrics: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = all(isinstance(value, int | float) for value in self.metrics.values())
         require(numbers, "metrics", self.metrics, "numbers by name")
 
 
-def write_state(checkpoint: Path, step: int, metrics: dict[str, float]) -> None:
+def write_state(checkpoint: Path, reached: TrainingState) -> None:
     """Leave in `checkpoint` what `read_state` reads."""
-    write_json(checkpoint / STATE_FILE, {"step": step, "metrics": metrics})
+    write_json(checkpoint / STATE_FILE, asdict(reached))
 
 
 def read_state(checkpoint: Path) -> TrainingState:

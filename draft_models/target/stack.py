@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -248,9 +249,9 @@ class LayerStack(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `windows`)."""
-        for index in range(start, stop):
-            mask = masks[self.windows[index]]
-            hidden = call_layer(self.layers[index], self.anatomy.calls[index], hidden, mask, rotary, cache)
+        every = zip(self.layers, self.anatomy.calls, self.windows, strict=True)  # an index into modules is slow
+        for layer, call, window in islice(every, start, stop):
+            hidden = call_layer(layer, call, hidden, masks[window], rotary, cache)
         return hidden
 
     def packed_masks(self, positions: Tensor, documents: Tensor) -> dict[int | None, Tensor | Band | None]:

@@ -79,6 +79,15 @@ class SplitOutputs(nn.Module):
         return self.group.side_by_side(self.own(x))[..., : self.outputs]
 
 
+def whole_head(head: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, d] and bias [V] of a head, whole. Of a split one all of the group's processes call this."""
+    if not isinstance(head, SplitOutputs):
+        return head.weight, head.bias
+    own, gather = head.own, head.group.side_by_side
+    weight = gather(own.weight.T).T[: head.outputs]
+    return weight, None if own.bias is None else gather(own.bias[None])[0, : head.outputs]
+
+
 class SplitEmbedding(nn.Module):
     """An embedding of which each process has the rows of its part of the vocabulary."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from draft_models.calibration import META_FILE, CalibrationHead, load_calibration
@@ -17,7 +17,7 @@ from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
-from inference.drafters.registry import Maker
+from inference.drafters.registry import Maker, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, count, pass_bytes
@@ -116,10 +116,19 @@ class EarlyExitMaker(Maker):
             load_calibration(where, weights, placed["device"], asdict(target.fingerprint), hidden_size=width),
         )
 
+    def trained_seconds(self, where: str) -> float | None:
+        return recorded_seconds(read_meta(where).training)
+
     def prepare(self, model: Calibrated, stack: LayerStack) -> None:
-        lay_out(model.exit, stack)
-        if model.exit.head is None:
-            model.exit.use_head(stack.head)
+        drafter = model.exit
+        lay_out(drafter, stack)
+        if drafter.head is not None:
+            return
+        drafter.use_head(stack.head)
+        if drafter.draft_tokens is not None:
+            rows = nn.ModuleList(drafter.shared_head)
+            lay_out(rows, stack)
+            drafter.shared_head = [*rows]
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         return read_draft_tokens(where)
@@ -129,7 +138,8 @@ class EarlyExitMaker(Maker):
         meta, whole = read_meta(where), replace(place, size=1)
         drafter = empty_drafter(meta, target)
         caches = cache_bytes(target, place) + cache_bytes(target, whole, layers=1) + pass_bytes(target, place)
-        return {"early exit's weights": count(drafter) * place.itemsize, "caches of decoding with it": caches}
+        rows = 0 if meta.own_head or meta.draft_vocabulary is None else count(drafter.output_head)
+        return {"early exit's weights": (count(drafter) + rows) * place.itemsize, "caches of decoding with it": caches}
 
     def make(
         self, model: Calibrated, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None

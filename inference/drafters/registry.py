@@ -53,6 +53,10 @@ class Maker(ABC):
         """The only tokens that the model in `where` predicts; None for all."""
         return None
 
+    def trained_seconds(self, where: str) -> float | None:
+        """How long the model in `where` trained; None where it does not say."""
+        return None
+
     def held(self, where: str, target: "PreTrainedConfig", place: "Place") -> dict[str, int]:
         """Bytes that the model in `where` and its sessions take on every process, by what they are."""
         return {}
@@ -62,6 +66,12 @@ class Maker(ABC):
         self, model: Any, method: "MethodConfig", streams: "Streams", *, drawn: bool, tuning: "Tuning | None"
     ) -> "Drafter":
         """A drafter, fresh for one generation (see `new_drafter`)."""
+
+
+def recorded_seconds(facts: Any) -> float | None:
+    """The `training_seconds` in what a training has left about itself, as JSON; None where they are not in it."""
+    seconds = facts.get("training_seconds") if isinstance(facts, dict) else None
+    return float(seconds) if isinstance(seconds, int | float) else None
 
 
 @dataclass(frozen=True)

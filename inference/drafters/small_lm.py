@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draft_models.small_lm import SmallLM, load_small_lm
+from draft_models.small_lm import TRAINING_FILE, SmallLM, load_small_lm
 from draft_models.target.architectures import position_limit, read_config
 from draft_models.target.attention import Band
 from draft_models.target.model_identity import model_identity
@@ -19,7 +20,7 @@ from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM, RowCache
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
-from inference.drafters.registry import Maker
+from inference.drafters.registry import Maker, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
@@ -29,6 +30,7 @@ from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
 from inference.tree import chain_parents
 from outrider.errors import UserError
+from outrider.files import read_json
 from outrider.streams import Streams
 
 
@@ -145,6 +147,12 @@ class SmallLMMaker(Maker):
 
     def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> SmallLM:
         return load_small_lm(where, target.tokenizer, **placed)
+
+    def trained_seconds(self, where: str) -> float | None:
+        file = Path(where) / TRAINING_FILE
+        if not file.is_file():  # trained elsewhere
+            return None
+        return recorded_seconds(read_json(file, "record of a training", "remove it, or restore it"))
 
     def prepare(self, model: SmallLM, stack: LayerStack) -> None:
         lay_out(model, stack)

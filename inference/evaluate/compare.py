@@ -38,6 +38,7 @@ from inference.evaluate.arms import (
     measure_deviations,
     synchronized_clock,
 )
+from inference.evaluate.drafter_facts import draft_vocabularies, trained_seconds
 from inference.evaluate.lossless import HALF
 from inference.evaluate.lossless_report import is_lossless
 from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
@@ -52,6 +53,7 @@ from inference.evaluate.subject import (
     run_settings,
 )
 from inference.evaluate.threads import use_threads
+from inference.evaluate.time_limit import TimeLimit
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.stopwatch import Clock
@@ -78,21 +80,23 @@ class Prepared:
     kernels: tuple[KernelChoice, ...] = ()
 
 
-def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt]) -> None:
+def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter) -> None:
     """Compare the methods of `config` on `prompts` and write the report to `config.out_dir`.
 
     All processes of a launcher call this. Each measures its share of the prompts on its own device. With resume=true,
-    prompts that were measured before are left alone. If any method emitted other tokens than the target, every process
-    ends with status 1 after the report is written.
+    prompts that were measured before are left alone. With `minutes`, which `clock` (in seconds) measures, the time
+    decides how many of the prompts are taken. If any method emitted other tokens than the target, every process ends
+    with status 1 after the report is written.
 
     Raises `UserError` for bad input, and where another run is at work.
     """
+    limit = TimeLimit(config.minutes, clock(), clock=clock)
     state = join_processes()
     group = join_group(state, config.tensor_parallel)
     use_threads(config.threads, group)
     out_dir = require_writable(config.out_dir)
     with only_run_of(state, out_dir, "results"):
-        wrong = _evaluate(config, prompts, out_dir, state, group)
+        wrong = _evaluate(config, prompts, out_dir, state, group, limit)
     if wrong:
         if state.is_main_process:
             print(f"error: not lossless: {', '.join(wrong)}; see {out_dir}/generations.jsonl", file=sys.stderr)
@@ -100,7 +104,12 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt]) -> No
 
 
 def _evaluate(
-    config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path, state: PartialState, group: Group
+    config: EvaluateConfig,
+    prompts: Sequence[Prompt],
+    out_dir: Path,
+    state: PartialState,
+    group: Group,
+    limit: TimeLimit,
 ) -> list[str]:
     """The names of the methods that were not lossless."""
     subject = find_subject(config, group)
@@ -114,14 +123,15 @@ def _evaluate(
     require_fits(prompts, rendered, context - new)
     settings = run_settings(config, subject, prompts)
 
-    def open_results() -> tuple[Any, list[int], int]:
+    def open_results() -> tuple[Any, list[int], float, int]:
         earlier = open_run(out_dir, settings, config.resume, config)
         done = read_results(out_dir)
-        todo = [position for position in range(len(prompts)) if position not in done]
-        return earlier, todo, next_number(out_dir)
+        return earlier, list(done), max((one.spent for one in done.values()), default=0.0), next_number(out_dir)
 
-    earlier, todo, number = from_main(state, open_results)
-    share = todo[group.index :: group.count]
+    earlier, done, spent, number = from_main(state, open_results)
+    limit = replace(limit, earlier=spent)
+    todo, must = limit.to_do(len(prompts), done)
+    share, taken = todo[group.index :: group.count], 0
     models = load_models(config, subject, drafters) if share else None
     positions = longest_text(turns, new, context)
     if earlier is None:  # then the main process's group has a share, and nobody is at work beside it any more
@@ -147,16 +157,21 @@ def _evaluate(
     if models is not None:
         models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
+        spent = group.agreed(limit.spent())
         for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
+            if position not in todo[:must] and limit.is_over(spent):
+                break
             asked = prompts[position], rendered[position], position
             threads = use_threads(config.threads, group)  # the same for all arms of the prompt
             results, skipped = measure_prompt(config, *asked, subject, models, bench)
             group.require_same([[g.tokens for g in r.generations.values()] for r in results], "the tokens they chose")
+            spent, taken = group.agreed(limit.spent()), taken + 1
             if group.leads:
-                measured = Measured(position, state.num_processes, results, skipped, threads)
+                measured = Measured(position, state.num_processes, results, skipped, threads, spent)
                 append_result(out_dir, number + group.index, measured)
     state.wait_for_everyone()
-    return from_main(state, lambda: report(config, subject, prepared, len(prompts), out_dir))
+    expected = len(done) + sum(gather_object([taken if group.leads else 0]))
+    return from_main(state, lambda: report(config, subject, prepared, len(prompts), expected, out_dir))
 
 
 def require_own_device(device: torch.device, state: PartialState, group: Group) -> None:
@@ -305,10 +320,15 @@ def measure_prompt(
     return tuple(results), ()
 
 
-def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts: int, out_dir: Path) -> list[str]:
-    """Write the report of all `prompts` prompts in `out_dir`; the names of the methods that were not lossless."""
+def report(
+    config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts: int, expected: int, out_dir: Path
+) -> list[str]:
+    """Write the report of the results in `out_dir`, which are of `expected` of all `prompts`.
+
+    Returns the names of the methods that were not lossless.
+    """
     done = read_results(out_dir)
-    missing = prompts - len(done)
+    missing = expected - len(done)
     if missing:
         raise UserError(f"out_dir={out_dir}: results of {missing} prompts are not to be seen there; resume=true")
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
@@ -321,6 +341,9 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         "processes": max(measured.processes for measured in done.values()),
         "tensor_parallel": config.tensor_parallel,
         "threads": dict(sorted(Counter(m.threads for m in done.values() if m.threads).items())),
+        "prompts_given": prompts,
+        "minutes": config.minutes,
+        "trained_seconds": trained_seconds(config),
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.sampling.temperature,
         "sampling": asdict(config.sampling),
@@ -350,25 +373,6 @@ def report(config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts
         if config.card and kind.card and where is not None and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
     return [made["method"] for made in reports if not is_lossless(made)]
-
-
-def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, dict[str, Any]]:
-    """Of each kind of drafter that predicts over some tokens only: how many, and which share of the target's own text
-    consists of them, in all and by category."""
-    found = {}
-    for kind in KINDS.values():
-        where = config.where(kind)
-        tokens = None if where is None else kind.load_maker().known_tokens(where)
-        if tokens is None:
-            continue
-        known, said, inside = set(tokens), Counter[str](), Counter[str]()
-        for result in results:
-            for category in ("all", result.category):
-                said[category] += len(result.answer)
-                inside[category] += sum(token in known for token in result.answer)
-        shares = {category: inside[category] / count for category, count in said.items() if count}
-        found[kind.name] = {"tokens": len(known), "coverage": shares}
-    return found
 
 
 def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], limit: int) -> None:

@@ -31,7 +31,7 @@ class Measured:
     """One prompt, measured: every turn of it, those left out apart, and how many processes were at work.
 
     position: the prompt's in the run's list, by which results are found again. threads: of the CPU, used for it; 0: not
-    recorded.
+    recorded. spent: seconds that all runs had taken when it was done.
     """
 
     position: int
@@ -39,6 +39,7 @@ class Measured:
     turns: tuple[PromptResult, ...]
     skipped: tuple[Skipped, ...] = ()
     threads: int = 0
+    spent: float = 0.0
 
 
 def open_run(folder: Path, settings: Mapping[str, Any], resume: bool, config: Settings | None = None) -> Any:

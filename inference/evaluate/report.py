@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from draft_models.checkpoint import provenance
 from inference.auto.policy import Tuning
 from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from inference.evaluate.drafter_facts import drafter_lines
 from inference.evaluate.lossless_report import is_lossless, judgement_lines, lossless_section
 from inference.evaluate.speed import (
     break_even,
@@ -133,7 +134,7 @@ def markdown(reports: Sequence[Report]) -> str:
     lines += [_row(report) for report in reports]
     lines += ["", *_prefill_table(reports)]
     lines += ["", *_plain_sentence(first), *(_sentence(report) for report in reports), *judgement_lines(reports)]
-    lines += [_draft_vocabulary(kind, of) for kind, of in first.get("draft_vocabularies", {}).items()]
+    lines += drafter_lines(first)
     if first.get("skipped"):
         lines += ["", f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}."]
     return "\n".join(lines) + "\n"
@@ -225,14 +226,6 @@ def _cpu_name() -> str:
     )
 
 
-def _draft_vocabulary(kind: str, known: Mapping[str, Any]) -> str:
-    """Over which part of the vocabulary a drafter predicts, and what that is of the target's text."""
-    shares = dict(known["coverage"])
-    every = shares.pop("all")
-    parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
-    return f"{kind} predicts over {known['tokens']} tokens: {every:.1%} of what the target said ({parts})."
-
-
 def _verdict(report: Report) -> str:
     if not is_lossless(report):
         return "not lossless"
@@ -250,7 +243,7 @@ def _conditions(reports: Sequence[Report]) -> str:
     if first.get("tensor_parallel", 1) > 1:
         together += f", each copy of the target split over {first['tensor_parallel']}"
     sentences = [
-        f"{first['prompts']} prompts{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
+        f"{_taken(first)}{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
         f"{first['dtype']} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
         f"prompt by prompt{together}."
     ]
@@ -266,6 +259,12 @@ def _conditions(reports: Sequence[Report]) -> str:
     if first.get("cudnn_attention") is False:
         sentences.append("cuDNN's attention is off in all arms, transformers' too.")
     return " ".join(sentences)
+
+
+def _taken(report: Report) -> str:
+    """How many prompts there are results of, and of how many where a time limit left some out."""
+    prompts, given = report["prompts"], report.get("prompts_given", report["prompts"])
+    return f"{prompts} prompts" if prompts == given else f"{prompts} of {given} prompts (minutes={report['minutes']:g})"
 
 
 def _threads(report: Report) -> str:

@@ -20,7 +20,7 @@ from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiers import quick_where
 from train.pipeline_settings import PipelineConfig
-from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ToyTargetConfig
+from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ShipConfig, ToyTargetConfig
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS: dict[str, tuple[type, str, list[str]]] = {
@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "write_prompts": (PromptsConfig, "data_prep/write_prompts.py", []),
     "convert_target": (ConvertConfig, "data_prep/convert_target.py", ["target=t"]),
     "fetch_target": (FetchConfig, "data_prep/fetch_target.py", []),
+    "ship_drafters": (ShipConfig, "train/ship_drafters.py", []),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
 }
 GROUPS = {
@@ -175,6 +176,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "write_prompts": "per_object",
         "convert_target": "resume",
         "fetch_target": "resume",
+        "ship_drafters": "resume",
         "pipeline": "resume",
     }[command]
     _, script, mandatory = COMMANDS[command]
@@ -276,6 +278,6 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
 def test_makefile_commands_compose() -> None:
     lines = (ROOT / "Makefile").read_text().replace("$(RUN)", "").splitlines()
     found = written_commands([line.strip() for line in lines if line.startswith("\t")])
-    assert [command for command, _ in found] == ["pipeline", "pipeline"]
+    assert [command for command, _ in found] == ["pipeline"] * 3
     for command, overrides in found:
         compose_and_build(command, overrides)

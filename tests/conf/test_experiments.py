@@ -155,6 +155,8 @@ def test_impossible_rehearsals_fail_with_their_key() -> None:
         composed("eesd/llama2_13b", "debug_architecture=gpt2")
     cached = ["data=local", "data.path=x", "teacher=cached", "objective=forward_kl"]
     assert composed("finetune_drafter/vicuna_68m", *cached).teacher == "cached"
+    assert composed("eesd/llama2_13b", "draft_vocabulary=32000").small(Path("m")).draft_vocabulary == 64
+    assert composed("eesd/llama2_13b").small(Path("m")).draft_vocabulary is None
     with pytest.raises(UserError, match="debug=True: expected teacher=online"):
         composed("finetune_drafter/vicuna_68m", *cached, "debug=true")
 

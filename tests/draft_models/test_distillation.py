@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_models.draft_vocabulary import places
 from draft_models.losses import DIVERGENCES, IGNORE, PLAIN, linear_divergence, linear_topk_divergence
 from draft_models.target.anatomy import LogitRule
 
@@ -165,6 +166,58 @@ def test_top_k_is_the_formula_over_buckets(kind: str, chunk: int) -> None:
         assert got[0] <= values(linear_divergence, given, kind=kind)[0]  # merging buckets never adds divergence
     inexact = {"top_logprobs": cached["top_logprobs"] + 0.1, "tail": cached["tail"] * math.exp(0.1)}  # as if rounded
     assert_same(values(linear_topk_divergence, {**cached, **inexact}, kind=kind, chunk=chunk), got)
+
+
+def of_some(kind: str, p: Tensor, q: Tensor) -> Tensor:
+    """The divergence where q is of some tokens only, of which p [n, k] does not add up to 1."""
+    given, alpha = p / p.sum(-1, keepdim=True), torch.minimum(p, q).sum(-1)
+    if kind == "kl_tv":
+        share = (-3 * alpha.detach()).exp()
+        return (share * (given * (given / q).log()).sum(-1) + (1 - share) * (1 - alpha)).sum()
+    return TWINS[kind](p if kind in ("acceptance", "total_variation") else given, q)
+
+
+SOME = torch.tensor([1, 4, 5, 9, 16])
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_over_some_tokens_the_others_are_lost(kind: str) -> None:
+    given = problem()
+    p, _ = distributions(given)
+
+    def twin(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+        return of_some(kind, p[:, SOME], (hidden @ weight.T)[labels != IGNORE].softmax(-1))
+
+    some = {**given, "weight": given["weight"][SOME]}
+    assert_same(values(linear_divergence, some, kind=kind, chunk=4, tokens=SOME), values(twin, some))
+    every = torch.arange(VOCABULARY)
+    assert_same(values(linear_divergence, given, kind=kind, tokens=every), values(linear_divergence, given, kind=kind))
+
+
+@pytest.mark.parametrize(("own", "k"), [(SOME, K), (SOME[:2], VOCABULARY - 1)])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_top_k_over_some_tokens_bucket_by_bucket(kind: str, own: Tensor, k: int) -> None:
+    """Known tokens that it has not are lost; the tail is its own other tokens, where it has any."""
+    given = problem()
+    cached = top_k(given, k)
+    keep = given["labels"] != IGNORE
+    known = zip(*(cached[name][keep] for name in ("top_ids", "top_logprobs", "tail")), strict=True)
+    laws = [(ids.tolist(), logprobs.exp(), tail) for ids, logprobs, tail in known]
+    assert {sum(token in own for token in ids) for ids, *_ in laws} >= ({2} if k > K else {0, 1, 2})
+
+    def twin(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for (ids, ps, tail), row in zip(laws, (hidden @ weight.T)[labels != IGNORE].softmax(-1), strict=True):
+            q_of = dict(zip(own.tolist(), row, strict=True))
+            p = [one for token, one in zip(ids, ps, strict=True) if token in q_of]
+            q = [q_of.pop(token) for token in ids if token in q_of]
+            if q_of:
+                p, q = [*p, tail], [*q, torch.stack([*q_of.values()]).sum()]
+            total = total + of_some(kind, torch.stack(p)[None], torch.stack(q)[None])
+        return total
+
+    some = {**cached, "weight": given["weight"][own], "top_ids": places(cached["top_ids"], own, VOCABULARY)}
+    assert_same(values(linear_topk_divergence, some, kind=kind, chunk=4), values(twin, some))
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)

@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
-from draft_models.checkpoint import from_pretrained, read_draft_tokens, read_meta, save_pretrained
+from draft_models.checkpoint import WEIGHTS_FILE, from_pretrained, read_draft_tokens, read_meta, save_pretrained
 from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, places, spread
 from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
 from draft_models.target.open_target import open_target
+from inference.drafters.early_exit import EarlyExitMaker
+from inference.evaluate.arms import prepare
+from inference.packing import PackedLinear, can_pack
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import evaluate
@@ -96,13 +101,64 @@ def test_it_is_stored_and_read(tmp_path: Path) -> None:
     torch.testing.assert_close(plain.bfloat16().float().logits(hidden)[..., TOKENS], again.logits(hidden)[..., TOKENS])
 
 
-@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sampled: bool) -> None:
-    target = save_target(tmp_path / "target", kv_heads=2)
-    run = jobs.distilling(
-        target, jobs.write_corpus(tmp_path), tmp_path / "drafter", draft_vocabulary=24, objective="kl"
+def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path) -> None:
+    """Frozen as they are, stored nowhere, and packed for decoding from a target that is packed itself."""
+    path = save_target(tmp_path / "target", kv_heads=2)
+    target = open_target(str(path))
+    layers = exit_layers(target.config, LAYERS - 1)
+    student = EarlyExitStudent(
+        target.layers(layers, dtype=torch.float32), LAYERS - 1, train_head=False, draft_tokens=TOKENS
     )
-    train_early_exit(run)
+    student(**batch())["loss_sum"].backward()
+    assert not student.drafter.output_head.weight.requires_grad
+    trained, frozen = ([p.numel() for p in student.parameters() if p.requires_grad == wanted] for wanted in (1, 0))
+    assert sum(trained) == sum(p.numel() for p in student.drafter.parameters())
+    width = target.config.hidden_size
+    first = sum(p.numel() for p in target.layers([0, 1, 2], dtype=torch.float32).model.layers.parameters())
+    assert sum(frozen) == first + (VOCABULARY + len(TOKENS)) * width  # the embedding, and these rows of the head
+    student.drafter.requires_grad_(False)
+    save_pretrained(tmp_path / "drafter", student.drafter, target.fingerprint, {}, torch.float32)
+    stored = load_file(tmp_path / "drafter" / WEIGHTS_FILE)
+    assert not any(name.startswith("head") for name in stored)
+    placed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    made = EarlyExitMaker().load(str(tmp_path / "drafter"), target, {}, **placed)
+    stack = target.stack(**placed)
+    hidden = torch.randn(1, 4, width)
+    expected = stack.head(made.exit.norm(hidden))[..., TOKENS]
+    prepare(stack, {"early_exit": made})
+    assert (type(made.exit.output_head) is PackedLinear) == can_pack(stack.device, torch.float32)
+    torch.testing.assert_close(made.exit.logits(hidden)[..., TOKENS], expected)
+
+
+def test_the_rest_of_the_head_costs_a_step_nothing(tmp_path: Path) -> None:
+    """From cached laws: a step differs by the rows that are left out, forward and by its hidden states."""
+    target = open_target(str(save_target(tmp_path / "target")))
+    law = {"top_ids": torch.tensor([3, 4, 100]).expand(1, 24, 3), "top_logprobs": torch.full((1, 24, 3), -1.5)}
+    law["tail"] = torch.full((1, 24), 0.3)
+
+    def work(tokens: torch.Tensor | None) -> int:
+        model = target.layers(exit_layers(target.config, 2), dtype=torch.float32)
+        student = EarlyExitStudent(model, 2, train_head=False, objective="kl_tv", cached=True, draft_tokens=tokens)
+        with FlopCounterMode(display=False) as counted:
+            student(**batch(), **law)["loss_sum"].backward()
+        return counted.get_total_flops()
+
+    rows = target.config.vocab_size - len(TOKENS)
+    assert work(None) - work(TOKENS) == 4 * 24 * rows * target.config.hidden_size
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sampled: bool, shared: bool) -> None:
+    """With a head of its own by the whole target, or with the target's by cached laws."""
+    target = save_target(tmp_path / "target", kv_heads=2)
+    if shared:
+        options: dict[str, Any] = {"objective": "acceptance", "teacher": "cached", "train_head": False}
+        options |= {"decode_prompts": 2, "decode_tokens": 8}
+        data = jobs.save_responses(target, tmp_path / "responses")
+    else:
+        options, data = {"objective": "kl"}, jobs.write_corpus(tmp_path)
+    train_early_exit(jobs.distilling(target, data, tmp_path / "drafter", draft_vocabulary=24, **options))
     tokens = read_draft_tokens(tmp_path / "drafter")
     assert tokens is not None
     assert len(tokens) == 24
@@ -128,9 +184,7 @@ def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sa
     assert "early_exit predicts over 24 tokens: " in (tmp_path / "report/report.md").read_text()
 
 
-def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+def test_more_tokens_than_the_target_has_are_refused(tmp_path: Path) -> None:
     run = jobs.distilling(save_target(tmp_path / "t"), jobs.write_corpus(tmp_path), tmp_path / "out")
-    with pytest.raises(UserError, match="draft_vocabulary=24: expected null without a head of its own"):
-        replace(run, draft_vocabulary=24, train_head=False)
     with pytest.raises(UserError, match=rf"draft_vocabulary=999: the target has {VOCABULARY}"):
         train_early_exit(replace(run, draft_vocabulary=999))

@@ -102,7 +102,10 @@ def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
     norm = LlamaRMSNorm(96).to(dtype)
     norm.weight.data = torch.rand(96).to(dtype)
     x = torch.randn(50, 96).to(dtype)
-    assert (RMSNorm(norm)(x) == norm(x)).float().mean() > 0.99  # rounding in other places changes a quarter of them
+    found, expected = RMSNorm(norm)(x), norm(x)
+    torch.testing.assert_close(found, expected)
+    if dtype != torch.float32:
+        assert (found == expected).float().mean() > 0.99  # rounding in other places changes a quarter of them
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -1,16 +1,26 @@
 """Weights in another order: the same numbers; chosen where they are measured to be faster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import nn
 
 from inference import packing
-from inference.packing import TIMED_ROWS, PackedLinear, can_pack, faster_packed, pack_linears
+from inference.packing import (
+    TIMED_ROWS,
+    HalvedLinear,
+    PackedLinear,
+    can_halve,
+    can_pack,
+    fastest_layout,
+    fits_half,
+    pack_linears,
+)
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
+needs_fbgemm = pytest.mark.skipif(not can_halve(torch.float32), reason="needs FBGEMM and AVX2")
 needs_bf16 = pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="needs oneDNN and AVX512-BF16")
 
 
@@ -26,6 +36,46 @@ def test_equals_linear(bias: bool, shape: tuple[int, ...], dtype: torch.dtype) -
     assert out.dtype == dtype
     torch.testing.assert_close(out, linear(x))
     torch.testing.assert_close(packed(x), out, rtol=0, atol=0)
+    assert torch.equal(packed.weight, linear.weight)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_half_the_bytes_give_float32s_product(rows: int, bias: bool) -> None:
+    """The weights are bfloat16's; what is multiplied by them has digits that 16 bits would lose."""
+    linear = nn.Linear(264, 136, bias=bias).requires_grad_(False)
+    linear.weight.copy_(linear.weight.bfloat16())
+    x = torch.randn(1, rows, 264, generator=torch.Generator().manual_seed(0))
+    halved = HalvedLinear(linear)
+    exact = nn.functional.linear(x.double(), linear.weight.double(), None if not bias else linear.bias.double())
+    assert (halved(x) - exact).abs().max() < 20 * (linear(x) - exact).abs().max()
+    assert (linear(x.bfloat16().float()) - exact).abs().max() > 100 * (halved(x) - exact).abs().max()
+    assert (halved.weight - linear.weight).abs().max() <= 2**-25  # half of what float16 tells apart around 0
+    assert halved.bias is None if not bias else torch.equal(halved.bias, linear.bias)
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        (lambda w: w.bfloat16().float(), True),
+        (lambda w: w.half().float(), True),
+        (lambda w: w, False),  # trained in float32: twelve digits more
+        (lambda w: w.bfloat16().float() * 2.0**20, False),  # beyond float16
+        (lambda w: w.bfloat16().float() * 2.0**-20, False),  # all of it below float16's smallest
+        (lambda w: torch.cat([w.bfloat16().float()[:, 1:], w.bfloat16().float()[:, :1] * 1e-6], 1), True),
+        (lambda w: torch.cat([w.bfloat16().float()[1:], w[:1]]), False),  # a single row that does not
+        (lambda w: w.bfloat16().float().index_fill(1, torch.tensor([3]), torch.nan), False),
+    ],
+)
+def test_what_fits_into_half_the_bytes(change: Callable[[torch.Tensor], torch.Tensor], fits: bool) -> None:
+    weight = change(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * 0.1)
+    assert fits_half(weight) == fits
+    if can_halve(torch.float32):
+        model = nn.Sequential(nn.Linear(64, 40, bias=False).requires_grad_(False))
+        model[0].weight.copy_(weight)
+        pack_linears(model, lambda _: "halved")
+        assert type(model[0]) is (HalvedLinear if fits else PackedLinear)
 
 
 def test_what_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,55 +98,74 @@ def test_every_linear_is_replaced_and_shared_ones_stay_shared() -> None:
 
 # --- chosen ------------------------------------------------------------------------------------------------------
 
+Cost = Callable[[str, int], float]
 
-def machine(cost: Callable[[bool, int], float], monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """A clock of a machine on which a layer takes cost(packed, rows) seconds."""
+
+def machine(cost: Cost, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """A clock of a machine on which a layer takes cost(layout, rows) seconds."""
     now = [0.0]
 
-    def running(packed: bool, kind: type) -> None:
-        forward = kind.forward
+    def running(layout: str, kind: type) -> None:
+        forward = kind.__call__
 
         def timed(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            now[0] += cost(packed, x.shape[0])
+            now[0] += cost(layout, x.shape[0])
             return forward(self, x)
 
-        monkeypatch.setattr(kind, "forward", timed)
+        monkeypatch.setattr(kind, "__call__", timed)
 
-    running(False, nn.Linear)
-    running(True, PackedLinear)
+    running("plain", nn.Linear)
+    running("blocked", PackedLinear)
+    running("halved", HalvedLinear)
     return lambda: now[0]
 
 
+def layers_of(count: int, *, fit: bool = True) -> Sequence[nn.Linear]:
+    layers = [nn.Linear(8, 8).requires_grad_(False) for _ in range(count)]
+    for layer in layers[: count if fit else -1]:
+        layer.weight.copy_(layer.weight.bfloat16())
+    return layers
+
+
 @needs_onednn
+@needs_fbgemm
 @pytest.mark.parametrize(
-    ("cost", "faster"),
+    ("cost", "fastest"),
     [
-        (lambda packed, rows: 1 if packed else 1 + rows / 16, True),  # a BLAS that slows down with every row
-        (lambda packed, rows: 1.3 if packed else 1, False),  # a processor on which the blocked layout is slower
-        (lambda packed, rows: {1: 1.2, 4: 0.8, 16: 0.6}[rows] if packed else 1, True),  # by the mean of the ratios
-        (lambda packed, rows: {1: 1.5, 4: 1.0, 16: 0.9}[rows] if packed else 1, False),
+        (lambda layout, rows: 1 + rows / 16 if layout == "plain" else 1.2, "blocked"),  # a BLAS slower with every row
+        (lambda layout, rows: 1 if layout == "plain" else 1.3, "plain"),  # where blocks are slower
+        (lambda layout, rows: {1: 1.2, 4: 0.8, 16: 0.6}[rows] if layout == "blocked" else 1, "blocked"),  # by the mean
+        (lambda layout, rows: {1: 1.5, 4: 1.0, 16: 0.9}[rows] if layout == "blocked" else 1, "plain"),
+        (lambda layout, rows: {1: 0.5, 4: 0.8, 16: 1.2}[rows] if layout == "halved" else 1, "halved"),
+        (lambda layout, rows: {1: 0.9, 4: 1.1, 16: 1.5}[rows] if layout == "halved" else 1, "plain"),
     ],
 )
-def test_the_faster_layout_is_chosen(
-    cost: Callable[[bool, int], float], faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALL", 0)
-    layers = [nn.Linear(8, 8).requires_grad_(False) for _ in range(3)]
-    assert faster_packed(layers, machine(cost, monkeypatch)) == faster
+    assert fastest_layout(layers_of(3), machine(cost, monkeypatch)) == fastest
     assert set(TIMED_ROWS) == {1, 4, 16}
+
+
+@needs_onednn
+@needs_fbgemm
+def test_halves_are_no_choice_for_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SMALL", 0)
+    clock = machine(lambda layout, _: {"plain": 3, "blocked": 2, "halved": 1}[layout], monkeypatch)
+    assert fastest_layout(layers_of(3), clock) == "halved"
+    assert fastest_layout(layers_of(3, fit=False), clock) == "blocked"
 
 
 @needs_onednn
 def test_a_first_pass_and_a_single_slow_one_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALL", 0)
-    calls: dict[tuple[bool, int], int] = {}
+    calls: dict[tuple[str, int], int] = {}
 
-    def cost(packed: bool, rows: int) -> float:
-        count = calls[packed, rows] = calls.get((packed, rows), 0) + 1
-        slow = packed and count in (1, 3)
-        return 50.0 if slow else 0.5 if packed else 1.0
+    def cost(layout: str, rows: int) -> float:
+        count = calls[layout, rows] = calls.get((layout, rows), 0) + 1
+        slow = layout == "blocked" and count in (1, 3)
+        return 50.0 if slow else 0.5 if layout == "blocked" else 1.0
 
-    assert faster_packed([nn.Linear(8, 8).requires_grad_(False)], machine(cost, monkeypatch))
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch)) == "blocked"
 
 
 @needs_onednn
@@ -106,9 +175,9 @@ def test_each_shape_is_chosen_for_itself() -> None:
     model = nn.ModuleDict({"a": wide, "b": nn.Sequential(wide, narrow, nn.Linear(4, 2)), "c": nn.Linear(4, 8)})
     asked = []
 
-    def choose(alike: object) -> bool:
-        asked.append([tuple(linear.weight.shape) for linear in alike])  # type: ignore[attr-defined]
-        return asked[-1][0] == (8, 4)
+    def choose(alike: Sequence[nn.Linear]) -> str:
+        asked.append([tuple(linear.weight.shape) for linear in alike])
+        return "blocked" if asked[-1][0] == (8, 4) else "plain"
 
     pack_linears(model, choose)
     assert sorted(asked) == [[(2, 4)] * 2, [(8, 4)] * 2]
@@ -120,4 +189,5 @@ def test_each_shape_is_chosen_for_itself() -> None:
 
 @needs_onednn
 def test_small_layers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faster_packed([nn.Linear(8, 8).requires_grad_(False)], machine(lambda packed, _: packed, monkeypatch))
+    clock = machine(lambda layout, _: {"plain": 1, "blocked": 3, "halved": 2}[layout], monkeypatch)
+    assert fastest_layout(layers_of(1), clock) == "blocked"

@@ -15,7 +15,7 @@ from draft_models.target import proof, tensor_parallel
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.stored_tensors import Part
-from draft_models.target.tensor_parallel import prove_split, split_model
+from draft_models.target.tensor_parallel import prove_split, split_model, whole_head
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitSource
@@ -88,6 +88,7 @@ def test_its_tokens_are_those_of_one_process(tmp_path: Path, family: str, size: 
             own_head=False,
         ).requires_grad_(False)  # fmt: skip
         drafter.use_head(stack.head)
+        assert torch.equal(whole_head(stack.head)[0], whole.head.weight)
         for name, said in texts(stack, drafter, prompt):
             assert said == expected, name
 

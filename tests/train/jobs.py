@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep.responses.batch_decoder import TopK
@@ -137,6 +138,11 @@ def calibrating(folder: Path, out_dir: Path, **changes: Any) -> CalibrateConfig:
 def log(out_dir: Path) -> list[dict[str, float]]:
     """The lines of a run's log."""
     return [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+
+
+def weights(out_dir: Path) -> dict[str, Tensor]:
+    """Those of a small LM."""
+    return load_file(out_dir / "model.safetensors")
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -1,5 +1,7 @@
 """The calibration head: what is captured, the fit, the scores, the checkpoint, the command."""
 
+import functools
+import itertools
 import json
 import resource
 from dataclasses import replace
@@ -20,12 +22,15 @@ from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
+from inference.evaluate.time_limit import TimeLimit, spread
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
+from outrider.groups import Group
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, kill_when, launch, log, save_for_calibration
+from train import calibration
 from train.calibration import (
     EXAMPLES,
     CalibrationModel,
@@ -77,10 +82,27 @@ def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
 
 
 def test_every_shard_is_somebodys_whenever_they_look(tmp_path: Path) -> None:
+    assert own_shards(tmp_path, 60, 0, 1) == [8 * index for index in spread(8)]  # wherever time cuts them
     everybody = [own_shards(tmp_path, 60, process, 3) for process in range(3)]
     assert sorted(start for mine in everybody for start in mine) == list(range(0, 60, 8))
     (tmp_path / f"{everybody[0][0]:06d}.safetensors").touch()  # before the others look
     assert [own_shards(tmp_path, 60, process, 3) for process in range(3)] == [everybody[0][1:], *everybody[1:]]
+
+
+def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Three shards of each kind, ten seconds a look: two before and after every one. A resumed run has no more time."""
+    seconds = itertools.count(0, 10)
+    monkeypatch.setattr(calibration, "TimeLimit", functools.partial(TimeLimit, clock=lambda: next(seconds)))
+    monkeypatch.setattr(calibration, "capture", lambda *_: synthetic(40, 0))
+    made = calibrating(folder, tmp_path, prompts=24, heldout_prompts=24, minutes=1, plan=False)
+    group, limit = Group(0, 1, 0, 1), calibration.TimeLimit(0.5)
+    prompts, left = [[1]] * 24, tmp_path / "left"
+    for shards in (["000000", "000016"], ["000000", "000016"]):
+        left.mkdir(exist_ok=True)
+        calibration.capture_shards(made, left, prompts, lambda: None, None, group, limit)  # type: ignore[arg-type]
+        assert sorted(path.stem for path in left.glob("*.safetensors")) == shards
+    calibration.capture_shards(made, left, prompts, lambda: None, None, group, TimeLimit(None))  # type: ignore[arg-type]
+    assert len(list(left.glob("*.safetensors"))) == 3
 
 
 def test_rows_hold_every_example_once() -> None:

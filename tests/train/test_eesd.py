@@ -21,6 +21,7 @@ from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.registry import recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
@@ -124,6 +125,7 @@ def test_minutes_decide_the_steps_and_nothing_else(
     short = distilling(path, corpus, tmp_path / "short", objective=objective, minutes=0.5)
     train_early_exit(short)
     training = read_meta(tmp_path / "short").training
+    assert 0 < recorded_seconds(training) < 60
     assert (training["steps"], training["fit"]["steps"], training["minutes"]) == (3, 3, 0.5)
     monkeypatch.setattr(time_budget, "_seconds_per_step", None)
     train_early_exit(replace(short, resume=True))

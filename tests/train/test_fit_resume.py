@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from outrider.errors import UserError
+from outrider.files import write_json
 from tests.train.fit_job import TinyModel
 from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
 from tests.train.jobs import kill_when, log
 from train import run_dir
 from train.trained_weights import WEIGHTS_FILE
-from train.training_state import STATE_FILE
+from train.training_state import STATE_FILE, read_state
 
 
 @pytest.mark.slow
@@ -55,6 +56,18 @@ def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatc
         trained_weights(model), trained_weights(fit_tiny(tmp_path / "straight")[0]), rtol=0, atol=0
     )
     assert not (tmp_path / run_dir.STAGING).exists()
+
+
+def test_the_time_of_all_runs_is_added_up(tmp_path):
+    """What a checkpoint says was taken by then counts, and a finished training takes no more."""
+    _, whole = fit_tiny(tmp_path)
+    final = run_dir.checkpoints(tmp_path)[-1]
+    assert 0 < read_state(final).seconds <= whole.seconds
+    assert fit_tiny(tmp_path, resume=True)[1].seconds == read_state(final).seconds
+    shutil.rmtree(final)
+    before = run_dir.checkpoints(tmp_path)[-1]
+    write_json(before / STATE_FILE, {"step": run_dir.step_of(before), "seconds": 1000.0})
+    assert 1000 < fit_tiny(tmp_path, resume=True)[1].seconds < 1000 + 60
 
 
 def test_what_another_process_is_writing_is_neither_published_nor_removed(tmp_path):

@@ -16,10 +16,11 @@ from outrider.run_dirs import only_run
 from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
 from tests.tiers import quick_where
 from train.pipeline_run import give_report, run_pipeline
-from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
+from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, Step, StepConfig
+from train.shipping import SHIPPED
 
 ROOT = Path(__file__).parents[2]
-EXPERIMENTS = ("demo", "gpu_validation", "smollm2")
+EXPERIMENTS = ("demo", "gpu_validation", "smollm2", "smollm2_demo")
 STAND_IN = """
 import sys
 from pathlib import Path
@@ -40,6 +41,8 @@ with open(given["calls"], "a") as calls:
 
 
 def steps_of(experiment: str) -> set[str]:
+    if experiment == "smollm2_demo":
+        return {"fetch", "prompts", "report"}
     return set(STEPS) - ({"target"} if experiment == "smollm2" else {"fetch", "prompts"})
 
 
@@ -107,7 +110,7 @@ def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
     assert set(config.to_do) == steps_of(name)
     scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
     for step in config.steps:
-        options = [option.replace(HERE, "o") for option in config.options(step)]
+        options = [option.replace(HERE, "o").replace(REPOSITORY, "r") for option in config.options(step)]
         built = compose_and_build(scripts[STEPS[step].script], [*options, f"out_dir=o/{step}", "resume=true"])
         if hasattr(built, "data"):
             sources = [part.source for _, _, part in built.data.parts()] or [built.data.source]
@@ -128,12 +131,43 @@ def test_the_laptops_two_hours_are_mostly_by_time() -> None:
     assert sum(float(option.partition("=")[2]) for option in minutes) == 75
 
 
+def test_the_demo_has_so_many_minutes_on_any_machine() -> None:
+    """Whatever takes longer on a slower machine is limited: all but reading, counting and loading."""
+    config = compose_and_build("pipeline", ["experiment=demo"])
+    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
+    minutes = {}
+    for step in set(config.to_do) - {"trigrams"}:
+        options = [option.replace(HERE, "o") for option in config.options(step)]
+        built = compose_and_build(scripts[STEPS[step].script], options)
+        minutes[step] = built.minutes
+        assert not hasattr(built, "decode_prompts") or built.fit.eval_every is None  # one evaluation, at the end
+    assert sum(minutes.values()) <= 8
+    assert minutes["target"] == max(minutes.values())
+
+
+def test_drafters_that_no_step_trains_are_given() -> None:
+    """A link to what a step would leave is no option where the step is left out."""
+    config = compose_and_build("pipeline", ["experiment=smollm2_demo"])
+    options = config.options("report")
+    shipped = {f"{REPOSITORY}/drafters/smollm2/{name}" for name in SHIPPED}
+    assert {option.partition("=")[2] for option in options if "drafters/" in option} == shipped
+    assert "target={out_dir}/fetch" in options
+    assert not any(f"{HERE}/{name}" in option for name in SHIPPED for option in options)
+    mine = compose_and_build("pipeline", ["experiment=smollm2_demo", 'steps.report.more=["small_lm=m"]'])
+    assert "small_lm=m" in mine.options("report")
+    assert "table={out_dir}/trigrams" in compose_and_build("pipeline", ["experiment=demo"]).options("report")
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: str) -> None:
     config = compose_and_build("pipeline", [f"experiment={name}", "target=mine"])
     assert set(config.to_do) == steps_of(name) - {"target", "fetch"}
-    assert {step for step in config.to_do if "target=mine" in config.options(step)} == {"responses", "eesd", "small_lm"}
-    assert "tokenizer=mine" in config.options("trigrams")
+    given = {step for step in config.to_do if "target=mine" in config.options(step)}
+    if name == "smollm2_demo":
+        assert given == {"report"}
+    else:
+        assert given == {"responses", "eesd", "small_lm"}
+        assert "tokenizer=mine" in config.options("trigrams")
     assert not any("{target}" in option for step in config.to_do for option in config.options(step))
 
 
@@ -157,6 +191,8 @@ def test_a_later_option_replaces_an_earlier_one() -> None:
     step = StepConfig(["a=1", "data=x", "+c=3"], ["a=2", "b=2"], ["++c=4", "data=y"])
     config = PipelineConfig(steps={"trigrams": step})
     assert config.options("trigrams") == ["tokenizer={out_dir}/target", "a=1", "data=y", "++c=4"]
+    taken_back = StepConfig(["a=1", "b=2"], ["~b"], ["~c", "~tokenizer"])  # of c nothing is known here: Hydra's own
+    assert PipelineConfig(steps={"trigrams": taken_back}, debug=True).options("trigrams") == ["a=1", "~c"]
     debug = replace(config, debug=True).options("trigrams")
     assert debug == ["tokenizer={out_dir}/target", "a=2", "data=y", "++c=4", "b=2"]
     assert "tokenizer=mine" in replace(config, steps={"trigrams": StepConfig(more=["tokenizer=mine"])}).options(
@@ -255,6 +291,18 @@ def test_other_options_are_refused_by_name(mission):
     mission.run(eesd=["x.y=1"])
     with pytest.raises(UserError, match=r"logs/eesd\.json was made with other settings: x\.y=\"2\" \(was \"1\"\)"):
         mission.run(eesd=["x.y=2"])
+
+
+def test_what_each_step_took_and_trained_is_said(mission, monkeypatch, capsys):
+    monkeypatch.setitem(STEPS, "eesd", replace(STEPS["eesd"], trained=("training", "training_seconds")))
+    mission.script.write_text(STAND_IN.replace('"made"', '\'{"training": {"training_seconds": 200.4}}\''))
+    mission.run()
+    steps = json.loads((mission.out_dir / "pipeline.json").read_text())["steps"]
+    assert [step.get("training_seconds") for step in steps.values()] == [None, 200.4, None]
+    table = capsys.readouterr().out.partition("| step |")[2].splitlines()
+    assert [line.split("|")[1].strip() for line in table[2:5]] == list(mission.names)
+    assert table[3].endswith(" | 3 min 20 s |")
+    assert table[4].endswith(" |  |")
 
 
 def test_a_failure_names_the_step_and_its_log_and_the_next_run_goes_on_there(mission, capsys):

@@ -164,6 +164,13 @@ def test_the_plan_of_a_small_head_is_what_happens(tmp_path: Path) -> None:
     rows = target.vocab_size - 24
     assert make_plan(all_tokens, target, 2).trained - make_plan(config, target, 2).trained == rows * target.hidden_size
     assert make_plan(all_tokens, target, 2).flops - make_plan(config, target, 2).flops == 6 * rows * target.hidden_size
+    shared = replace(config, train_head=False)
+    require_allocated(path, shared)
+    require_allocated(path, replace(shared, objective="kl"))
+    for objective, saved in (("cross_entropy", 4), ("kl", 6), ("kl_tv", 4)):  # Σ min(p, q) needs all of p
+        of = replace(shared, objective=objective)
+        less = make_plan(replace(of, draft_vocabulary=None), target, 2).flops - make_plan(of, target, 2).flops
+        assert less == saved * rows * target.hidden_size
 
 
 def test_a_token_costs_the_experts_it_meets() -> None:

@@ -1,0 +1,56 @@
+"""What a report says of the drafters themselves: the vocabulary they know, the time they trained."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inference.drafters.registry import KINDS
+from inference.evaluate.arms import PromptResult
+from inference.settings import EvaluateConfig
+from outrider.words import in_words
+
+
+def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, dict[str, Any]]:
+    """Of each kind of drafter that predicts over some tokens only: how many, and which share of the target's own text
+    consists of them, in all and by category."""
+    found = {}
+    for name, where in places(config).items():
+        tokens = KINDS[name].load_maker().known_tokens(where)
+        if tokens is None:
+            continue
+        known, said, inside = set(tokens), Counter[str](), Counter[str]()
+        for result in results:
+            for category in ("all", result.category):
+                said[category] += len(result.answer)
+                inside[category] += sum(token in known for token in result.answer)
+        shares = {category: inside[category] / count for category, count in said.items() if count}
+        found[name] = {"tokens": len(known), "coverage": shares}
+    return found
+
+
+def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
+    """How long each drafter trained, by its kind; those that do not say are left out."""
+    found = {name: KINDS[name].load_maker().trained_seconds(where) for name, where in places(config).items()}
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def places(config: EvaluateConfig) -> dict[str, str]:
+    """Where the model of each kind lies, by its kind."""
+    return {kind.name: where for kind in KINDS.values() if (where := config.where(kind)) is not None}
+
+
+def drafter_lines(report: Mapping[str, Any]) -> list[str]:
+    """The same for people, as Markdown."""
+    lines = [vocabulary_sentence(kind, known) for kind, known in report.get("draft_vocabularies", {}).items()]
+    if trained := report.get("trained_seconds"):
+        said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
+        lines += ["", f"Trained, evaluations on the way included: {said}."]
+    return lines
+
+
+def vocabulary_sentence(kind: str, known: Mapping[str, Any]) -> str:
+    """Over which part of the vocabulary a drafter predicts, and what that is of the target's text."""
+    shares = dict(known["coverage"])
+    every = shares.pop("all")
+    parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
+    return f"{kind} predicts over {known['tokens']} tokens: {every:.1%} of what the target said ({parts})."

@@ -1,0 +1,88 @@
+"""An evaluation of so many minutes: spread prompts, enough of them, and a resumed run that has the same time."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference.evaluate import compare
+from inference.evaluate.prompt_results import read_results
+from inference.evaluate.report import MIN_PROMPTS
+from inference.evaluate.time_limit import TimeLimit, spread
+from inference.settings import EvaluateConfig, MethodConfig
+from tests.inference.evaluate.evaluating import QUESTIONS
+
+
+class Ticking:
+    """A clock that goes on by `seconds` whenever it is asked."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_wherever_prompts_are_cut_they_are_spread(count: int, cut: int) -> None:
+    """Between two neighbours that were taken lie at most twice as many as an even spread would leave, rounded up."""
+    order = spread(count)
+    assert sorted(order) == list(range(count))
+    taken = sorted(order[: min(cut, count)])
+    gaps = [after - before for before, after in zip(taken, [*taken[1:], count], strict=True)]
+    assert max(gaps) <= 2 * -(-count // len(taken))
+
+
+@given(st.integers(1, 40), st.sets(st.integers(0, 39)), st.floats(0, 100))
+def test_what_is_left_and_what_must_be_done(count: int, before: set[int], earlier: float) -> None:
+    done = {position for position in before if position < count}
+    left, must = TimeLimit(1, earlier=earlier).to_do(count, done)
+    assert not done & set(left)
+    assert must == max(0, min(count, MIN_PROMPTS) - len(done))
+    assert len(left) == (must if earlier >= 60 else count - len(done))
+    everything, all_of_them = TimeLimit(None, earlier=earlier).to_do(count, done)
+    assert (everything, all_of_them) == (sorted(set(range(count)) - done), count - len(done))
+
+
+def timed(
+    config: Callable[..., EvaluateConfig], name: str, minutes: float, seconds: float, resume: bool = False
+) -> tuple[list[int], dict]:
+    """The positions that an evaluation has results of, whose clock ticks at each look, and its report."""
+    made = config(name, methods={"lookup": MethodConfig(source="prompt_lookup")}, compare_transformers=False)
+    made = replace(made, minutes=minutes, resume=resume)
+    questions = [replace(QUESTIONS[0], id=str(number)) for number in range(8)]
+    compare.evaluate_checkpoint(made, questions, Ticking(seconds))
+    return list(read_results(Path(made.out_dir))), json.loads((Path(made.out_dir) / "report.json").read_text())
+
+
+def test_no_prompt_is_taken_once_the_time_is_over(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look before the first prompt and one after each: with 10 s a look the seventh is over at 80 s."""
+    taken, report = timed(config, "timed", minutes=80 / 60, seconds=10)
+    assert taken == spread(8)[:7]
+    assert (report["prompts"], report["prompts_given"]) == (7, 8)
+    page = (Path(config("timed").out_dir) / "report.md").read_text()
+    assert "7 of 8 prompts (minutes=1.33333) ×" in page
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "load_models", None)  # its time was over: nothing is loaded or done again
+        assert timed(config, "timed", minutes=80 / 60, seconds=10, resume=True) == (taken, report)
+    assert sorted(timed(config, "timed", minutes=5, seconds=1, resume=True)[0]) == list(range(8))
+
+
+def test_a_verdict_has_enough_prompts_however_slow_the_machine(config: Callable[..., EvaluateConfig]) -> None:
+    taken, report = timed(config, "slow", minutes=1, seconds=1000)
+    assert taken == spread(8)[:MIN_PROMPTS]
+    assert report["verdict"] in ("faster", "slower", "undecided")
+
+
+def test_a_killed_run_goes_on_with_the_time_that_it_had_left(config: Callable[..., EvaluateConfig]) -> None:
+    whole, _ = timed(config, "killed", minutes=8 / 60, seconds=1)
+    file = Path(config("killed").out_dir) / "results-00000.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:5]))  # 6 s of 8 are spent
+    assert timed(config, "killed", minutes=8 / 60, seconds=1, resume=True)[0] == whole[:6]

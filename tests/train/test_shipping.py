@@ -1,0 +1,132 @@
+"""Drafters that are handed on: they load, they are their target's and no other's, and they are small."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draft_models.calibration import META_FILE as CALIBRATION_FILE
+from draft_models.checkpoint import WEIGHTS_FILE, read_meta
+from draft_models.ngrams.table import TrigramTable
+from draft_models.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from draft_models.small_lm import TRAINING_FILE
+from draft_models.target.open_target import load_tokenizer, open_target
+from draft_models.tiny_models import save_tiny_model, save_tiny_models
+from inference.evaluate.drafter_facts import drafter_lines, trained_seconds
+from inference.evaluate.subject import load_drafters
+from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from outrider.errors import UserError
+from train.settings import ShipConfig
+from train.shipping import SHIPPED, ship_drafters
+
+COMMITTED = sorted((Path(__file__).parents[2] / "drafters").glob("*"))
+METHODS = {
+    "calibrated": MethodConfig(stop=StopConfig(rule="calibrated")),
+    "small": MethodConfig(source="small_lm"),
+    "table": MethodConfig(source="ngrams"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline's directory with a target and, in float32, a drafter of each kind."""
+    folder = tmp_path_factory.mktemp("run")
+    save_tiny_models(folder, "llama")
+    for made, name in ((EARLY_EXIT, "eesd"), (SMALL_LM, "small_lm"), (TABLE, "trigrams")):
+        (folder / made).rename(folder / name)
+    (folder / "eesd/README.md").write_text(f"evaluate-checkpoint checkpoint={folder}/eesd\n")
+    (folder / "eesd/checkpoint-3").mkdir()
+    (folder / "eesd/checkpoint-3/model.safetensors").write_bytes(b"of no use")
+    (folder / "small_lm" / TRAINING_FILE).write_text(json.dumps({"training_seconds": 200.4}))
+    return folder
+
+
+def ship(run: Path, out_dir: Path, **changes: Any) -> None:
+    ship_drafters(replace(ShipConfig(run=str(run), out_dir=str(out_dir)), **changes))
+
+
+def load(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    where = {
+        "checkpoint": str(folder / "eesd"),
+        "small_lm": str(folder / "small_lm"),
+        "table": str(folder / "trigrams"),
+    }
+    config = EvaluateConfig(**where, target=str(target), methods=METHODS)
+    assert trained_seconds(config) == {"small_lm": 200.4}
+    return dict(load_drafters(config, open_target(str(target)), dtype=dtype, device="cpu"))
+
+
+def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_path: Path) -> None:
+    out_dir = tmp_path / "out"
+    ship(run, out_dir)
+    before, shipped = load(run, run / TARGET, torch.bfloat16), load(out_dir, run / TARGET, torch.bfloat16)
+    for expected, got in (
+        (before["early_exit"].exit, shipped["early_exit"].exit),
+        (before["early_exit"].head, shipped["early_exit"].head),
+        (before["small_lm"], shipped["small_lm"]),
+    ):
+        assert got.state_dict().keys() == expected.state_dict().keys()
+        assert all(torch.equal(got.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
+    text = "def f():\n    return 'ü'"
+    assert load_tokenizer(str(out_dir / "small_lm"))(text) == load_tokenizer(str(run / "small_lm"))(text)
+    table = TrigramTable.open(out_dir / "trigrams")
+    assert all(
+        level.counts.tolist() == before["ngrams"].levels[order].counts.tolist() for order, level in table.levels.items()
+    )
+    meta = read_meta(out_dir / "eesd")
+    assert (meta.dtype, meta.fingerprint) == ("bfloat16", read_meta(run / "eesd").fingerprint)
+    assert (out_dir / "eesd/README.md").read_text() == f"evaluate-checkpoint checkpoint={out_dir}/eesd\n"
+    for file in (out_dir / "eesd" / WEIGHTS_FILE, out_dir / "small_lm/model.safetensors"):
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
+    assert not (out_dir / "eesd/checkpoint-3").exists()
+
+    save_tiny_model(tmp_path / "other", "llama", seed=7)
+    with pytest.raises(UserError, match=r"was trained for another target .*Give the target it was trained for"):
+        load(out_dir, tmp_path / "other")
+    shutil.copy(run / "eesd" / CALIBRATION_FILE, out_dir / "eesd" / CALIBRATION_FILE)  # of the weights in float32
+    with pytest.raises(UserError, match="its calibration head belongs to an earlier training"):
+        load(out_dir, run / TARGET)
+
+
+def test_too_much_or_nothing_is_refused_and_leaves_what_is_there(run: Path, tmp_path: Path) -> None:
+    ship(run, tmp_path / "out")
+    files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="holds drafters already; resume=true replaces them"):
+        ship(run, tmp_path / "out")
+    with pytest.raises(UserError, match=r"max_mb=0\.1: the drafters are .* MB \(eesd=.* small_lm=.* trigrams="):
+        ship(run, tmp_path / "out", resume=True, max_mb=0.1)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == files
+    with pytest.raises(UserError, match="no drafters there; expected a pipeline's directory with eesd, small_lm"):
+        ship(tmp_path, tmp_path / "none")
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+    (damaged / "eesd" / WEIGHTS_FILE).write_bytes(b"")
+    with pytest.raises(UserError, match="truncated or altered"):
+        ship(damaged, tmp_path / "out", resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == files
+
+
+def test_the_report_says_how_long_they_trained() -> None:
+    assert drafter_lines({"trained_seconds": {"early_exit": 200.4, "small_lm": 59.6}})[-1].endswith(
+        "early_exit 3 min 20 s, small_lm 1 min 0 s."
+    )
+    assert drafter_lines({"trained_seconds": {}}) == []
+
+
+@pytest.mark.skipif(not COMMITTED, reason="no drafters are in this repository")
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
+def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == set(SHIPPED)
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 20e6
+    meta = read_meta(folder / "eesd")
+    assert hashlib.sha256((folder / "eesd" / WEIGHTS_FILE).read_bytes()).hexdigest() == meta.weights_sha256
+    assert json.loads((folder / "eesd" / CALIBRATION_FILE).read_text())["drafter_sha256"] == meta.weights_sha256
+    assert (meta.dtype, bool(meta.fingerprint.tensors)) == ("bfloat16", True)
+    assert all((folder / name / "README.md").exists() for name in ("eesd", "small_lm"))
+    assert {tensor.dtype for tensor in load_file(folder / "small_lm/model.safetensors").values()} == {torch.bfloat16}
+    assert sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]

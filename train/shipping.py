@@ -1,0 +1,114 @@
+"""Drafters to hand on: what a pipeline trained, in 16 bits and without what only training needs.
+
+eesd/       an early-exit drafter with its card and, where it has one, its calibration head
+small_lm/   a small LM with its card, tokenizer and record of training
+trigrams/   an n-gram table
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from draft_models.calibration import META_FILE as CALIBRATION_FILE
+from draft_models.calibration import load_calibration, save_calibration
+from draft_models.card import CARD_FILE
+from draft_models.checkpoint import read_meta, recast
+from draft_models.ngrams.table import TrigramTable
+from draft_models.small_lm import TRAINING_FILE
+from draft_models.target.model_files import load_causal_lm
+from draft_models.target.open_target import load_tokenizer
+from outrider.errors import UserError
+from outrider.files import read_json, require_writable
+from outrider.processes import from_main, join_processes, only_run_of
+from train.settings import ShipConfig
+
+STAGING = ".staging"
+TOKENIZER_FILE = "tokenizer.json"
+_AGAIN = "train the drafter again"
+
+
+def ship_drafters(config: ShipConfig) -> None:
+    """Write the drafters in the folders of the pipeline `config.run` to folders of the same names in `config.out_dir`.
+
+    Raises `UserError` where there are none, where one is damaged, and where they are larger than `config.max_mb`
+    together; what `out_dir` holds stays as it is then. Of a launcher, one process does it.
+    """
+    transformers_logging.disable_progress_bar()
+    state, out_dir = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, out_dir, "drafters"):
+        from_main(state, lambda: _ship(config, out_dir))
+
+
+def _ship(config: ShipConfig, out_dir: Path) -> None:
+    run, staging = Path(config.run), out_dir / STAGING
+    found = [name for name in SHIPPED if (run / name).is_dir()]
+    if not found:
+        raise UserError(f"run={run}: no drafters there; expected a pipeline's directory with {', '.join(SHIPPED)}")
+    if not config.resume and any((out_dir / name).exists() for name in found):
+        raise UserError(f"out_dir={out_dir}: holds drafters already; resume=true replaces them")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        for name in found:
+            SHIPPED[name](run / name, staging / name, getattr(torch, config.dtype))
+            _ship_card(run / name, staging / name, out_dir / name)
+        sizes = {name: _megabytes(staging / name) for name in found}
+        said = " ".join(f"{name}={size:.2f}" for name, size in sizes.items())
+        if sum(sizes.values()) > config.max_mb:
+            raise UserError(
+                f"max_mb={config.max_mb:g}: the drafters are {sum(sizes.values()):.2f} MB ({said}); train a smaller "
+                "small LM, count with a larger min_count= or fewer orders=, or allow more"
+            )
+        for name in found:
+            shutil.rmtree(out_dir / name, ignore_errors=True)
+            (staging / name).rename(out_dir / name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    print(f"ship_drafters out_dir={out_dir} dtype={config.dtype} megabytes: {said}", flush=True)
+
+
+def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:
+    """The drafter in `source`, in `dtype`; a calibration head stays in float32 and is bound to the new weights."""
+    meta = recast(source, to, dtype)
+    if (source / CALIBRATION_FILE).exists():
+        head = load_calibration(source, read_meta(source).weights_sha256)
+        facts = read_json(source / CALIBRATION_FILE, "description of a calibration head", _AGAIN)
+        save_calibration(to, head, meta.weights_sha256, facts)
+
+
+def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
+    """The causal LM in `source`, in `dtype`, with its tokenizer and what its training has left about itself."""
+    load_causal_lm(str(source), None, role="small_lm", dtype=dtype).save_pretrained(to)
+    load_tokenizer(str(source), None, role="small_lm").save_pretrained(to)
+    file = to / TOKENIZER_FILE
+    if file.exists():  # a third of it is white space
+        plain = read_json(file, "tokenizer", _AGAIN)
+        file.write_text(json.dumps(plain, ensure_ascii=False, separators=(",", ":")))
+    if (source / TRAINING_FILE).exists():
+        shutil.copyfile(source / TRAINING_FILE, to / TRAINING_FILE)
+
+
+def ship_table(source: Path, to: Path, dtype: torch.dtype) -> None:
+    """The n-gram table in `source`, which has no dtype."""
+    TrigramTable.open(source).save(to)
+
+
+SHIPPED: dict[str, Callable[[Path, Path, torch.dtype], None]] = {
+    "eesd": ship_early_exit,
+    "small_lm": ship_small_lm,
+    "trigrams": ship_table,
+}
+
+
+def _ship_card(source: Path, to: Path, final: Path) -> None:
+    """The card of the drafter in `source`, whose commands name the place where it will be."""
+    if (source / CARD_FILE).exists():
+        text = (source / CARD_FILE).read_text(errors="replace")
+        (to / CARD_FILE).write_text(text.replace(str(source), str(final)))
+
+
+def _megabytes(folder: Path) -> float:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
