@@ -23,23 +23,18 @@ otherwise, and `equal_to_generate` counts what is equal without excusing any.
 
 import argparse
 import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from subjects import Subject, add_options, load_subjects, parse
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
+from transformers_arms import MAX_NGRAM, assisted_arms, generate_arm
 
 from draft_models.target.open_target import pick_device
-from inference.decode import Round
-from inference.evaluate.arms import Arm, Generation, make_arms, measure, stock_attention
+from inference.evaluate.arms import TRANSFORMERS, Arm, Generation, make_arms, measure
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import bootstrap_median
-from inference.generation_config import generate_options
+from inference.generation_config import generate_settings
 from inference.runtime import make_runtime
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
 from outrider.files import write_json
@@ -57,56 +52,6 @@ PAIRS = (
     ("small_lm", "transformers_assisted_small_lm_default"),
     ("prompt_lookup", "transformers_prompt_lookup"),
 )
-MAX_NGRAM = 3
-
-
-class _Deliveries(BaseStreamer):
-    """Notes the tokens that arrive, a list per pass of the target, and when."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-        self.tokens: list[tuple[int, ...]] = []
-
-    def put(self, value: Tensor) -> None:
-        self.at.append(time.perf_counter())
-        self.tokens.append(tuple(value.flatten().tolist()))
-
-    def end(self) -> None:
-        pass
-
-
-@torch.inference_mode()
-def transformers_arm(
-    model: PreTrainedModel, prompt: Sequence[int], settings: Mapping[str, Any], *, draft_tokens: int | None = None,
-    assistant: PreTrainedModel | None = None, early_exit: int | None = None,
-) -> Generation:  # fmt: skip
-    """`generate` with `settings`, plain or assisted by a model or by the target's own first layers.
-
-    draft_tokens: a constant number of draft tokens, each of them submitted; None: transformers' own schedule.
-    """
-    ids = torch.tensor([prompt], device=model.device)
-    drafting: dict[str, Any] = {}
-    if draft_tokens is not None:
-        drafting = {
-            "num_assistant_tokens": draft_tokens,
-            "num_assistant_tokens_schedule": "constant",
-            "assistant_confidence_threshold": 0.0,
-        }
-    model.generation_config = GenerationConfig(**settings, pad_token_id=0, **drafting)
-    helped: dict[str, Any] = {}
-    if assistant is not None:
-        assistant.generation_config = GenerationConfig(**drafting)
-        helped["assistant_model"] = assistant
-    if early_exit is not None:
-        helped["assistant_early_exit"] = early_exit
-    seen = _Deliveries()
-    with stock_attention(model), stock_attention(assistant or model):
-        started = time.perf_counter()
-        model.generate(ids, attention_mask=torch.ones_like(ids), streamer=seen, **helped)  # type: ignore[operator]
-    _, *tokens = seen.tokens  # the first delivery is the prompt
-    _, first, *later = seen.at
-    passes = [Round(t, 0, 0, 0, at - before) for t, at, before in zip(tokens[1:], later, [first, *later], strict=False)]
-    return Generation(sum(tokens, ()), first - started, later[-1] - first, tuple(passes))
 
 
 def contest_arms(subject: Subject, options: argparse.Namespace, max_new_tokens: int) -> dict[str, Arm]:
@@ -123,29 +68,16 @@ def contest_arms(subject: Subject, options: argparse.Namespace, max_new_tokens: 
         subject.stack, subject.drafters, methods, None, max_new_tokens=max_new_tokens, eos=(), sampling=sampling,
         runtime=runtime,
     )  # fmt: skip
-    settings = {**generate_options(sampling), "max_new_tokens": max_new_tokens}
-    lookup = {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": MAX_NGRAM}
-
-    def theirs(name: str, extra: Mapping[str, Any] | None = None, **help_: Any) -> Arm:
-        def generate(prompt: Sequence[int], streams: Streams) -> Generation:
-            with torch.random.fork_rng():
-                torch.manual_seed(streams.number(name, "sample", bits=64))
-                return transformers_arm(subject.plain, prompt, {**settings, **(extra or {})}, **help_)
-
-        return generate
-
-    drafting: dict[str, dict[str, Any]] = {
+    settings = generate_settings(None, sampling, max_new_tokens=max_new_tokens, eos=())
+    helpers: dict[str, dict[str, Any]] = {
         "assisted_early_exit": {"assistant": subject.exit_model},
         "self_speculation": {"early_exit": subject.exit_model.config.num_hidden_layers},
         "assisted_small_lm": {"assistant": subject.assistant},
     }
-    for name, help_ in drafting.items():
-        ours, default = f"transformers_{name}", f"transformers_{name}_default"
-        arms |= {ours: theirs(ours, **help_, draft_tokens=count), default: theirs(default, **help_)}
     return {
         **arms,
-        "transformers_generate": theirs("transformers_generate"),
-        "transformers_prompt_lookup": theirs("transformers_prompt_lookup", lookup),
+        TRANSFORMERS: generate_arm(subject.plain, settings, TRANSFORMERS),
+        **assisted_arms(subject.plain, settings, count, helpers),
     }
 
 

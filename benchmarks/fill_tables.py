@@ -10,7 +10,9 @@ A page marks its table with two comments, and the table's own header says which 
     <!-- demo table: end -->
 
 Every row under the header is written anew, baselines first. So is every figure of the form "`eesd_beta` τ 3.64"
-elsewhere on the page. --check writes nothing, and ends with status 1 where a page differs from the report.
+elsewhere on the page. The tables of the record (benchmarks/bench_real.py) stand between "float32 table: begin" and
+"float32 table: end", and so for each entry's dtype. --check writes nothing, and ends with status 1 where a page differs
+from the report.
 """
 
 import argparse
@@ -20,6 +22,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from record_tables import tables
 
 Report = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
@@ -41,6 +45,17 @@ def fill(page: str, reports: Sequence[Report]) -> str:
         return f"`{found[1]}` τ {tau[found[1]]:.2f}"
 
     return TAU.sub(figure, BLOCK.sub(table, page))
+
+
+def fill_record(page: str, entries: Mapping[str, Any]) -> str:
+    """`page` with the tables of every entry that it has a place for. Raises `ValueError` where there is none."""
+    places = re.compile(
+        rf"(<!-- ({'|'.join(map(re.escape, entries))}) table: begin -->\n)(.*?)(<!-- \2 table: end -->)", re.DOTALL
+    )
+    filled, count = places.subn(lambda found: found[1] + tables(entries[found[2]]) + found[4], page)
+    if not count:
+        raise ValueError(f"no place for {', '.join(entries)}; expected <!-- {next(iter(entries))} table: begin -->")
+    return filled
 
 
 def row(columns: Sequence[str], cells: Mapping[str, str]) -> str:
@@ -92,7 +107,7 @@ def interval(speedup: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, help="report.json of evaluate-checkpoint")
+    parser.add_argument("report", type=Path, help="report.json of evaluate-checkpoint, or a record")
     parser.add_argument("pages", type=Path, nargs="+", help="Markdown files")
     parser.add_argument("--check", action="store_true", help="compare, do not write")
     options = parser.parse_args(arguments)
@@ -100,7 +115,7 @@ def main(arguments: Sequence[str]) -> None:
     reports, differ = content.get("reports", [content]), []
     for page in options.pages:
         old = page.read_text()
-        new = fill(old, reports)
+        new = fill_record(old, content["entries"]) if "entries" in content else fill(old, reports)
         if new != old:
             differ.append(str(page))
             if not options.check:

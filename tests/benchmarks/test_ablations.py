@@ -10,11 +10,6 @@ from conf import CONF_DIR, build, register
 from train.settings import OBJECTIVES, FinetuneConfig
 
 
-@pytest.fixture(autouse=True)
-def _as_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-
-
 @pytest.mark.slow
 def test_every_row_is_a_run_of_the_command_and_differs_from_the_others() -> None:
     import ablate_small_lm

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -23,23 +22,10 @@ from inference.tree import ROOT, chain_parents
 from tests.families import save_family
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 TINY = LlamaConfig(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def scripts() -> Iterator[None]:
-    """The modules of benchmarks/ can be imported as its scripts import them, and are gone afterwards."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
-    for name in set(sys.modules) - before:
-        if isinstance(sys.modules[name], ModuleType) and str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object) -> None:

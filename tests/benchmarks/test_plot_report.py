@@ -2,8 +2,6 @@
 
 import copy
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,6 @@ PAGE = """text `vanilla` τ 9.99
 <!-- demo table: end -->
 | method | stays |
 """
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield
-    for name in ("plot_report", "fill_tables"):
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture

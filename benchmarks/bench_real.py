@@ -1,0 +1,165 @@
+"""The record on a real model: every method and its peers on the same prompts of several categories, in turn.
+
+    python benchmarks/bench_real.py target=runs/smollm2/fetch checkpoint=runs/smollm2/eesd \
+        small_lm=runs/smollm2/small_lm table=runs/smollm2/trigrams dtype=float32 \
+        method=[eesd_beta,eesd_cali,eesd_auto,vanilla,opt_tree_auto,gsd,mcsd,aded,ngrams,prompt_lookup] \
+        --prompts chat=mt_bench.jsonl --prompts maths=gsm8k.jsonl --minutes 90
+
+Methods are named as for evaluate-checkpoint, whose options these are. Peers with the same weights: transformers'
+`generate`, its prompt lookup, and its assisted generation by the same small LM and by the same early exit, put
+together as a model; each of those with K tokens and as it would without being told. With --llama-python, llama.cpp as
+well, in a process of its own (see peer_llamacpp.py).
+
+The result of every prompt is kept. A run that is cut, or whose --minutes are over, goes on with the same command. A
+run replaces the entry of its dtype in --out and leaves the others.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import all_figures
+from interleaved import ArmsFor, Contest, add_options, evaluation, measure_all, read_categories
+from peer_llamacpp import llama_server, llama_version
+from record_tables import tables
+from subjects import as_model
+from transformers_arms import assisted_arms, load_drafter
+
+from conf import reported
+from draft_models.checkpoint import from_pretrained, provenance
+from draft_models.target.model_files import load_causal_lm
+from inference.drafters.registry import KINDS
+from inference.evaluate.arms import Arm
+from inference.evaluate.compare import JUDGED
+from inference.evaluate.drafter_facts import trained_seconds
+from inference.evaluate.report import describe_machine
+from inference.evaluate.subject import Models, Subject
+from inference.generation_config import generate_settings
+from inference.settings import EvaluateConfig
+from outrider.errors import require
+from outrider.files import read_json, require_writable, write_json
+from train.time_budget import STEPS_FILE
+
+HERE = Path(__file__).parent
+PEERS = ("transformers_arms.py", "llamacpp_server.py")  # what they do decides what is measured
+
+
+def transformers_peers(config: EvaluateConfig, draft_tokens: int, subject: Subject, models: Models) -> ArmsFor:
+    """transformers' own assisted generation by the drafters of `config`."""
+    placed: dict[str, Any] = {"dtype": subject.dtype, "device": subject.device}
+    helpers: dict[str, dict[str, Any]] = {}
+    if config.checkpoint is not None:
+        early_exit = from_pretrained(
+            config.checkpoint, subject.target.config, subject.target.fingerprint, **placed
+        ).requires_grad_(False)
+        helpers["assisted_early_exit"] = {"assistant": as_model(subject.target.source, early_exit, **placed)}
+    if config.small_lm is not None:
+        small = load_drafter(config.small_lm, known_tokens(config), subject.config.vocab_size, subject.dtype)
+        helpers["assisted_small_lm"] = {"assistant": small.to(subject.device)}
+
+    def arms_for(new_tokens: int) -> dict[str, Arm]:
+        own = subject.inherited.config
+        settings = generate_settings(own, config.sampling, max_new_tokens=new_tokens, eos=subject.eos)
+        return assisted_arms(models.plain, settings, draft_tokens, helpers)
+
+    return arms_for
+
+
+def known_tokens(config: EvaluateConfig) -> Sequence[int] | None:
+    """Those that the small LM is made of, where they are not all."""
+    return None if config.small_lm is None else KINDS["small_lm"].load_maker().known_tokens(config.small_lm)
+
+
+def trained(config: EvaluateConfig) -> dict[str, Any]:
+    """Of every drafter where it lies, the digests that know it, and how long its training was to take, if it says."""
+    found = {}
+    for kind in KINDS.values():
+        where = config.where(kind)
+        if where is not None:
+            steps = Path(where) / STEPS_FILE
+            training = read_json(steps, "number of steps", "remove it") if steps.exists() else None
+            found[kind.name] = {"path": where, **kind.load_maker().identity(where), "training": training}
+    return found
+
+
+def entry_of(contest: Contest, config: EvaluateConfig, options: argparse.Namespace, peers: Any) -> dict[str, Any]:
+    """What was measured and on what, JSON-able."""
+    return {
+        "target": contest.subject.target.source,
+        "target_digest": asdict(contest.subject.target.fingerprint),
+        "drafters": trained(config),
+        "trained_seconds": trained_seconds(config),
+        "dtype": str(contest.subject.dtype).removeprefix("torch."),
+        "machine": describe_machine(str(contest.subject.device)),
+        "threads": contest.threads,
+        "made_with": provenance(),
+        "peers": peers,
+        "prompts": len(contest.results),
+        "prompts_asked": contest.asked,
+        "prompt_tokens": sum(len(result.prompt) for result in contest.results),
+        "max_new_tokens": config.max_new_tokens,
+        "prompt_files": options.prompts,
+        "per_category": options.per_category,
+        "note": options.note,
+        "methods": {name: asdict(method) for name, method in contest.methods.items()},
+        "arms": all_figures(contest.results, config.seed),
+    }
+
+
+def write_entry(path: Path, entry: Mapping[str, Any]) -> None:
+    """Put `entry` into the JSON file `path` in the place of an earlier one of its dtype."""
+    earlier = read_json(path, "record", "remove it, or choose another --out")["entries"] if path.exists() else {}
+    require_writable(path.parent)
+    write_json(path, {"entries": {**earlier, entry["dtype"]: entry}})
+
+
+def record(options: argparse.Namespace) -> None:
+    """Measure what is left to measure, write the entry and show the tables. Raises `UserError`."""
+    config = evaluation(options.options)
+    prompts = read_categories(options.prompts, options.per_category)
+    code = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PEERS)).hexdigest()[:12]
+    identity = {"code": code, "draft_tokens": options.draft_tokens, "llama_cpp": None}
+    if options.llama_python:
+        identity["llama_cpp"] = llama_version(options.llama_python)
+    folder = options.work / config.dtype
+    with ExitStack() as held:
+
+        def peers(subject: Subject, models: Models, positions: int) -> ArmsFor:
+            require(not subject.stops, "stop_strings", subject.stops, "none: not every peer knows them")
+            ours = transformers_peers(config, options.draft_tokens, subject, models)
+            if not options.llama_python:
+                return ours
+            asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
+            where, dtype = subject.target, subject.dtype
+            target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be laid out anew
+            small = config.small_lm and load_causal_lm(config.small_lm, role="small_lm", dtype=dtype)
+            started = llama_server(options.llama_python, folder, target, small, known_tokens(config), **asked)
+            server = held.enter_context(started)
+            return lambda count: {**ours(count), **{n: server.arm(n, subject.eos, count) for n in server.arms}}
+
+        contest = measure_all([config], prompts, folder, options.minutes, peers=peers, identity=identity, judged=JUDGED)
+    entry = entry_of(contest, config, options, identity)
+    out = options.out or options.work / "record.json"
+    write_entry(out, entry)
+    print(tables(entry))
+    print(f"prompts={len(contest.results)} of {contest.asked} entry={entry['dtype']} out={out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, "runs/record")
+    parser.add_argument("--draft-tokens", type=int, default=5, help="K of transformers' and llama.cpp's drafts")
+    parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
+    parser.add_argument("--out", type=Path, help="the JSON file; default: record.json in --work")
+    parser.add_argument("--note", default="", help="kept in the entry, e.g. what else the machine was doing")
+    with reported():
+        record(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Arms on prompts in turn, kept prompt by prompt: a measurement that is cut goes on with the same command.
+
+What evaluate-checkpoint does for one set of drafters, for several sets and for peers, in one process.
+"""
+
+import argparse
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from conf import build, explain, register
+from conf.options import compose_defaults
+from data_prep.text.prompts import Prompt, read_prompts
+from inference.evaluate.arms import Arm, PromptResult, measure, measure_deviations, prepare
+from inference.evaluate.compare import (
+    WARM_UP_TOKENS,
+    Bench,
+    Prepared,
+    longest_text,
+    make_bench,
+    prepare_methods,
+    render,
+    require_fits,
+)
+from inference.evaluate.lossless import Deviation
+from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
+from inference.evaluate.subject import (
+    Models,
+    Subject,
+    context_length,
+    find_subject,
+    load_drafters,
+    load_models,
+    run_settings,
+)
+from inference.evaluate.threads import use_threads
+from inference.settings import EvaluateConfig, MethodConfig
+from outrider.errors import UserError, require
+from outrider.files import require_writable
+from outrider.run_dirs import only_run
+from outrider.settings import construct
+from outrider.streams import Streams
+
+# Options of evaluate-checkpoint that the benchmarks say by themselves, or have no use for.
+SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
+                  "out_dir", "resume", "debug", "plan", "card", "tensor_parallel")  # fmt: skip
+ArmsFor = Callable[[int], Mapping[str, Arm]]  # that go on for so many new tokens
+MakePeers = Callable[[Subject, Models, int], ArmsFor]  # from the models, for texts of so many tokens at most
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What was measured so far.
+
+    methods: as they ran, by name. results: of the finished prompts. asked: how many prompts there are in all.
+    threads: of the CPU, and how many prompts were measured with each number.
+    """
+
+    subject: Subject
+    methods: Mapping[str, MethodConfig]
+    results: Sequence[PromptResult]
+    asked: int
+    threads: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Field:
+    """All arms by name; of each config its own, and what was prepared for it; the target as transformers runs it."""
+
+    arms: Mapping[str, Arm]
+    benches: Sequence[Bench]
+    prepared: Sequence[Prepared]
+    plain: PreTrainedModel
+
+
+def add_options(parser: argparse.ArgumentParser, work: str) -> None:
+    """The options that say on what is measured, and for how long. work: where the results of prompts are kept."""
+    parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="options of evaluate-checkpoint")
+    which = "a category and its prompts, in any layout that evaluate-checkpoint reads; several times"
+    parser.add_argument("--prompts", action="append", metavar="NAME=FILE", required=True, help=which)
+    parser.add_argument("--per-category", type=int, default=16, help="prompts of each category, evenly spread")
+    parser.add_argument("--minutes", type=float, help="begin no prompt after so many; the same command goes on")
+    parser.add_argument("--work", type=Path, default=Path(work), help="where the results of every prompt are kept")
+
+
+def evaluation(options: Sequence[str]) -> EvaluateConfig:
+    """The settings of evaluate-checkpoint with `options`. Raises `UserError` for those that would do nothing here."""
+    for option in options:
+        key = option.partition("=")[0].lstrip("+~")
+        if key in SAID_OTHERWISE:
+            raise UserError(f"{option}: not an option here; see --help for prompts and places")
+    register("evaluate_checkpoint", EvaluateConfig)
+    try:
+        config = build(EvaluateConfig, compose_defaults("evaluate_checkpoint", list(options)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, EvaluateConfig)) from None
+    require(config.sampling.temperature == 0, "sampling.temperature", config.sampling.temperature, "0: texts compare")
+    require(config.target != "replay", "target", config.target, "a model: a recording has no speed")
+    return config
+
+
+def read_categories(named: Sequence[str], per_category: int) -> list[Prompt]:
+    """`per_category` prompts of every NAME=FILE, of a conversation the first turn. The categories take turns, so that
+    a measurement that is cut has had as many of each."""
+    require(per_category >= 1, "per-category", per_category, "at least 1")
+    groups = []
+    for one in named:
+        name, _, file = one.partition("=")
+        require(bool(name and file), "prompts", one, "NAME=FILE")
+        found = read_prompts(file, limit=per_category)
+        groups.append([replace(p, id=f"{name}/{p.id}", category=name, turns=p.turns[:1]) for p in found])
+    names = [group[0].category for group in groups]
+    require(len(set(names)) == len(names), "prompts", names, "another name for every file")
+    return [prompt for level in itertools.zip_longest(*groups) for prompt in level if prompt is not None]
+
+
+def measure_all(
+    configs: Sequence[EvaluateConfig],
+    prompts: Sequence[Prompt],
+    folder: Path,
+    minutes: float | None = None,
+    *,
+    peers: MakePeers | None = None,
+    identity: Mapping[str, Any] | None = None,
+    judged: int = 0,
+) -> Contest:
+    """Every method of every config, both baselines and the peers, prompt by prompt in turn.
+
+    configs: one a set of drafters, alike but for those and for their methods, whose names differ.
+    folder: keeps the result of every prompt; those that it has are not measured again.
+    minutes: no prompt begins later, but for one.
+    peers: further arms, made once the models are loaded. identity: of those; results with other ones do not mix.
+    judged: so many of the prompts are judged where equal texts do not decide (see `lossless`).
+
+    Raises `UserError` for bad input, and where `folder` holds results that were made otherwise.
+    """
+    began = time.monotonic()
+    first = configs[0]
+    subject = find_subject(first)
+    ids = [render(first, subject, prompt, prompt.turns) for prompt in prompts]
+    settings = {str(number): run_settings(each, subject, prompts) for number, each in enumerate(configs)}
+    settings["peers"] = dict(identity or {})
+    with only_run(require_writable(folder), "results"):
+        known = open_run(folder, settings, resume=True)
+        done, number = read_results(folder), next_number(folder)
+        todo = [position for position in range(len(prompts)) if position not in done]
+        if todo:
+            use_threads(first.threads)
+            field = enter(configs, subject, prompts, ids, known, peers)
+            if known is None:
+                known = [asdict(each) for each in field.prepared]
+                begin_run(folder, settings, known)
+            for position in tqdm(todo, desc="measure", unit="prompt", disable=None):
+                if minutes is not None and position != todo[0] and time.monotonic() - began > 60 * minutes:
+                    break
+                threads = use_threads(first.threads)
+                prompt = prompts[position]
+                result = measure(
+                    field.arms, ids[position], prompt_id=prompt.id, category=prompt.category, repeats=first.repeats,
+                    turn=position, seed=first.seed,
+                )  # fmt: skip
+                if position < judged:
+                    result = judge(result, field, first.seed)
+                append_result(folder, number, Measured(position, 1, (result,), threads=threads))
+            done = read_results(folder)
+    methods = {name: method for each in known for name, method in construct(Prepared, each).methods.items()}
+    results = [result for _, measured in sorted(done.items()) for result in measured.turns]
+    threads_used = Counter(measured.threads for measured in done.values())
+    return Contest(subject, methods, results, len(prompts), dict(threads_used))
+
+
+def enter(
+    configs: Sequence[EvaluateConfig],
+    subject: Subject,
+    prompts: Sequence[Prompt],
+    ids: Sequence[Sequence[int]],
+    known: Sequence[Any] | None,
+    peers: MakePeers | None,
+) -> Field:
+    """All arms, warm. ids: of the prompts. known: what an earlier run has prepared (see `Prepared`), or None."""
+    first = configs[0]
+    teams = load_teams(configs, subject)
+    context = min(context_length(subject, models.drafters) for models in teams)
+    require_fits(prompts, ids, context - first.max_new_tokens)
+    positions = longest_text([[each] for each in ids], first.max_new_tokens, context)
+    if known is None:
+        pairs = zip(configs, teams, strict=True)
+        prepared = [prepare_methods(config, subject, models, ids[0], positions) for config, models in pairs]
+    else:
+        prepared = [construct(Prepared, each) for each in known]
+    teams[0].runtime.prepare(positions, prepared[0].kernels)
+    teamed = zip(configs, teams, prepared, strict=True)
+    benches = [make_bench(config, subject, models, made, ids[0], len(ids)) for config, models, made in teamed]
+    arms = {name: arm for bench in benches for name, arm in bench.arms.items()}
+    if peers is not None:
+        others = peers(subject, teams[0], positions)
+        for arm in others(WARM_UP_TOKENS).values():
+            arm(ids[0], Streams(first.seed).within("warm-up"))
+        arms |= others(first.max_new_tokens)
+    return Field(arms, benches, prepared, teams[0].plain)
+
+
+def load_teams(configs: Sequence[EvaluateConfig], subject: Subject) -> list[Models]:
+    """The target with the drafters of each config, ready to decode. It is loaded once."""
+    placed = {"dtype": subject.dtype, "device": subject.device}
+    drafters = [load_drafters(config, subject.target, **placed) for config in configs]
+    models = load_models(configs[0], subject, drafters[0])
+    for others in drafters[1:]:
+        prepare(models.stack, others)
+    return [replace(models, drafters=each) for each in drafters]
+
+
+def judge(result: PromptResult, field: Field, seed: int) -> PromptResult:
+    """`result` with the rounding errors of our arms on the reference's text, where equal texts do not decide."""
+    found: dict[str, Deviation] = {}
+    for bench in field.benches:
+        if bench.judge is not None:
+            found |= measure_deviations(field.plain, result, bench.judge, Streams(seed, result.prompt_id))
+    return replace(result, deviations=found)

@@ -1,0 +1,217 @@
+"""llama.cpp as a peer: the same weights as a GGUF file, the same prompts as token ids, in a process of its own.
+
+    python benchmarks/peer_llamacpp.py runs/smollm2/fetch --llama-python /tmp/llama/bin/python --prompts mt_bench.jsonl
+
+Greedily continues a few prompts with llama.cpp and with transformers in float32, and says which texts differ. The
+record takes the same arms with `bench_real.py --llama-python`. llama.cpp is no dependency of this project. It comes
+into an environment of its own: python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python.
+"""
+
+import argparse
+import itertools
+import json
+import operator
+import subprocess
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers_arms import MAX_NGRAM, generation_of
+
+from conf import reported
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
+from draft_models.target.model_files import load_causal_lm
+from draft_models.target.open_target import open_target
+from inference.drafters.registry import KINDS
+from inference.evaluate.arms import Arm, Generation, transformers_generate
+from inference.evaluate.subject import end_tokens, load_plain
+from outrider.errors import UserError, require
+from outrider.files import require_writable
+from outrider.streams import Streams
+
+SERVER = Path(__file__).parent / "llamacpp_server.py"
+FORMATS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight", "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def llama_version(python: str) -> str:
+    """The version of llama-cpp-python that the interpreter has. Raises `UserError` where it has none."""
+    asking = [python, "-c", "import llama_cpp; print(llama_cpp.__version__)"]
+    try:
+        asked = subprocess.run(asking, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UserError(f"llama-python={python}: {error.strerror}; give an interpreter") from None
+    if asked.returncode:
+        why = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(f"llama-python={python}: {why}; {python} -m pip install llama-cpp-python")
+    return asked.stdout.strip()
+
+
+def write_gguf(model: PreTrainedModel, path: Path) -> Path:
+    """The weights of a Llama as a GGUF file in the model's dtype, norms in float32, without a tokenizer; `path`.
+
+    Raises `UserError` for a model that is not written here.
+    """
+    import gguf  # an extra, which nothing but this needs here
+
+    config: Any = model.config
+    rope = config.rope_parameters
+    plain = config.model_type == "llama" and not (config.attention_bias or config.mlp_bias)
+    plain = plain and rope.get("rope_type", "default") == "default"
+    require(plain, "llama-python", config.model_type, "a Llama of plain RoPE, without biases")
+    writer = gguf.GGUFWriter(require_writable(path.parent) / path.name, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    kind = gguf.GGMLQuantizationType[FORMATS[model.dtype].upper()]
+    for name, tensor in weights_of(model.state_dict(), config):
+        wanted = kind if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def weights_of(state: dict[str, Tensor], config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """The weights by their names in GGUF, queries and keys in the order of its RoPE. A tied head has no entry."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in state.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        part = name.split(".")[-2]
+        tensor = interleaved(tensor, heads[part]) if part in heads else tensor
+        if name in NAMES:
+            yield NAMES[name], tensor
+        else:
+            _, _, layer, *inner, weight = name.split(".")
+            yield f"blk.{layer}.{NAMES['.'.join(inner)]}.{weight}", tensor
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """weight [heads · d, n] with the rows of every head as pairs (0, d/2), (1, d/2 + 1), …, which llama.cpp rotates."""
+    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+class LlamaServer:
+    """A process that runs llama.cpp. It works only while it is waited for."""
+
+    def __init__(self, python: str, asked: dict[str, Any]):
+        self.process = subprocess.Popen([python, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.arms: list[str] = self.ask(asked)["arms"]
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """The answer to one line. Raises `UserError` where the process has ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise UserError(f"llama.cpp: its process ended with status {self.process.wait()}; see what it said above")
+        return json.loads(line)
+
+    def arm(self, name: str, eos: Collection[int], max_new_tokens: int) -> Arm:
+        """One of its ways of decoding as an arm."""
+        wanted = {"arm": name, "eos": sorted(eos), "max_new_tokens": max_new_tokens}
+
+        def decode(prompt: Sequence[int], streams: Streams) -> Generation:
+            found = self.ask({**wanted, "prompt": list(prompt)})
+            return generation_of(found["passes"], found["at"], eos, max_new_tokens)
+
+        return decode
+
+
+@contextmanager
+def llama_server(
+    python: str,
+    folder: Path,
+    target: PreTrainedModel,
+    small_lm: PreTrainedModel | None = None,
+    tokens: Sequence[int] | None = None,
+    **asked: Any,
+) -> Iterator[LlamaServer]:
+    """llama.cpp with the weights of `target`, and of a small LM to draft with, written to `folder` meanwhile.
+
+    tokens: those that the small LM's ids stand for, where they are not all (see `Maker.known_tokens`).
+    asked: positions, threads and draft_tokens.
+    """
+    model = write_gguf(target, folder / "target.gguf")
+    draft = None if small_lm is None else write_gguf(small_lm, folder / "small_lm.gguf")
+    asked["cache"] = FORMATS[target.dtype]
+    del target, small_lm  # files hold them now
+    asked |= {"model": str(model), "draft": draft and str(draft), "ids": None if tokens is None else list(tokens)}
+    asked |= {"max_ngram": MAX_NGRAM}
+    server = LlamaServer(python, asked)
+    try:
+        yield server
+    finally:
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+        server.process.wait()
+        for path in (model, draft):
+            if path is not None:
+                path.unlink()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="a Llama")
+    parser.add_argument("--llama-python", required=True, help="an interpreter that has llama-cpp-python")
+    parser.add_argument("--small-lm", help="a Llama that drafts for it")
+    parser.add_argument("--prompts", default="python_stdlib", help="see evaluate-checkpoint")
+    parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=24)
+    parser.add_argument("--work", type=Path, default=Path("runs/llamacpp"), help="for the GGUF file meanwhile")
+    options = parser.parse_args()
+    with reported():
+        compare(options)
+
+
+@torch.inference_mode()
+def compare(options: argparse.Namespace) -> None:
+    """Say for every arm and prompt whether llama.cpp's text is transformers'."""
+    llama_version(options.llama_python)
+    target = open_target(options.target)
+    plain, eos = load_plain(target, torch.float32, torch.device("cpu")), end_tokens(target)
+    small = options.small_lm and load_causal_lm(options.small_lm, role="small_lm", dtype=torch.float32)
+    tokens = options.small_lm and KINDS["small_lm"].load_maker().known_tokens(options.small_lm)
+    found = read_prompts(options.prompts, limit=options.num_prompts)
+    prompts = [render_prompt(p.turns[:1], target.tokenizer, "auto" if p.chat else "none") for p in found]
+    counts = {"max_new_tokens": options.max_new_tokens, "eos": eos}
+    asked: dict[str, Any] = {"threads": torch.get_num_threads(), "draft_tokens": 4}
+    asked["positions"] = max(map(len, prompts)) + options.max_new_tokens
+    with llama_server(options.llama_python, options.work, plain, small, tokens, **asked) as server:
+        for asked_prompt, ids in zip(found, prompts, strict=True):
+            wanted = transformers_generate(plain, ids, **counts).tokens
+            for name in server.arms:
+                tokens = server.arm(name, eos, options.max_new_tokens)(ids, Streams(0)).tokens
+                same = sum(itertools.accumulate(map(operator.eq, tokens, wanted), operator.and_))
+                said = "identical" if tokens == wanted else f"differs after {same} tokens"
+                print(f"prompt={asked_prompt.id} arm={name} tokens={len(wanted)} {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

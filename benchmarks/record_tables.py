@@ -1,0 +1,62 @@
+"""The figures of arms (see figures.py) as Markdown. Light: filling a page needs no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Figures = Mapping[str, Any]
+
+
+def tables(entry: Mapping[str, Any]) -> str:
+    """An entry of the record: what was measured, all prompts together, and by category."""
+    threads = ", ".join(f"{count} threads" for count in entry["threads"])
+    said = (
+        f"{entry['prompts']} prompts × up to {entry['max_new_tokens']} tokens, greedy, {entry['dtype']} on "
+        f"{entry['machine']['device']} ({threads}), arms interleaved prompt by prompt.\n"
+    )
+    return "\n".join([said, table(entry["arms"]), "Tokens/s, and over plain decoding, by category:\n",
+                      table_by_category(entry["arms"])])  # fmt: skip
+
+
+def table(arms: Mapping[str, Figures]) -> str:
+    """All prompts together, as Markdown, slowest first."""
+    lines = [
+        "| arm | identical | τ | tokens/s | over plain decoding [95 %] | over `generate` [95 %] |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in by_speed(arms):
+        f = arms[name]
+        lines.append(
+            f"| {name} | {f['identical']}/{f['prompts']} | {number(f['tau'], 2)} | "
+            f"{number(f['tokens_per_second'], 1)} | {interval(f['speedup'])} | "
+            f"{interval(f['speedup'].get('vs_transformers_generate'))} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def table_by_category(arms: Mapping[str, Figures]) -> str:
+    """Tokens per second, and over plain decoding the median ratio, by category."""
+    names = list(arms["autoregressive"]["by_category"])
+    lines = [f"| arm | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for arm in by_speed(arms):
+        cells = [arms[arm]["by_category"][name] for name in names]
+        shown = (f"{number(c['tokens_per_second'], 1)}, {number(c['speedup']['median'], 2)}×" for c in cells)
+        lines.append(f"| {arm} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def by_speed(arms: Mapping[str, Figures]) -> list[str]:
+    """The names, slowest first."""
+    return sorted(arms, key=lambda name: arms[name]["tokens_per_second"] or 0.0)
+
+
+def number(value: float | None, digits: int) -> str:
+    """A dash where there is none."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def interval(ratio: Mapping[str, Any] | None) -> str:
+    """The median of a ratio and its interval."""
+    if ratio is None or ratio["median"] is None:
+        return "–"
+    low, high = ratio["ci95"]
+    return f"{ratio['median']:.2f}× [{low:.2f}, {high:.2f}]"

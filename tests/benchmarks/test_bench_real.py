@@ -1,0 +1,214 @@
+"""The record: every arm on every prompt, kept prompt by prompt, one entry a dtype; and llama.cpp's part of it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draft_models.checkpoint import save_pretrained
+from draft_models.target.architectures import load_config
+from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.open_target import load_tokenizer
+from draft_models.target.tensor_files import open_tensors
+from outrider.errors import UserError
+from tests.tiny import VOCABULARY, make_drafter, open_stack, random_prompt, save_target
+
+# In the place of the package. Every model counts on from the last token, the one that drafts up to 4.
+STAND_IN = """
+import numpy as np
+__version__ = "0"
+class Llama:
+    def __init__(self, path, **options):
+        assert open(path, "rb").read(4) == b"GGUF"
+        self.drafts_for_another, self.fresh, self.drafter = "small_lm" in path, False, options["draft_model"]
+        assert options["logits_all"] == (self.drafter is not None)
+        assert options["n_threads"] == options["n_threads_batch"]
+        assert options["type_k"] == options["type_v"] == 0
+    def reset(self):
+        self.fresh = True
+    def eval(self, tokens):
+        print("noise on the standard output")
+    def generate(self, tokens, temp):
+        assert temp == 0.0
+        assert self.fresh or self.drafts_for_another
+        self.fresh, text, drafted = False, list(tokens), []
+        self.eval(text)
+        while True:
+            for token in [*drafted, None]:
+                text.append(min(text[-1] + 1, 4) if self.drafts_for_another else text[-1] + 1)
+                yield text[-1]
+                if token != text[-1]:
+                    break
+            drafted = [] if self.drafter is None else self.drafter(np.array(text)).tolist()
+            self.eval([text[-1], *drafted])
+"""
+SPECULATIVE = """
+import numpy as np
+class LlamaDraftModel:
+    pass
+class LlamaPromptLookupDecoding(LlamaDraftModel):
+    def __init__(self, max_ngram_size, num_pred_tokens):
+        assert (max_ngram_size, num_pred_tokens) == (3, 4)
+    def __call__(self, text):
+        return text[-1] + np.array([1, 2, 9])
+"""
+
+
+def models(folder: Path) -> list[str]:
+    """A target with two drafters in `folder`; the options that name them."""
+    path = save_target(folder / "target", eos_token_id=257)
+    save_target(folder / "small", seed=1)
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    save_pretrained(folder / "eesd", make_drafter(path, 2, noise=0.1), fingerprint, {}, torch.float32)
+    (folder / "eesd" / "steps.json").write_text('{"minutes": 3, "seconds_per_step": 2, "steps": 90}')
+    return [f"target={path}", f"checkpoint={folder / 'eesd'}", f"small_lm={folder / 'small'}"]
+
+
+def kept(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_record_goes_on_and_has_an_entry_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_real
+    from fill_tables import fill_record
+
+    options = models(tmp_path)
+    for name in ("one", "two"):
+        lines = [json.dumps({"prompt": f"{name} {i}: "}) + "\n" for i in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        options += ["--prompts", f"{name}={tmp_path / name}.jsonl"]
+    options[3:3] = ["method=[eesd_fixed,vanilla,prompt_lookup]", "max_new_tokens=12"]
+    work = tmp_path / "work"
+
+    def record(dtype: str, *more: str) -> dict[str, Any]:
+        given = [f"dtype={dtype}", *options, "--per-category", "2", "--work", str(work), *more]
+        monkeypatch.setattr(sys, "argv", ["bench_real.py", *given])
+        bench_real.main()
+        found: dict[str, Any] = json.loads((work / "record.json").read_text())["entries"]
+        return found
+
+    first = record("float32", "--minutes", "1e-9")["float32"]
+    assert (first["prompts"], first["prompts_asked"]) == (1, 4)
+    before = kept(work / "float32")
+    assert len(before) == 1
+    entry = record("float32")["float32"]
+    assert kept(work / "float32")[:1] == before
+    assert [line["turns"][0]["prompt_id"] for line in kept(work / "float32")] == [
+        "one/1", "two/1", "one/3", "two/3",
+    ]  # fmt: skip
+    assert entry["prompts"] == 4
+    assert entry["drafters"]["early_exit"]["training"]["steps"] == 90
+    assert set(entry["arms"]) == {
+        "autoregressive", "transformers_generate", "eesd_fixed", "vanilla", "prompt_lookup",
+        *(f"transformers_assisted_{who}{how}" for who in ("early_exit", "small_lm") for how in ("", "_default")),
+        "transformers_prompt_lookup",
+    }  # fmt: skip
+    for name, arm in entry["arms"].items():
+        parts = arm["by_category"]
+        assert arm["identical"] == 4, name
+        assert set(parts) == {"one", "two"}
+        assert sum(part["tokens"] for part in parts.values()) == arm["tokens"]
+        low, high = arm["speedup"]["ci95"]
+        assert low <= arm["speedup"]["median"] <= high
+    assert entry["arms"]["autoregressive"]["speedup"]["ci95"] == [1, 1]
+    assert entry["arms"]["transformers_generate"]["speedup"]["vs_transformers_generate"]["median"] == 1
+    assert entry["arms"]["eesd_fixed"]["tau"] > 1
+    found = record("bfloat16", "--minutes", "1e-9")
+    assert found["float32"] == entry
+    assert found["bfloat16"]["prompts"] == 1
+    assert found["bfloat16"]["arms"]["vanilla"]["judged"]["positions"] > 0
+    page = "a\n<!-- float32 table: begin -->\nold\n<!-- float32 table: end -->\nb\n"
+    filled = fill_record(page, found)
+    assert filled == fill_record(filled, found)
+    assert (filled[:2], filled[-2:]) == ("a\n", "b\n")
+    assert "old" not in filled
+    for name, arm in entry["arms"].items():
+        assert f"| {name} | 4/4 | " in filled
+        assert f"| {arm['tokens_per_second']:.1f} | {arm['speedup']['median']:.2f}× [" in filled
+        two = arm["by_category"]["two"]
+        assert f", {two['speedup']['median']:.2f}× |\n" in filled
+    with pytest.raises(ValueError, match="no place for bfloat16"):
+        fill_record(page, {"bfloat16": found["bfloat16"]})
+    options[3] = "method=[vanilla]"
+    with pytest.raises(SystemExit):  # results of other methods are there
+        record("float32")
+
+
+@pytest.mark.slow
+def test_llama_cpp_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peer_llamacpp import llama_server, llama_version
+
+    from outrider.streams import Streams
+
+    with pytest.raises(UserError, match=r"llama_cpp.*pip install llama-cpp-python"):
+        llama_version(sys.executable)
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "__init__.py").write_text(STAND_IN)
+    (tmp_path / "llama_cpp" / "llama_speculative.py").write_text(SPECULATIVE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert llama_version(sys.executable) == "0"
+    target, _ = open_stack(save_target(tmp_path / "target"))
+    asked = {"positions": 64, "threads": 1, "draft_tokens": 4}
+    ids = [10, 11, 12, 14]  # of the target, that the small LM's 0 to 3 stand for
+    with llama_server(sys.executable, tmp_path / "files", target, target, ids, **asked) as server:
+        assert server.arms == ["llama_cpp", "llama_cpp_prompt_lookup", "llama_cpp_small_lm"]
+        plain, looking, drafted = (server.arm(name, (15,), 9)([5, 9], Streams(0)) for name in server.arms)
+        short = server.arm("llama_cpp", (), 3)([5, 9], Streams(0))
+    assert plain.tokens == looking.tokens == drafted.tokens == (10, 11, 12, 13, 14, 15)
+    assert [r.tokens for r in plain.rounds] == [(11,), (12,), (13,), (14,), (15,)]
+    assert [r.tokens for r in looking.rounds] == [(11, 12, 13), (14, 15)]
+    assert [r.tokens for r in drafted.rounds] == [(11, 12, 13), (14,), (15,)]  # 13 is none of its, nor is what follows
+    assert short.tokens == (10, 11, 12)
+    assert plain.prefill_seconds > 0
+    assert plain.decode_seconds == pytest.approx(sum(r.seconds for r in plain.rounds))
+    assert server.process.poll() == 0
+    assert not list((tmp_path / "files").iterdir())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_file_has_the_weights(tmp_path: Path, tied: bool) -> None:
+    """All of them, queries and keys in the order in which llama.cpp rotates them."""
+    gguf = pytest.importorskip("gguf")
+    from peer_llamacpp import weights_of, write_gguf
+
+    path = save_target(tmp_path / "target", tied=tied, kv_heads=2)
+    target, _ = open_stack(path)
+    reader = gguf.GGUFReader(write_gguf(target, tmp_path / "model.gguf"))
+    stored = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
+    assert ("output.weight" in stored) == (not tied)
+    weights = load_file(path / "model.safetensors")
+    heads, name = target.config.num_attention_heads, "self_attn.q_proj.weight"
+    rows = weights[f"model.layers.1.{name}"].unflatten(0, (heads, -1))
+    half = rows.shape[1] // 2
+    pairs = stored["blk.1.attn_q.weight"].unflatten(0, (heads, -1))
+    for i in range(half):  # llama.cpp turns rows 2i and 2i + 1 together, transformers i and i + half
+        assert torch.equal(pairs[:, 2 * i], rows[:, i])
+        assert torch.equal(pairs[:, 2 * i + 1], rows[:, i + half])
+    assert torch.equal(stored["blk.1.ffn_down.weight"], weights["model.layers.1.mlp.down_proj.weight"])
+    assert len(stored) == len(list(weights_of(weights, target.config)))
+
+
+@torch.no_grad()
+def test_a_model_over_some_tokens_proposes_the_same_over_all(tmp_path: Path) -> None:
+    """Its rows are those of a whole model; any other token is read as its last one, and never proposed."""
+    from transformers_arms import widened
+
+    whole, _ = open_stack(save_target(tmp_path / "whole"))
+    narrow, _ = open_stack(save_target(tmp_path / "narrow"))
+    tokens = torch.arange(3, VOCABULARY, 2)
+    rows = torch.cat([tokens, torch.tensor([0])])
+    for each in (narrow.model.embed_tokens, narrow.lm_head):
+        each.weight = torch.nn.Parameter(each.weight[rows])
+    model = widened(narrow, tokens, VOCABULARY)
+    text = torch.tensor([random_prompt(12)])
+    read = torch.where(torch.isin(text, tokens), text, 0)
+    assert not torch.equal(read, text)
+    mine, theirs = model(text).logits, whole(read).logits
+    torch.testing.assert_close(mine[..., tokens], theirs[..., tokens])
+    others = [token for token in range(VOCABULARY) if token not in tokens]
+    assert bool((mine[..., others].amax(-1) < mine[..., tokens].amin(-1)).all())
