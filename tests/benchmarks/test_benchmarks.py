@@ -13,7 +13,7 @@ from draft_models.checkpoint import save_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer
 from draft_models.target.architectures import load_config
 from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer
+from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from inference.drafters.early_exit import EarlyExitSource
@@ -156,3 +156,31 @@ def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: int
     if not temperature:
         assert arms["early_exit"]["tau"] > 1
         assert arms["early_exit"]["tau"] == pytest.approx(arms["transformers_assisted_early_exit"]["tau"], rel=0.25)
+
+
+def test_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layout runs the same passes, which leave nothing behind; all of them are in the results."""
+    import bench_layouts
+
+    path, threads = save_target(tmp_path / "target", "llama", kv_heads=2), torch.get_num_threads()
+    monkeypatch.setattr(bench_layouts, "measure_device", lambda *_: {"read_bytes_per_second": 1e9})
+    monkeypatch.setattr(bench_layouts, "WIDTHS", (1, 3))
+    out = tmp_path / "layouts.json"
+    run(
+        monkeypatch, bench_layouts, "--target", path, "--threads", threads, "--repeats", 1, "--context", 9, "--out", out
+    )
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["milliseconds"].keys() == {"plain", "blocked", "halved", "chosen"}
+    assert all(by_width.keys() == {"1", "3"} for by_width in result["milliseconds"].values())
+    text = torch.arange(9)
+    expected = None
+    for layout in result["milliseconds"]:
+        stack = bench_layouts.laid_out(open_target(str(path)), torch.float32, layout)
+        passes, other = bench_layouts.Passes(stack, text), bench_layouts.Passes(stack, text)
+        passes.run(3)
+        for session in (passes.session, other.session):
+            session.feed(text[4:5], (ROOT,))
+        logits = [session.finish() for session in (passes.session, other.session)]
+        torch.testing.assert_close(*logits, rtol=0, atol=0)
+        expected = logits[0] if expected is None else expected
+        torch.testing.assert_close(logits[0], expected)

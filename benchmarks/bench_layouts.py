@@ -1,0 +1,186 @@
+"""What the layout of a target's weights is worth on a CPU: passes by rows, in every layout and in the chosen ones.
+
+    python benchmarks/bench_layouts.py --target runs/smollm2/fetch [--threads 1 2] [--dtype float32]
+
+Loads the target once for each of `inference.packing.LAYOUTS` and once as evaluate-checkpoint does. Times passes over 1
+to 32 tokens behind a text of `--context` tokens, all in turn. Beside them stand a token of transformers' `generate`
+and the floor: the time that reading the weights takes at the measured bandwidth, as they are stored in `--dtype`.
+
+The products of a pass are timed alone as well: in every layout, and with weights of 8 bits a row of which shares a
+scale, by PyTorch's own kernel for those (`_weight_int8pack_mm`, activations in bfloat16). Such weights would be another
+model; the question is what they would gain. Writes results/layouts_cpu.json.
+"""
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from floor_device import make_clock, measure_device
+from torch import Tensor, nn
+
+from draft_models.target.model_files import load_causal_lm
+from draft_models.target.open_target import OpenTarget, open_target
+from draft_models.target.stack import LayerStack
+from inference.evaluate.report import describe_machine
+from inference.fused_layers import FusedLayer, fuse_layers, lay_out
+from inference.packing import LAYOUTS, pack_linears
+from inference.runtime import make_runtime
+from inference.tree import chain_parents
+from outrider.files import write_json
+
+RESULTS = Path(__file__).parent / "results"
+WIDTHS = (1, 2, 4, 8, 16, 32)
+CHOSEN = "chosen"
+CPU = torch.device("cpu")
+
+
+class Passes:
+    """Single passes of a target behind a committed text."""
+
+    def __init__(self, stack: LayerStack, text: Tensor):
+        self.text = text
+        self.session = make_runtime("eager", CPU).session(stack, 0, len(text) + 2 * WIDTHS[-1])
+        self.session.prefill(text.tolist())
+        self.session.commit(range(len(text)))
+
+    def run(self, width: int) -> None:
+        """A pass over `width` rows with the choice of their tokens; leaves the session as it was."""
+        session, context = self.session, len(self.text)
+        session.feed(self.text[:width], chain_parents(0, width))
+        session.finish().argmax(-1).tolist()
+        session.commit((0,))
+        session.first.keep(context, ())
+        session.rest.keep(context, ())
+        session.base = context
+
+
+def laid_out(target: OpenTarget, dtype: torch.dtype, layout: str) -> LayerStack:
+    """The target with all linear layers in `layout`, or as evaluate-checkpoint has it."""
+    stack = target.stack(dtype=dtype, device=CPU)
+    if layout == CHOSEN:
+        lay_out(stack, stack)
+        return stack
+    fuse_layers(stack)
+    pack_linears(stack, lambda _: layout)
+    for module in stack.modules():
+        if isinstance(module, FusedLayer):
+            module.bind()
+    return stack
+
+
+@torch.inference_mode()
+def measure(target: OpenTarget, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything with the threads that torch has now."""
+    dtype = getattr(torch, options.dtype)
+    text = torch.arange(options.context) % target.config.vocab_size
+    stacks = {layout: laid_out(target, dtype, layout) for layout in (*LAYOUTS, CHOSEN)}
+    passes = {layout: Passes(stack, text) for layout, stack in stacks.items()}
+    plain = load_causal_lm(options.target, dtype=dtype).eval()
+    seconds: dict[tuple[str, int], list[float]] = {(layout, width): [] for layout in passes for width in WIDTHS}
+    token: list[float] = []
+    for turn in range(1 + options.repeats):
+        for (layout, width), taken in seconds.items():
+            started = time.perf_counter()
+            passes[layout].run(width)
+            if turn:
+                taken.append(time.perf_counter() - started)
+        token += [seconds_a_token(plain, text)] if turn else []
+    products = time_products(target, dtype, options.repeats)
+    found = {
+        layout: {str(width): 1e3 * statistics.median(seconds[layout, width]) for width in WIDTHS} for layout in passes
+    }
+    kinds = Counter(type(module).__name__ for module in stacks[CHOSEN].modules() if "Linear" in type(module).__name__)
+    weights = sum(parameter.nbytes for parameter in plain.parameters())
+    device = measure_device(CPU, dtype, 0.5)
+    return {
+        "threads": torch.get_num_threads(),
+        "milliseconds": found,
+        "milliseconds_of_products": products,
+        "chosen": dict(kinds),
+        "generate_milliseconds_a_token": 1e3 * statistics.median(token),
+        "weight_bytes": weights,
+        "read_bytes_per_second": device["read_bytes_per_second"],
+        "floor_milliseconds": 1e3 * weights / device["read_bytes_per_second"],
+    }
+
+
+class Int8Linear(nn.Module):
+    """A product with weights of 8 bits, each row with a scale of its own; activations are bfloat16."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        scale = linear.weight.detach().float().abs().amax(1) / 127
+        self.weight = (linear.weight.detach().float() / scale[:, None]).round().to(torch.int8)
+        self.scale = scale.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch._weight_int8pack_mm(x.bfloat16(), self.weight, self.scale)
+
+
+def time_products(target: OpenTarget, dtype: torch.dtype, repeats: int) -> dict[str, dict[str, float]]:
+    """Milliseconds that all linear layers of a pass take by themselves, by layout and width, one after the other."""
+    stack = target.stack(dtype=dtype, device=CPU)
+    fuse_layers(stack)
+    linears = [module for module in stack.modules() if isinstance(module, nn.Linear)]
+    makers: dict[str, Callable[[nn.Linear], nn.Module]] = {**LAYOUTS, "int8": Int8Linear}
+    sides = {name: [make(linear) for linear in linears] for name, make in makers.items()}
+    inputs = {width: [torch.ones(width, linear.in_features, dtype=dtype) for linear in linears] for width in WIDTHS}
+    seconds: dict[tuple[str, int], list[float]] = {(name, width): [] for name in sides for width in WIDTHS}
+    for turn in range(1 + repeats):
+        for (name, width), taken in seconds.items():
+            started = time.perf_counter()
+            for module, x in zip(sides[name], inputs[width], strict=True):
+                module(x)
+            if turn:
+                taken.append(time.perf_counter() - started)
+    return {name: {str(width): 1e3 * statistics.median(seconds[name, width]) for width in WIDTHS} for name in sides}
+
+
+def seconds_a_token(plain: nn.Module, text: Tensor, tokens: int = 8) -> float:
+    """Of transformers' `generate` behind `text`: the difference of two lengths, so without the prompt's pass."""
+    clock, ends = make_clock(CPU), []
+    for count in (1, 1 + tokens):
+        started = clock()
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        plain.generate(text[None], attention_mask=torch.ones_like(text[None]), **options)  # type: ignore[operator]
+        ends.append(clock() - started)
+    return (ends[1] - ends[0]) / tokens
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table on standard output."""
+    print(f"\n{result['threads']} threads, chosen: {result['chosen']}")
+    for what in ("milliseconds", "milliseconds_of_products"):
+        print(f"| {what} | {' | '.join(map(str, WIDTHS))} |\n|{'---|' * (1 + len(WIDTHS))}")
+        for layout, by_width in result[what].items():
+            print(f"| {layout} | {' | '.join(f'{by_width[str(width)]:.1f}' for width in WIDTHS)} |")
+    print(f"generate: {result['generate_milliseconds_a_token']:.1f} ms a token")
+    print(f"floor: {result['floor_milliseconds']:.1f} ms at {result['read_bytes_per_second'] / 1e9:.1f} GB/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--context", type=int, default=192, help="tokens before the pass")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULTS / "layouts_cpu.json")
+    options = parser.parse_args()
+    target, results = open_target(options.target), []
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        results.append(measure(target, options))
+        show(results[-1])
+    facts = {"target": options.target, "dtype": options.dtype, "context": options.context}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.out, {**facts, "machine": describe_machine(), "results": results})
+
+
+if __name__ == "__main__":
+    main()
