@@ -53,8 +53,9 @@ DIALECTS: dict[str, Facts] = {
     # Layers of its config are the target's, and no rope_theta is 10000.
     "eagle": Facts(
         taps=(2, 4, 5),
-        config={**SIZES, **DRAFT, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "bias": False},
+        config={**SIZES, **DRAFT, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "bias": True},
         file="pytorch_model.bin",
+        on=frozenset({"fc bias"}),
     ),
     "specforge": Facts(
         taps=(1, 4, 7),
@@ -135,7 +136,7 @@ def head_weights(facts: Facts, seed: int = 0) -> dict[str, Tensor]:
         weights[f"{facts.prefix}input_layernorm.weight"] = norm(width)
     if "no final norm" not in facts.on:
         weights["norm.weight"] = norm(width)
-    if "biases" in facts.on:
+    if "fc bias" in facts.on:
         weights["fc.bias"] = matrix(width)
     if "tap norms" in facts.on:
         weights |= {f"fc_norm.{number}.weight": norm(TARGET_WIDTH) for number in range(len(facts.taps))}
@@ -231,9 +232,7 @@ def reference(facts: Facts, w: dict[str, Tensor], embedding: Tensor, rows: Seque
             keys[layer, number] = heads(x, prefix, "k", row.position)
             values[layer, number] = heads(x, prefix, "v", row.position)
             window = facts.windows[layer]
-            seen = [
-                one for one in (*row.sees, number) if window is None or rows[one].position > row.position - window
-            ]
+            seen = [one for one in (*row.sees, number) if window is None or rows[one].position > row.position - window]
             mixed = []
             for head, query in enumerate(heads(x, prefix, "q", row.position)):
                 own = head // (HEADS // KEY_HEADS)
@@ -243,7 +242,8 @@ def reference(facts: Facts, w: dict[str, Tensor], embedding: Tensor, rows: Seque
             hidden = hidden + linear(torch.cat(mixed), f"{prefix}self_attn.o_proj")
             x = norm(hidden, w[f"{prefix}post_attention_layernorm.weight"])
             gate = linear(x, f"{prefix}mlp.gate_proj")
-            hidden = hidden + linear(gate * gate.sigmoid() * linear(x, f"{prefix}mlp.up_proj"), f"{prefix}mlp.down_proj")
+            inner = gate * gate.sigmoid() * linear(x, f"{prefix}mlp.up_proj")
+            hidden = hidden + linear(inner, f"{prefix}mlp.down_proj")
         normed = hidden if "no final norm" in facts.on else norm(hidden, w["norm.weight"])
         outputs.append(normed if "norm output" in facts.on else hidden)
         logits.append(w["lm_head.weight"] @ normed)

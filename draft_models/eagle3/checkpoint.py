@@ -104,8 +104,8 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
         place = int(outside.nonzero()[0])
         raise UserError(
             f"eagle3={source}: {D2T}[{place}]={int(given[place])} makes draft token {place} the target's token "
-            f"{int(ids[place])}; expected 0 to {reading.vocabulary - 1}. It holds {reading.draft_ids}s: see that it was "
-            "written so"
+            f"{int(ids[place])}; expected 0 to {reading.vocabulary - 1}. It holds {reading.draft_ids}s: see that it "
+            "was written so"
         )
     if (ids[1:] <= ids[:-1]).any():
         place = int((ids[1:] <= ids[:-1]).nonzero()[0])
@@ -113,12 +113,14 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
             f"eagle3={source}: {D2T} makes draft tokens {place} and {place + 1} the target's tokens {int(ids[place])} "
             f"and {int(ids[place + 1])}; expected ascending ones. Fetch the head again"
         )
+    if len(ids) == reading.vocabulary:
+        return None  # t2d may be anything then: trainers do not look at it
     if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
         raise UserError(
             f"eagle3={source}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); expected "
             "the same. The vocabulary was counted anew, or never put in: fetch the head again"
         )
-    return None if len(ids) == reading.vocabulary else ids
+    return ids
 
 
 def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: str) -> None:

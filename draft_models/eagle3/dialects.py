@@ -3,7 +3,7 @@
 eagle        SafeAILab/EAGLE: `midlayer.`, a flat config, no word of the taps
 specforge    sgl-project/SpecForge: `midlayer.`, a flat config, taps as outputs of layers in `eagle_config`
 speculators  vllm-project/speculators: `layers.0.`, the layer's config nested, taps as boundaries
-modelopt     NVIDIA/Model-Optimizer: `layers.0.`, a flat config, taps as outputs of layers and switches in `eagle_config`
+modelopt     NVIDIA/Model-Optimizer: `layers.0.`, a flat config, `eagle_config` with taps as outputs and switches
 
 The output of layer i is boundary i + 1. What a config does not say but its tensors do is read off them, as the number
 of layers: a config copied from the target's has that of the target (EAGLE3-Vicuna-13B).
@@ -168,6 +168,6 @@ def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
         )
     if named:
         return named[0]
-    if target_layers < 6:
-        raise UserError(f"names no {TAPS}, and the target's {target_layers} layers are too few to choose from: add them")
+    if target_layers < 7:
+        raise UserError(f"names no {TAPS}: expected them, as the target's {target_layers} layers are too few to choose")
     return (2, target_layers // 2, target_layers - 3)

@@ -139,7 +139,7 @@ class Eagle3(nn.Module):
             self.lm_head = nn.Linear(reading.hidden, reading.draft_vocabulary, bias=False)
             self.embed_tokens = nn.Embedding(reading.vocabulary, reading.hidden) if reading.own_embedding else None
         self.shared_embedding: list[Tensor] = []
-        self._rotary = [LlamaRotaryEmbedding(_rotating(reading))]  # in a list: its frequencies stay in float32 on the CPU
+        self._rotary = [LlamaRotaryEmbedding(_rotating(reading))]  # in a list, as its frequencies stay in float32
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
 
