@@ -9,7 +9,7 @@ The output of layer i is boundary i + 1. What a config does not say but its tens
 of layers: a config copied from the target's has that of the target (EAGLE3-Vicuna-13B).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
@@ -21,7 +21,7 @@ Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]
 Shapes = Mapping[str, tuple[int, ...]]
 MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
 TAPS = "eagle_aux_hidden_state_layer_ids"
-_LAYERS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_LAYERS: dict[str, Callable[..., PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
     "hidden_act", "vocab_size", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",

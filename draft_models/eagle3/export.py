@@ -84,8 +84,9 @@ def _config(
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[dialect]],
         "draft_vocab_size": reading.draft_vocabulary,
-        "target_hidden_size": reading.target_hidden,
     }
+    if reading.hidden != reading.target_hidden:  # EAGLE's own loader takes no embedding from a target where it stands
+        config["target_hidden_size"] = reading.target_hidden
     if dialect == "speculators":
         verifier = {"name_or_path": target_name, "architectures": list(target.architectures or ())}
         greedy = {"proposal_type": "greedy", "speculative_tokens": drafted}
@@ -101,6 +102,8 @@ def _config(
             },
         }  # fmt: skip
     config |= _layer(reading, target)
+    if dialect == "eagle":
+        config["bias"] = reading.fc_bias
     if dialect == "specforge":
         config |= switches | {"eagle_config": {"use_aux_hidden_state": True, TAPS: outputs}}
     if dialect == "modelopt":
@@ -112,7 +115,7 @@ def _layer(reading: Reading, target: PreTrainedConfig) -> dict[str, Any]:
     """The layer in the words of transformers, rope as versions before 5 spell it, which later ones read as well."""
     rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     special = {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {
+    layer = {
         "model_type": "qwen3" if reading.head_norms else "llama",
         "vocab_size": reading.vocabulary,
         "hidden_size": reading.hidden,
@@ -128,10 +131,12 @@ def _layer(reading: Reading, target: PreTrainedConfig) -> dict[str, Any]:
         "mlp_bias": reading.mlp_bias,
         "rope_theta": reading.rope["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        "partial_rotary_factor": reading.rope.get("partial_rotary_factor"),
         "tie_word_embeddings": False,
         **special,
     }
+    if "partial_rotary_factor" in reading.rope:
+        layer["partial_rotary_factor"] = reading.rope["partial_rotary_factor"]
+    return layer
 
 
 def _windows(reading: Reading) -> dict[str, Any]:
@@ -146,14 +151,19 @@ def _require_said(head: Eagle3, dialect: Dialect, config: dict[str, Any], target
     """Raise `UserError` unless `config`, read again, is the head's reading, in words that its readers know."""
     reading = replace(head.reading, draft_ids="offset")  # as they are written, whatever they were read from
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    unknown = _PLAIN.keys() - set(_KNOWN[dialect])
-    lost = [name for name in _PLAIN if name in unknown and getattr(reading, name) != _PLAIN[name]]
+    lost = [name for name, plain in _PLAIN.items()
+            if name not in _KNOWN[dialect] and getattr(reading, name) != plain]  # fmt: skip
+    # Their code has room for three taps; and the embedding is the output of no layer.
+    if (dialect in ("specforge", "speculators") and len(reading.taps) != 3) or (
+        dialect in ("specforge", "modelopt") and reading.taps[0] == 0
+    ):
+        lost.append("taps")
     if dialect == "eagle" and (reading.rope["rope_type"] != "default" or "partial_rotary_factor" in reading.rope):
         lost.append("rope")
     try:
         again = asdict(read_config(config, shapes, target.num_hidden_layers, "export"))
     except UserError:  # too few layers to choose taps from
-        again, lost = asdict(reading), [*lost, "taps"]
+        again, lost = asdict(reading), list(dict.fromkeys([*lost, "taps"]))
     lost += [name for name, value in asdict(reading).items() if again[name] != value and name not in lost]
     if lost:
         said = ", ".join(f"{name}={getattr(reading, name)!r}" for name in lost)

@@ -65,6 +65,7 @@ def test_files_are_as_their_readers_expect(tmp_path: Path) -> None:
     assert own["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 3, 6]
     assert other["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]
     assert other["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
+    assert "target_hidden_size" not in own  # as wide as the target
     assert own["norm_output"] == own["fc_norm"] == other["norm_output"] == other["fc_norm"] is True
 
 
