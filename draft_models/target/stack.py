@@ -259,6 +259,28 @@ class LayerStack(nn.Module):
             hidden = call_layer(layer, call, hidden, masks[window], rotary, cache)
         return hidden
 
+    def run_tapped(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        rotary: Rotary,
+        masks: Mapping[int | None, Tensor | Band | None],
+        taps: Sequence[int],
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`run`, and the hidden states [B, Q, d] at the boundaries `taps`, ascending, all from start to stop.
+
+        Boundary b is what layer b is given: 0 the embedding, i the output of layer i − 1, as many as there are layers
+        what the final norm is given.
+        """
+        tapped = []
+        for boundary in taps:
+            hidden = self.run(hidden, start, boundary, rotary, masks, cache)
+            tapped.append(hidden)
+            start = boundary
+        return self.run(hidden, start, stop, rotary, masks, cache), tapped
+
     def packed_masks(self, positions: Tensor, documents: Tensor) -> dict[int | None, Tensor | Band | None]:
         """Masks of packed rows for `run`, by window size; positions, documents [B, T] as in `data_prep.text.rows`."""
         if positions.shape[1] > Band.BLOCK:

@@ -1,0 +1,161 @@
+"""EAGLE-3 heads on disk: opened strictly, in any dialect. A tensor too many, or one too few, is an error.
+
+What a loader fills in or leaves out drafts badly without a word.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from draft_models.eagle3.dialects import FIRST_LAYER, MIDLAYER, Dialect, Shapes, dialect_of, own_name, read_config
+from draft_models.eagle3.model import Eagle3
+from draft_models.eagle3.reading import Reading, require_target
+from draft_models.target.model_files import CONFIG_FILE
+from draft_models.target.tensor_files import TensorFiles, find_file, open_tensors
+from outrider.errors import UserError
+from outrider.files import read_json
+from outrider.settings import listed
+
+D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
+
+
+@dataclass(frozen=True)
+class StoredHead:
+    """A head on disk, checked but not read: its dialect, its declared reading, and where its tensors are.
+
+    stored: the names of the tensors in the files, by their names here.
+    """
+
+    source: str
+    dialect: Dialect
+    reading: Reading
+    files: TensorFiles
+    stored: Mapping[str, str]
+
+    def tensors(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """All of them by their names here, in `dtype` where they are no integers. Raises `UserError`."""
+        read = self.files.read(self.stored.values(), dtype, device=device)
+        return {name: read[stored] for name, stored in self.stored.items()}
+
+
+def open_head(source: str, target: PreTrainedConfig, revision: str | None = None) -> StoredHead:
+    """The head in `source`, a directory or Hub name, for a target of that config. Reads headers only.
+
+    Raises `UserError` where it is no EAGLE-3 head, not one for this target, or its tensors are not those that its
+    config asks for.
+    """
+    file = find_file(source, CONFIG_FILE, revision)
+    if file is None:
+        raise UserError(f"eagle3={source}: no {CONFIG_FILE} there; give a directory or Hub name of an EAGLE-3 head")
+    config = read_json(file, "description of a head", "fetch it again")
+    if not isinstance(config, dict):
+        raise UserError(f"eagle3={source}: no usable {CONFIG_FILE} (found no mapping); fetch it again")
+    files = open_tensors(source, revision)
+    dialect = dialect_of(config, files.file_of, source)
+    stored = {own_name(name): name for name in files.file_of}
+    if len(stored) < len(files.file_of):
+        twice = sorted(set(files.file_of) - set(stored.values()))
+        raise UserError(f"eagle3={source}: tensors stored twice, under two names: {listed(twice)}; fetch it again")
+    by_stored = {name: tuple(tensor.shape) for name, tensor in files.stored(files.file_of)}
+    shapes = {name: by_stored[theirs] for name, theirs in stored.items()}
+    reading = read_config(config, shapes, target.num_hidden_layers, source)
+    require_target(reading, target, source)
+    _require_shapes(reading, shapes, dialect, source)
+    return StoredHead(source, dialect, reading, files, stored)
+
+
+def load_head(
+    source: str,
+    target: PreTrainedConfig,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Eagle3:
+    """The same with its weights, frozen. Without an embedding of its own it waits for `use_embedding`."""
+    head = open_head(source, target, revision)
+    return make_head(head.reading, head.tensors(dtype, device), source)
+
+
+def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:
+    """What `reading` makes of the `tensors` of a head, d2t and t2d among them. Raises `UserError` for such a map."""
+    tokens = draft_tokens(reading, tensors.get(D2T), tensors.get(T2D), source)
+    weights = {name: tensor for name, tensor in tensors.items() if name not in (D2T, T2D)}
+    return Eagle3.of(reading, weights if tokens is None else {**weights, DRAFT_TOKENS: tokens})
+
+
+def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, source: str) -> Tensor | None:
+    """Ids [V_d], ascending, of the tokens that the head has logits of; None: all.
+
+    d2t [V_d]: see `Reading.draft_ids`; t2d [V]: whether a token is one of them. Raises `UserError` where an id is none
+    of the target's, where two are the same, and where the two maps differ.
+    """
+    if d2t is not None and d2t.is_floating_point():
+        raise UserError(f"eagle3={source}: {D2T} holds {d2t.dtype}: expected integers; fetch the head again")
+    places = torch.arange(reading.draft_vocabulary, device=None if d2t is None else d2t.device)
+    given = torch.zeros_like(places) if d2t is None else d2t.long()
+    ids = given if reading.draft_ids == "index" else places + given
+    outside = (ids < 0) | (ids >= reading.vocabulary)
+    if outside.any():
+        place = int(outside.nonzero()[0])
+        raise UserError(
+            f"eagle3={source}: {D2T}[{place}]={int(given[place])} makes draft token {place} the target's token "
+            f"{int(ids[place])}; expected 0 to {reading.vocabulary - 1}. It holds {reading.draft_ids}s: see that it "
+            "was written so"
+        )
+    if (ids[1:] <= ids[:-1]).any():
+        place = int((ids[1:] <= ids[:-1]).nonzero()[0])
+        raise UserError(
+            f"eagle3={source}: {D2T} makes draft tokens {place} and {place + 1} the target's tokens {int(ids[place])} "
+            f"and {int(ids[place + 1])}; expected ascending ones. Fetch the head again"
+        )
+    if len(ids) == reading.vocabulary:
+        return None  # t2d may be anything then: trainers do not look at it
+    if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
+        raise UserError(
+            f"eagle3={source}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); expected "
+            "the same. The vocabulary was counted anew, or never put in: fetch the head again"
+        )
+    return ids
+
+
+def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: str) -> None:
+    """Raise `UserError` naming tensors that are missing, too many, or of another shape than the reading's."""
+    expected = head_shapes(reading)
+    if reading.draft_vocabulary < reading.vocabulary or D2T in shapes:
+        expected[D2T] = (reading.draft_vocabulary,)
+    if T2D in shapes:
+        expected[T2D] = (reading.vocabulary,)
+    wrong = {
+        "missing": sorted(expected.keys() - shapes.keys()),
+        "unknown": sorted(shapes.keys() - expected.keys()),
+    }
+    for what, names in wrong.items():
+        if names:
+            given = listed([their_name(name, dialect) for name in names])
+            raise UserError(
+                f"eagle3={source}: {what} tensors: {given}. Expected those that its {CONFIG_FILE} asks for, and no "
+                "others; fetch the head again, or correct its description"
+            )
+    other = next((name for name in sorted(expected) if expected[name] != shapes[name]), None)
+    if other is not None:
+        raise UserError(
+            f"eagle3={source}: tensor {their_name(other, dialect)} has shape {list(shapes[other])}: expected "
+            f"{list(expected[other])}, as its {CONFIG_FILE} describes the head; correct that, or fetch it again"
+        )
+
+
+def head_shapes(reading: Reading) -> dict[str, Any]:
+    """The shape of every weight of a head that is read so, by its name here."""
+    weights = Eagle3(reading, all_tokens=True).state_dict()
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def their_name(name: str, dialect: Dialect) -> str:
+    """The name that a dialect has for a tensor."""
+    midlayer = dialect in ("eagle", "specforge") and name.startswith(FIRST_LAYER)
+    return MIDLAYER + name.removeprefix(FIRST_LAYER) if midlayer else name

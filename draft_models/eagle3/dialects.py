@@ -1,0 +1,173 @@
+"""What the trainers of EAGLE-3 heads write into config.json, and how they name tensors.
+
+eagle        SafeAILab/EAGLE: `midlayer.`, a flat config, no word of the taps
+specforge    sgl-project/SpecForge: `midlayer.`, a flat config, taps as outputs of layers in `eagle_config`
+speculators  vllm-project/speculators: `layers.0.`, the layer's config nested, taps as boundaries
+modelopt     NVIDIA/Model-Optimizer: `layers.0.`, a flat config, `eagle_config` with taps as outputs and switches
+
+The output of layer i is boundary i + 1. What a config does not say but its tensors do is read off them, as the number
+of layers: a config copied from the target's has that of the target (EAGLE3-Vicuna-13B).
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from draft_models.eagle3.reading import Reading
+from outrider.errors import UserError, reason
+
+Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]
+Shapes = Mapping[str, tuple[int, ...]]
+MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
+TAPS = "eagle_aux_hidden_state_layer_ids"
+_LAYERS: dict[str, Callable[..., PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+    "hidden_act", "vocab_size", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+    "max_position_embeddings", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window",
+    "max_window_layers", "layer_types",
+)  # fmt: skip
+# Switches of which this toolkit knows one position only, and what the other one would be.
+_FIXED = {
+    "use_aux_hidden_state": (True, "a head without taps, as EAGLE-1's"),
+    "use_mtp_layernorm": (False, "norms of multi-token prediction"),
+    "next_layer_regular": (True, "later layers that are given the embedding too"),
+    "parallel_draft_step": (1, "several tokens drafted at once"),
+    "layer_ids": (None, "taps under another name"),
+}
+
+
+def own_name(stored: str) -> str:
+    """The name here of a tensor that is `stored` under that name."""
+    name = stored.removeprefix(BASE)
+    return FIRST_LAYER + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name
+
+
+def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) -> Dialect:
+    """In which dialect the head in `source` is written, by its config and its tensors' names. Raises `UserError`."""
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise UserError(f"eagle3={source}: speculators_model_type={kind!r}: expected 'eagle3'; it is another drafter")
+    if FIRST_LAYER + "hidden_norm.weight" not in set(map(own_name, stored)):
+        raise UserError(
+            f"eagle3={source}: no tensor {MIDLAYER}hidden_norm.weight or {FIRST_LAYER}hidden_norm.weight there, which "
+            "every EAGLE-3 head has; give the directory of such a head"
+        )
+    if kind is not None:
+        return "speculators"
+    if any(name.removeprefix(BASE).startswith(MIDLAYER) for name in stored):
+        new = "eagle_config" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ())
+        return "specforge" if new else "eagle"
+    return "modelopt"
+
+
+def read_config(config: Mapping[str, Any], shapes: Shapes, target_layers: int, source: str) -> Reading:
+    """The reading that `config`, what config.json says, declares of tensors of `shapes`, by their names here.
+
+    target_layers: of the target, by which taps are chosen that the config does not name. Raises `UserError`.
+    """
+    try:
+        return _read(config, shapes, target_layers)
+    except UserError as error:
+        raise UserError(f"eagle3={source}: {error} (in its config.json); fetch the head again, or correct it") from None
+
+
+def _read(config: Mapping[str, Any], shapes: Shapes, target_layers: int) -> Reading:
+    switches = _Switches(config)
+    for name, (known, what) in _FIXED.items():
+        if switches.get(name, known) != known:
+            raise UserError(f"{name}={switches.get(name, known)!r}: {what}; expected {known!r}")
+    layers = _count_layers(shapes)
+    described = config if "speculators_model_type" not in config else config.get("transformer_layer_config")
+    layer = _layer_config(described, layers)
+    rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
+    return Reading(
+        taps=_taps(config, target_layers),
+        target_hidden=config.get("target_hidden_size") or layer.hidden_size,
+        hidden=layer.hidden_size,
+        intermediate=layer.intermediate_size,
+        layers=layers,
+        heads=layer.num_attention_heads,
+        key_heads=layer.num_key_value_heads,
+        head_dim=layer.head_dim,
+        epsilon=layer.rms_norm_eps,
+        activation=layer.hidden_act,
+        vocabulary=layer.vocab_size,
+        draft_vocabulary=config.get("draft_vocab_size") or config.get("truncated_vocab_size") or rows,
+        rope=dict(layer.rope_parameters),
+        max_positions=layer.max_position_embeddings,
+        windows=_windows(layer, layers),
+        attention_bias=layer.attention_bias,
+        mlp_bias=getattr(layer, "mlp_bias", False),
+        fc_bias="fc.bias" in shapes,
+        head_norms=layer.model_type == "qwen3",
+        tap_norms=switches.get("fc_norm", "fc_norm.0.weight" in shapes),
+        joint_norm=switches.get("norm_before_fc", "input_norm.weight" in shapes),
+        embedding_norm=switches.get("use_input_layernorm_in_first_layer", True),
+        norm_before_residual=switches.get("norm_before_residual", False),
+        final_norm=switches.get("use_last_layernorm", True),
+        norm_output=switches.get("norm_output", False),
+        own_embedding="embed_tokens.weight" in shapes,
+    )
+
+
+class _Switches:
+    """The config's switches, which trainers write at its top or in its `eagle_config`."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        inner = config.get("eagle_config") or {}
+        if not isinstance(inner, dict):
+            raise UserError(f"eagle_config={inner!r}: expected a mapping")
+        self._places = [config, inner]
+
+    def get(self, name: str, default: Any) -> Any:
+        """The value of one; `default` where there is none. Raises `UserError` where two differ."""
+        found = [place[name] for place in self._places if place.get(name) is not None]
+        if len(found) == 2 and found[0] != found[1]:
+            raise UserError(f"{name}={found[0]!r} at the top, {found[1]!r} in eagle_config: expected one of them")
+        return found[0] if found else default
+
+
+def _count_layers(shapes: Shapes) -> int:
+    found = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.") and name.split(".")[1].isdigit()}
+    return max(found, default=0) + 1
+
+
+def _layer_config(described: Any, layers: int) -> PreTrainedConfig:
+    """transformers' config of a model of such layers, with its defaults: trainers leave out what is at them."""
+    if not isinstance(described, dict):
+        raise UserError(f"transformer_layer_config={described!r}: expected a mapping")
+    kind = described.get("model_type", "llama")
+    if kind not in _LAYERS:
+        raise UserError(f"model_type={kind!r}: expected one of {', '.join(_LAYERS)}, whose layers heads are made of")
+    given = {key: described[key] for key in _LAYER_KEYS if described.get(key) is not None}
+    try:
+        return _LAYERS[kind](**given, num_hidden_layers=layers)
+    except Exception as error:  # whatever the class makes of values that it does not expect
+        raise UserError(f"describes no layer ({reason(error)})") from None
+
+
+def _windows(layer: PreTrainedConfig, layers: int) -> tuple[int | None, ...]:
+    kinds = getattr(layer, "layer_types", None) or ["full_attention"] * layers
+    return tuple(layer.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
+    """Boundaries; where none are named 2, n // 2 and n − 3 of n layers (EAGLE, SpecForge and vLLM alike)."""
+    outputs = (config.get("eagle_config") or {}).get(TAPS)
+    for given in (config.get(TAPS), outputs):
+        if given and not (isinstance(given, list) and all(type(one) is int for one in given)):
+            raise UserError(f"{TAPS}={given!r}: expected a list of layers")
+    named = [tuple(config[TAPS])] if config.get(TAPS) else []
+    named += [tuple(layer + 1 for layer in outputs)] if outputs else []
+    if len(set(named)) == 2:
+        raise UserError(
+            f"{TAPS} are boundaries {list(named[0])} at the top, but in eagle_config outputs of layers {outputs}, "
+            f"boundaries {list(named[1])}: expected the same"
+        )
+    if named:
+        return named[0]
+    if target_layers < 7:
+        raise UserError(f"names no {TAPS}: expected them, as the target's {target_layers} layers are too few to choose")
+    return (2, target_layers // 2, target_layers - 3)

@@ -1,0 +1,234 @@
+"""An EAGLE-3 head (arXiv 2503.01840): a decoder layer on taps of the target and the token that follows them.
+
+Index t takes the target's feature of position t and token t + 1, and predicts token t + 2.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+from draft_models.draft_vocabulary import spread
+from draft_models.eagle3.reading import Reading
+from draft_models.target.attention import Band, grouped_attention
+from draft_models.target.stack import LayerCache, Rotary
+
+Mask = Tensor | Band | None
+
+
+class HeadAttention(nn.Module):
+    """Attention of a layer of the head. `layer_idx` is its place in a cache of the head's own."""
+
+    def __init__(self, reading: Reading, width: int, layer_idx: int):
+        """width: of its input, where the first layer's is twice as wide as its output."""
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = reading.head_dim
+        self.rotary_dim = reading.rotary_dim
+        queries, keys = reading.heads * reading.head_dim, reading.key_heads * reading.head_dim
+        bias = reading.attention_bias
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, reading.hidden, bias=bias)
+        self.q_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
+        self.k_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
+
+    def forward(self, x: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None) -> Tensor:
+        """x [B, Q, width] → [B, Q, H]."""
+        query = self._rotated(self.q_norm(self._by_head(self.q_proj(x))), rotary)
+        key = self._rotated(self.k_norm(self._by_head(self.k_proj(x))), rotary)
+        value = self._by_head(self.v_proj(x))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        mixed, _ = grouped_attention(self, query, key, value, mask, scaling=self.head_dim**-0.5)
+        out: Tensor = self.o_proj(mixed.flatten(2))
+        return out
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _rotated(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """x [B, heads, Q, D] at its positions: the first `rotary_dim` dimensions rotate."""
+        cos, sin = (table[:, None] for table in rotary.tables[0])
+        turned, rest = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
+        return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
+
+
+class HeadMLP(nn.Module):
+    """The gated MLP of a layer of the head."""
+
+    def __init__(self, reading: Reading):
+        super().__init__()
+        self.gate_proj = nn.Linear(reading.hidden, reading.intermediate, bias=reading.mlp_bias)
+        self.up_proj = nn.Linear(reading.hidden, reading.intermediate, bias=reading.mlp_bias)
+        self.down_proj = nn.Linear(reading.intermediate, reading.hidden, bias=reading.mlp_bias)
+        self.act_fn = ACT2FN[reading.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] → [..., H]."""
+        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class HeadLayer(nn.Module):
+    """A decoder layer of the head. The first one also takes the embedding of the token after the feature."""
+
+    def __init__(self, reading: Reading, layer_idx: int):
+        super().__init__()
+        first = layer_idx == 0
+        self.self_attn = HeadAttention(reading, reading.hidden * (2 if first else 1), layer_idx)
+        self.mlp = HeadMLP(reading)
+        self.norm_before_residual = reading.norm_before_residual
+        normed = reading.embedding_norm or not first
+        self.input_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon) if normed else nn.Identity()
+        self.hidden_norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if first else None
+        self.post_attention_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon)
+
+    def forward(
+        self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None
+    ) -> Tensor:
+        """embedding, hidden [B, Q, H] → [B, Q, H]; a later layer does not look at the embedding."""
+        if self.hidden_norm is None:
+            attended = self.input_layernorm(hidden)
+        else:
+            normed = self.hidden_norm(hidden)
+            attended = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+            hidden = normed if self.norm_before_residual else hidden
+        hidden = hidden + self.self_attn(attended, mask, rotary, cache)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class Eagle3(nn.Module):
+    """The head. Three steps: `features` of the target's taps, `run` on them and tokens, `logits` of what that gives.
+
+    What `run` gives is also the feature of the next step, whose true one the target has not computed yet. A cache must
+    keep the entries of true features only: those of drafted ones are dropped when their round ends, and what was
+    accepted runs again, all of it in one pass.
+
+    draft_tokens: ids [V_d], ascending, of the tokens that it has logits of; None: all of the vocabulary. Without an
+    embedding of its own `use_embedding` must be called before `run`; the target's stands in a list, so that it is no
+    part of this module.
+    """
+
+    draft_tokens: Tensor | None
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, reading: Reading, *, all_tokens: bool):
+        """On the meta device, without weights. all_tokens: it has no `draft_tokens`."""
+        super().__init__()
+        self.reading = reading
+        self.windows = list(reading.windows)
+        width, taps = reading.target_hidden, len(reading.taps)
+        tokens = None if all_tokens else torch.empty(reading.draft_vocabulary, dtype=torch.long, device="meta")
+        self.register_buffer("draft_tokens", tokens)
+        with torch.device("meta"):
+            norms = [LlamaRMSNorm(width, reading.epsilon) for _ in reading.taps] if reading.tap_norms else []
+            self.fc_norm = nn.ModuleList(norms)
+            self.input_norm = LlamaRMSNorm(taps * width, reading.epsilon) if reading.joint_norm else nn.Identity()
+            self.fc = nn.Linear(taps * width, reading.hidden, bias=reading.fc_bias)
+            self.layers = nn.ModuleList(HeadLayer(reading, index) for index in range(reading.layers))
+            self.norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if reading.final_norm else nn.Identity()
+            self.lm_head = nn.Linear(reading.hidden, reading.draft_vocabulary, bias=False)
+            self.embed_tokens = nn.Embedding(reading.vocabulary, reading.hidden) if reading.own_embedding else None
+        self.shared_embedding: list[Tensor] = []
+        self._rotary = [LlamaRotaryEmbedding(_rotating(reading))]  # in a list, as its frequencies stay in float32
+        self.register_buffer("cos", torch.empty(0), persistent=False)
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+
+    @classmethod
+    def of(cls, reading: Reading, weights: Mapping[str, Tensor]) -> "Eagle3":
+        """The head that `reading` makes of `weights`, by the names of this module; frozen.
+
+        Raises `UserError` where their names or shapes are others (see `draft_models.eagle3.checkpoint`).
+        """
+        head = cls(reading, all_tokens="draft_tokens" not in weights)
+        head.load_state_dict(dict(weights), strict=True, assign=True)
+        return head.requires_grad_(False).eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are."""
+        return self.fc.weight.dtype
+
+    def use_embedding(self, weight: Tensor) -> None:
+        """Share the target's embedding [V, H], unscaled (only where the head has none of its own)."""
+        self.shared_embedding = [weight]
+
+    def reserve(self, positions: int) -> None:
+        """Make `rotary` ready for positions 0..positions−1."""
+        if positions <= len(self.cos):
+            return
+        cos, sin = self._rotary[0](torch.empty(1, dtype=torch.float32), torch.arange(positions)[None])
+        self.cos, self.sin = (table[0].to(self.device, self.dtype) for table in (cos, sin))
+
+    def rotary(self, positions: Tensor) -> Rotary:
+        """What layers are told of rows at positions [B, Q], which must have been reserved."""
+        return Rotary(positions, ((self.cos[positions], self.sin[positions]),))
+
+    def features(self, taps: Tensor) -> Tensor:
+        """taps [B, Q, k · H_t], the target's hidden states at `reading.taps` side by side → features [B, Q, H]."""
+        if len(self.fc_norm):
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        features: Tensor = self.fc(self.input_norm(taps))
+        return features
+
+    def run(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        masks: Mapping[int | None, Mask],
+        rotary: Rotary,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """The layers on tokens [B, Q] and, each of the place before its token, features [B, Q, H]: [B, Q, H].
+
+        A feature is one of the target, or what this gave for its place. masks: by window (see `windows`); they say what
+        a row sees of all that the cache gives, so a step of training may see the causal past of another one and of the
+        steps between its own index only.
+        """
+        embedding = F.embedding(tokens, self._embedding)
+        hidden = features
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            hidden = layer(embedding, hidden, masks[window], rotary, cache)
+        normed: Tensor = self.norm(hidden) if self.reading.norm_output else hidden
+        return normed
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """What `run` gave [..., H] → logits of the draft tokens [..., V_d]."""
+        logits: Tensor = self.lm_head(hidden if self.reading.norm_output else self.norm(hidden))
+        return logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The same over the vocabulary [..., V], where other tokens have probability 0."""
+        logits = self.draft_logits(hidden)
+        return logits if self.draft_tokens is None else spread(logits, self.draft_tokens, self.reading.vocabulary)
+
+    @property
+    def _embedding(self) -> Tensor:
+        return self.shared_embedding[0] if self.embed_tokens is None else self.embed_tokens.weight
+
+
+def _rotating(reading: Reading) -> LlamaConfig:
+    """What transformers' rotary embedding asks for; a head there is as wide as what rotates of one here."""
+    rope: dict[str, Any] = {name: value for name, value in reading.rope.items() if name != "partial_rotary_factor"}
+    return LlamaConfig(
+        hidden_size=reading.heads * reading.rotary_dim,
+        num_attention_heads=reading.heads,
+        head_dim=reading.rotary_dim,
+        max_position_embeddings=reading.max_positions,
+        rope_parameters=rope,
+    )

@@ -1,0 +1,91 @@
+"""How the tensors of an EAGLE-3 head are to be read: its sizes, and all in which the trainers of such heads differ."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from draft_models.target.anatomy import RESCALING_ROPE
+from outrider.errors import UserError, require
+from outrider.settings import Count, Positive, Settings, at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(Settings):
+    """A reading of a head (EAGLE-3, arXiv 2503.01840). With the tensors it is the head; another one may fit them too.
+
+    Raises `UserError` naming the field that is impossible.
+    """
+
+    taps: tuple[Annotated[int, at_least(0)], ...]  # boundaries of the target's layers (see `LayerStack.run_tapped`)
+    target_hidden: Count  # width of a tap
+    hidden: Count
+    intermediate: Count
+    layers: Count
+    heads: Count
+    key_heads: Count
+    head_dim: Count
+    epsilon: Positive  # of every norm
+    activation: str
+    vocabulary: Count  # tokens of the target
+    draft_vocabulary: Count  # tokens that it has logits of
+    rope: dict[str, Any]  # as transformers' rope_parameters
+    max_positions: Count  # what its trainer wrote; only some ropes ask for it, and it is often less than what it can do
+    windows: tuple[int | None, ...]  # of each layer: the positions that it sees, its own included; null: all
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    head_norms: bool = False  # queries and keys are normed head by head (Qwen3)
+    tap_norms: bool = False  # every tap is normed before fc (EAGLE-3.1, "fc_norm")
+    joint_norm: bool = False  # all taps side by side are ("norm_before_fc")
+    embedding_norm: bool = True  # the embedding is, before attention ("use_input_layernorm_in_first_layer")
+    norm_before_residual: bool = False  # the residual stream of the first layer begins with the normed feature
+    final_norm: bool = True  # there is a norm before the head ("use_last_layernorm")
+    norm_output: bool = False  # the next step is given what that norm gives (EAGLE-3.1)
+    own_embedding: bool = False  # false: it shares the target's
+    draft_ids: Literal["offset", "index"] = "offset"  # the target's id of draft token i is i + d2t[i], or d2t[i]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ascending = self.taps and all(low < high for low, high in zip(self.taps, self.taps[1:], strict=False))
+        require(bool(ascending), "taps", self.taps, "boundaries in ascending order")
+        require(self.activation in ACT2FN, "activation", self.activation, "a name that transformers knows")
+        require(self.heads % self.key_heads == 0, "key_heads", self.key_heads, f"a divisor of heads={self.heads}")
+        limit = f"at most vocabulary={self.vocabulary}"
+        require(self.draft_vocabulary <= self.vocabulary, "draft_vocabulary", self.draft_vocabulary, limit)
+        require(len(self.windows) == self.layers, "windows", self.windows, f"one for each of {self.layers} layers")
+        require(not (self.tap_norms and self.joint_norm), "tap_norms", True, "false where joint_norm is true")
+        require(self.final_norm or not self.norm_output, "norm_output", True, "false where final_norm is false")
+        wide = self.own_embedding or self.hidden == self.target_hidden
+        require(wide, "hidden", self.hidden, f"target_hidden={self.target_hidden}, or an embedding of its own")
+        kind = self.rope.get("rope_type")
+        require(kind not in RESCALING_ROPE, "rope_type", kind, "a rope that is the same for texts of any length")
+        require(self.rotary_dim % 2 == 0, "partial_rotary_factor", self._rotated, "an even part of head_dim")
+
+    @property
+    def _rotated(self) -> float:
+        return float(self.rope.get("partial_rotary_factor", 1.0))
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's dimensions rotate, the first ones."""
+        return int(self.head_dim * self._rotated)
+
+
+def require_target(reading: Reading, config: PreTrainedConfig, source: str) -> None:
+    """Raise `UserError` unless a head that is read so can sit on a target of `config`; source: where the head is."""
+    for ours, theirs, given, expected in (
+        ("target_hidden_size", "hidden_size", reading.target_hidden, config.hidden_size),
+        ("vocab_size", "vocab_size", reading.vocabulary, config.vocab_size),
+    ):
+        if given != expected:
+            raise UserError(
+                f"eagle3={source}: made for a target with {theirs}={given} ({ours}), this one has {theirs}={expected}; "
+                "give the target that it was trained for, or a head for this one"
+            )
+    if reading.taps[-1] > config.num_hidden_layers:
+        raise UserError(
+            f"eagle3={source}: taps the target at the boundaries {list(reading.taps)}, but expected are 0 to "
+            f"{config.num_hidden_layers} (its layers); give the target that it was trained for"
+        )

@@ -1,0 +1,163 @@
+"""EAGLE-3 heads of every dialect: what they compute, and what of them is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_models.eagle3.checkpoint import load_head, open_head
+from draft_models.eagle3.model import Eagle3
+from outrider.errors import UserError
+from tests.eagle3_heads import DIALECTS, TARGET, TARGET_WIDTH, VOCABULARY, Row, head_weights, reference, write_head
+
+PLACES = 5  # of a text
+
+
+class Growing:
+    """Keys and values of all passes, side by side."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        before = self.held.get(layer_idx)
+        if before is not None:
+            key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
+        self.held[layer_idx] = (key, value)
+        return key, value
+
+
+def masks(head: Eagle3, rows: list[Row], start: int) -> dict[int | None, Tensor]:
+    """What rows start, … see, by window."""
+    seen = torch.zeros(len(rows) - start, len(rows), dtype=torch.bool)
+    for number, row in enumerate(rows[start:]):
+        seen[number, [*row.sees, start + number]] = True
+    places = torch.tensor([row.position for row in rows])
+    distance = places[start:, None] - places
+    return {w: (seen if w is None else seen & (distance < w))[None, None] for w in head.windows}
+
+
+@torch.inference_mode()
+def logits_of(head: Eagle3, rows: list[Row]) -> Tensor:
+    """Logits [rows, V]: those with the target's features in one pass, then, over what these left, all others."""
+    true = [row for row in rows if isinstance(row.feature, Tensor)]
+    head.reserve(1 + max(row.position for row in rows))
+    cache, outputs = Growing(), torch.zeros(1, 0, head.reading.hidden)
+    features = head.features(torch.stack([row.feature.flatten() for row in true])[None])  # type: ignore[union-attr]
+    for start, end in ((0, len(true)), (len(true), len(rows))):
+        now = rows[start:end]
+        if start:
+            features = outputs[:, [row.feature for row in now]]
+        tokens, positions = (torch.tensor([[getattr(r, name) for r in now]]) for name in ("token", "position"))
+        seen = masks(head, rows[:end], start)
+        outputs = torch.cat([outputs, head.run(tokens, features, seen, head.rotary(positions), cache)], 1)
+    return head.logits(outputs)[0]
+
+
+def two_steps() -> list[Row]:
+    """Two steps of training-time test: the second sees the first one's past, and of itself its own index only."""
+    torch.manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (PLACES + 1,)).tolist()
+    first = [Row(tokens[t], t, range(t), 2 * torch.randn(3, TARGET_WIDTH)) for t in range(PLACES)]
+    return [*first, *(Row(tokens[t + 1], t + 1, range(t + 1), t) for t in range(PLACES))]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_it_gives_what_its_description_says(tmp_path: Path, dialect: str) -> None:
+    """With features of the target and with its own, in logits of the tokens that it knows, and no others."""
+    facts = DIALECTS[dialect]
+    weights = head_weights(facts)
+    source = write_head(tmp_path, facts, weights)
+    stored = open_head(source, TARGET)
+    assert (stored.dialect, stored.reading.taps) == (dialect, facts.taps)
+    head = load_head(source, TARGET, dtype=torch.float32)
+    embedding = weights.get("embed_tokens.weight")
+    if embedding is None:
+        embedding = torch.randn(VOCABULARY, TARGET_WIDTH)
+        head.use_embedding(embedding)
+    taps = len(facts.taps)
+    rows = [Row(r.token, r.position, r.sees, r.feature if type(r.feature) is int else r.feature[:taps])  # type: ignore[index]
+            for r in two_steps()]  # fmt: skip
+    expected = torch.stack(reference(facts, weights, embedding, rows))
+    given = logits_of(head, rows)
+    torch.testing.assert_close(given[:, list(facts.draft_tokens)], expected, rtol=1e-4, atol=1e-4)
+    outside = [token for token in range(VOCABULARY) if token not in facts.draft_tokens]
+    assert given.isfinite().all()
+    assert given.softmax(-1)[:, outside].sum() == 0
+
+
+def refused(tmp_path: Path, dialect: str, weights: dict[str, Tensor], **changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load_head(write_head(tmp_path, DIALECTS[dialect], weights, **changes), TARGET, dtype=torch.float32)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_tensor_too_few_or_too_many_is_named(tmp_path: Path, dialect: str) -> None:
+    """Whichever it is, by the name in the file; but for t2d, which says nothing new."""
+    facts = DIALECTS[dialect]
+    weights = head_weights(facts)
+    names = [f"{facts.prefix}self_attn.o_proj.weight", f"{facts.prefix}input_layernorm.weight", "norm.weight",
+             "lm_head.weight", "fc.weight", "d2t", f"{facts.prefix}self_attn.q_norm.weight", "fc_norm.1.weight",
+             f"{facts.prefix}self_attn.k_proj.bias", "input_norm.weight", "layers.1.mlp.up_proj.weight"]  # fmt: skip
+    for name in names:
+        if name in weights:
+            said = refused(tmp_path, dialect, {key: tensor for key, tensor in weights.items() if key != name})
+            assert f"missing tensors: {name}." in said
+    assert len(set(names) & weights.keys()) >= 4
+    said = refused(tmp_path, dialect, {**weights, f"{facts.prefix}mask_hidden": torch.ones(1)})
+    assert f"unknown tensors: {facts.prefix}mask_hidden." in said
+    said = refused(tmp_path, dialect, {**weights, "fc.weight": weights["fc.weight"][:, 1:]})
+    assert "tensor fc.weight has shape" in said
+    open_head(write_head(tmp_path, facts, {key: tensor for key, tensor in weights.items() if key != "t2d"}), TARGET)
+
+
+def test_a_map_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    weights = head_weights(DIALECTS["specforge"])
+    offsets, member = weights["d2t"], weights["t2d"]
+    last = len(offsets) - 1
+    beyond = {"d2t": offsets + torch.eye(last + 1, dtype=torch.long)[last]}
+    assert f"makes draft token {last} the target's token {VOCABULARY}" in refused(
+        tmp_path, "specforge", {**weights, **beyond}
+    )
+    index = {"d2t": offsets + torch.arange(last + 1)}  # what it would be, were it no offset
+    assert "expected 0 to 39. It holds offsets" in refused(tmp_path, "specforge", {**weights, **index})
+    assert "expected ascending ones" in refused(tmp_path, "specforge", {**weights, "d2t": offsets.flip(0)})
+    unset = {"d2t": torch.zeros_like(offsets), "t2d": torch.ones_like(member)}
+    assert "d2t and t2d name other tokens (8 and 40)" in refused(tmp_path, "specforge", {**weights, **unset})
+    assert "d2t holds torch.float32: expected integers" in refused(
+        tmp_path, "specforge", {**weights, "d2t": offsets.float()}
+    )
+
+
+def eagle_config(**changes: Any) -> dict[str, Any]:
+    return {"eagle_config": {**DIALECTS["specforge"].config["eagle_config"], **changes}}
+
+
+TAPS = "eagle_aux_hidden_state_layer_ids"
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another width": ("eagle", {"target_hidden_size": 32}, "hidden=16: expected target_hidden=32, or an embedding"),
+    "another vocabulary": ("eagle", {"vocab_size": 41}, "with vocab_size=41 .vocab_size., this one has vocab_size=40"),
+    "a tap beyond": ("speculators", {TAPS: [0, 4, 9]}, r"boundaries \[0, 4, 9\], but expected are 0 to 8"),
+    "taps in disorder": ("speculators", {TAPS: [4, 0, 8]}, "expected boundaries in ascending order"),
+    "taps of no number": ("speculators", {TAPS: [True, 4, 8]}, "expected a list of layers"),
+    "taps at odds": ("specforge", {TAPS: [0, 3, 6]}, r"in eagle_config outputs of layers \[0, 3, 6\]"),
+    "switches at odds": ("specforge", eagle_config(norm_output=False), "norm_output=True at the top, False in"),
+    "no taps": ("specforge", eagle_config(use_aux_hidden_state=False), "use_aux_hidden_state=False: a head without"),
+    "parallel": ("specforge", eagle_config(parallel_draft_step=4), "several tokens drafted at once"),
+    "another kind": ("speculators", {"speculators_model_type": "mtp"}, "'mtp': expected 'eagle3'"),
+    "another layer": ("eagle", {"model_type": "gpt2"}, "model_type='gpt2': expected one of llama, qwen3"),
+    "an unsteady rope": ("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    "no last norm": ("specforge", eagle_config(use_last_layernorm=False), "expected false where final_norm is false"),
+    "a width of words": ("eagle", {"hidden_size": "wide"}, "describes no layer"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path: Path, case: str) -> None:
+    dialect, changes, said = WRONG[case]
+    facts = DIALECTS[dialect]
+    with pytest.raises(UserError, match=said):
+        open_head(write_head(tmp_path, facts, head_weights(facts), **changes), TARGET)
