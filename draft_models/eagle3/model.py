@@ -166,7 +166,8 @@ class Eagle3(nn.Module):
     @property
     def _plain(self) -> Tensor:
         """A weight that stays as it is where linear layers are laid out anew."""
-        weight: Tensor = self.layers[0].hidden_norm.weight
+        first: Any = self.layers[0]
+        weight: Tensor = first.hidden_norm.weight
         return weight
 
     @property

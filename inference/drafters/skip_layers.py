@@ -28,7 +28,7 @@ class SkipLayersSource:
     """
 
     split = 0
-    taps = ()
+    taps: tuple[int, ...] = ()
     hidden: Tensor
 
     def __init__(self, skip: Sequence[int] | None):
