@@ -95,7 +95,7 @@ def test_a_rehearsal_has_a_head(tmp_path: Path) -> None:
             debug=True,
             out_dir=str(tmp_path / "run"),
             compare_transformers=False,
-        )  # fmt: skip
+        )
     )
     report = json.loads((tmp_path / "run-debug/run/report.json").read_text())
     assert report["drafter"].endswith(EAGLE3)
