@@ -111,7 +111,8 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
     choose: which of `LAYOUTS`, of all layers of one shape. The module no longer holds the plain weights of those that
     are replaced; whatever else shares its submodules gets the new ones too.
     """
-    linears = {id(child): child for child in module.modules() if isinstance(child, nn.Linear)}
+    # Of a subclass the forward is another: a router of experts returns their choice.
+    linears = {id(child): child for child in module.modules() if type(child) is nn.Linear}
     by_shape: dict[tuple[torch.Size, bool], list[nn.Linear]] = {}
     for linear in linears.values():
         by_shape.setdefault((linear.weight.shape, linear.bias is None), []).append(linear)

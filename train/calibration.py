@@ -113,7 +113,10 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         capture_shards(config, folder, prompts, stack, drafter, group, limit)
         state.wait_for_everyone()
         starts = range(0, len(prompts), SHARD_PROMPTS)
-        there = [start for start in starts if config.minutes is None or _shard(folder, start).exists()]
+        there = [start for start in starts if limit.minutes is None or _shard(folder, start).exists()]
+        if limit.minutes is not None and len(there) < len(starts) and state.is_main_process:
+            # What is learned from is known by it: a resumed run is to find its time over too.
+            write_json(folder / SECONDS_FILE, {"seconds": max(seconds_spent(folder), 60 * limit.minutes)})
         shards = [load_file(_shard(folder, start)) for start in there]
         captured[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import nn
+from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from inference import packing
 from inference.packing import (
@@ -94,6 +96,17 @@ def test_every_linear_is_replaced_and_shared_ones_stay_shared() -> None:
     pack_linears(model)
     assert not any(isinstance(m, nn.Linear) for m in model.modules())
     assert model["a"] is model["b"][0]
+
+
+@needs_onednn
+@torch.no_grad()
+def test_a_kind_of_linear_layer_with_a_forward_of_its_own_is_left_alone() -> None:
+    config = PhimoeConfig(hidden_size=16, num_local_experts=4, num_experts_per_tok=2)
+    router, x = PhimoeTopKRouter(config).eval(), torch.randn(3, 16)
+    model = nn.ModuleList([router, nn.Linear(16, 4)])
+    pack_linears(model)
+    assert [type(module) for module in model] == [PhimoeTopKRouter, PackedLinear]
+    assert len(model[0](x)) == 3
 
 
 # --- chosen ------------------------------------------------------------------------------------------------------

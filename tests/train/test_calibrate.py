@@ -105,6 +105,37 @@ def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path
     assert len(list(left.glob("*.safetensors"))) == 3
 
 
+def test_a_resumed_run_learns_from_the_texts_that_there_was_time_for(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Two shards of three to learn from: 30 s of 35 are on record when a look at 40 s ends it. The one of held-out."""
+    now, tick, taken, identities = [0.0], [10.0], list[int](), list[dict[str, Any]]()
+
+    def clock() -> float:
+        now[0] += tick[0]
+        return now[0]
+
+    def capture(_stack: object, _drafter: object, prompts: list[list[int]], *_: int) -> dict[str, torch.Tensor]:
+        taken.append(len(prompts))
+        return synthetic(40, 0)
+
+    def fit(*_: object, identity: dict[str, Any], **__: object) -> None:
+        identities.append(identity)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration, "TimeLimit", functools.partial(TimeLimit, clock=clock))
+    monkeypatch.setattr(calibration, "capture", capture)
+    monkeypatch.setattr(calibration, "fit", fit)
+    run = calibrating(folder, tmp_path, prompts=20, heldout_prompts=6, minutes=35 / 60 * 26 / 20, resume=True)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(run)
+        assert taken == [8, 4, 6]
+        tick[0] = 0.0  # as if the other run had been killed and this one took no time
+    assert identities[0] == identities[1]
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(replace(run, minutes=2.0))  # goes on
+    assert taken == [8, 4, 6, 8]
+
+
 def test_rows_hold_every_example_once() -> None:
     n = EXAMPLES + 7
     captured = {
