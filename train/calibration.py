@@ -32,7 +32,7 @@ from inference.decode import speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
-from inference.evaluate.time_limit import TimeLimit, spread
+from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.memory_plan import plan_capture
 from inference.stopping import Step
 from inference.structures.factory import Chain
@@ -180,7 +180,7 @@ def own_shards(folder: Path, prompts: int, process: int, processes: int) -> list
     Whose a shard is does not depend on what is there: the processes look at different times. The first of them are
     spread over all.
     """
-    starts = [SHARD_PROMPTS * index for index in spread(-(-prompts // SHARD_PROMPTS))[process::processes]]
+    starts = [SHARD_PROMPTS * index for index in spread_order(-(-prompts // SHARD_PROMPTS))[process::processes]]
     return [start for start in starts if not _shard(folder, start).exists()]
 
 

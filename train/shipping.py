@@ -26,9 +26,9 @@ from draft_models.target.open_target import load_tokenizer
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable
 from outrider.processes import from_main, join_processes, only_run_of
+from train import run_dir
 from train.settings import ShipConfig
 
-STAGING = ".staging"
 TOKENIZER_FILE = "tokenizer.json"
 _AGAIN = "train the drafter again"
 
@@ -46,7 +46,7 @@ def ship_drafters(config: ShipConfig) -> None:
 
 
 def _ship(config: ShipConfig, out_dir: Path) -> None:
-    run, staging = Path(config.run), out_dir / STAGING
+    run, staging = Path(config.run), out_dir / run_dir.STAGING
     found = [name for name in SHIPPED if (run / name).is_dir()]
     if not found:
         raise UserError(f"run={run}: no drafters there; expected a pipeline's directory with {', '.join(SHIPPED)}")

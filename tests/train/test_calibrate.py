@@ -22,7 +22,7 @@ from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
-from inference.evaluate.time_limit import TimeLimit, spread
+from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
@@ -82,7 +82,7 @@ def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
 
 
 def test_every_shard_is_somebodys_whenever_they_look(tmp_path: Path) -> None:
-    assert own_shards(tmp_path, 60, 0, 1) == [8 * index for index in spread(8)]  # wherever time cuts them
+    assert own_shards(tmp_path, 60, 0, 1) == [8 * index for index in spread_order(8)]  # wherever time cuts them
     everybody = [own_shards(tmp_path, 60, process, 3) for process in range(3)]
     assert sorted(start for mine in everybody for start in mine) == list(range(0, 60, 8))
     (tmp_path / f"{everybody[0][0]:06d}.safetensors").touch()  # before the others look
@@ -208,7 +208,9 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "run/reliability.png").read_bytes().startswith(b"\x89PNG")
     assert float(head.target.abs().sum()) > 0
     tokens = {
-        split: sum(len(load_file(file)["label"]) for file in (tmp_path / "run/captured").glob(f"{split}-*/*"))
+        split: sum(
+            len(load_file(file)["label"]) for file in (tmp_path / "run/captured").glob(f"{split}-*/*.safetensors")
+        )
         for split in ("train", "heldout")
     }
     assert facts["heldout"]["tokens"] == tokens["heldout"] != tokens["train"] == facts["examples"]

@@ -21,6 +21,7 @@ from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.stack import LayerStack
 from draft_models.tiny_models import save_tiny_model, save_tiny_models
+from inference.drafters.registry import KINDS
 from inference.evaluate.drafter_facts import drafter_lines, trained_seconds
 from inference.evaluate.subject import load_drafters
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig
@@ -146,4 +147,5 @@ def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> Non
     assert (meta.dtype, bool(meta.fingerprint.tensors)) == ("bfloat16", True)
     assert all((folder / name / "README.md").exists() for name in ("eesd", "small_lm"))
     assert {tensor.dtype for tensor in load_file(folder / "small_lm/model.safetensors").values()} == {torch.bfloat16}
+    KINDS["small_lm"].load_maker().known_tokens(str(folder / "small_lm"))  # raises where their file is not its config's
     assert sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]
