@@ -155,7 +155,7 @@ def layers_of(count: int, *, fit: bool = True) -> Sequence[nn.Linear]:
 )
 def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALL", 0)
-    assert fastest_layout(layers_of(3), clock=machine(cost, monkeypatch)) == fastest
+    assert fastest_layout(layers_of(3), machine(cost, monkeypatch)) == fastest
     assert set(TIMED_ROWS) == {1, 4, 16}
 
 
@@ -164,8 +164,8 @@ def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pyt
 def test_halves_are_no_choice_for_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALL", 0)
     clock = machine(lambda layout, _: {"plain": 3, "blocked": 2, "halved": 1}[layout], monkeypatch)
-    assert fastest_layout(layers_of(3), clock=clock) == "halved"
-    assert fastest_layout(layers_of(3, fit=False), clock=clock) == "blocked"
+    assert fastest_layout(layers_of(3), clock) == "halved"
+    assert fastest_layout(layers_of(3, fit=False), clock) == "blocked"
 
 
 @needs_onednn
@@ -178,7 +178,7 @@ def test_a_first_pass_and_a_single_slow_one_do_not_decide(monkeypatch: pytest.Mo
         slow = layout == "blocked" and count in (1, 3)
         return 50.0 if slow else 0.5 if layout == "blocked" else 1.0
 
-    assert fastest_layout(layers_of(1), clock=machine(cost, monkeypatch)) == "blocked"
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch)) == "blocked"
 
 
 @needs_onednn
@@ -203,4 +203,4 @@ def test_each_shape_is_chosen_for_itself() -> None:
 @needs_onednn
 def test_small_layers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = machine(lambda layout, _: {"plain": 1, "blocked": 3, "halved": 2}[layout], monkeypatch)
-    assert fastest_layout(layers_of(1), clock=clock) == "blocked"
+    assert fastest_layout(layers_of(1), clock) == "blocked"

@@ -24,8 +24,9 @@ from data_prep.settings import DataConfig, MixPart
 from data_prep.text.chat import render_prompt
 from data_prep.text.rows import load_rows
 from draft_models.losses import IGNORE
+from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import open_target
-from inference.packing import PackedLinear, can_pack
+from inference.packing import HalvedLinear, PackedLinear, can_halve, can_pack
 from inference.sampling import Sampler
 from outrider.errors import UserError
 from outrider.groups import ALONE
@@ -50,15 +51,20 @@ def test_responses_do_not_depend_on_batches_or_shards(make):
 
 
 @pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
-def test_the_target_is_laid_out_for_its_batches(make, monkeypatch):
-    config, rows = make(batch_size=5), set()
-    monkeypatch.setattr(responses_module, "fastest_layout", lambda _, asked: rows.add(asked) or "blocked")
-    target, cpu = open_target(config.target), torch.device("cpu")
-    model = responses_module.load_target(config, target, torch.float32, cpu, ALONE)
-    assert rows == {(5,)}
-    assert not any(type(module) is nn.Linear for module in model.modules())
-    whole = responses_module.load_target(make(device_map="cpu"), target, torch.float32, cpu, ALONE)
-    assert not any(type(module) is PackedLinear for module in whole.modules())
+def test_the_target_is_laid_out_for_its_batches(make, tmp_path):
+    """By what its weights are, without a clock: or a resumed run might round otherwise."""
+
+    def layouts(**options):
+        config = replace(make(), **options)
+        target, cpu = open_target(config.target), torch.device("cpu")
+        model = responses_module.load_target(config, target, torch.float32, cpu, ALONE)
+        return {type(module) for module in model.modules() if "Linear" in type(module).__name__}
+
+    rounded = shutil.copytree(make().target, tmp_path / "rounded")
+    load_causal_lm(make().target, dtype=torch.bfloat16).save_pretrained(rounded)
+    assert layouts() == {PackedLinear}
+    assert layouts(target=str(rounded)) == {HalvedLinear if can_halve(torch.float32) else PackedLinear}
+    assert layouts(device_map="cpu") == {nn.Linear}
 
 
 def _killed_at(config, write):
