@@ -10,7 +10,8 @@ Every drafter is trained for the same minutes=, by the settings of the commands 
 train/finetune_drafter.py; what is done already is kept. Then all of them continue the same held-out prompts in one
 process, prompt by prompt in turn, with chains of K. Training and measuring may be done apart, with --train-only and
 with --measure-only on a quiet machine. KEY=VALUE are options of evaluate-checkpoint. A head is shared with the target
-or its own; own:4096 predicts that many tokens. Ends with the table and writes compare_shapes.json, .md and .png.
+or its own; shared:4096 and own:4096 predict that many tokens. Ends with the table and writes compare_shapes.json, .md
+and .png.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
     for head in options.heads:
         name, _, size = head.partition(":")
         if name not in HEADS or (size and not size.isdecimal()):
-            raise UserError(f"heads={head}: expected shared, own or own:TOKENS")
+            raise UserError(f"heads={head}: expected shared or own, or either over some tokens, as own:4096")
         told = (HEADS[name], *([f"draft_vocabulary={size}"] if size else []))
         found += [Shape(KINDS["eesd"], n, head, (f"exit_layer={n}", *told)) for n in options.layers]
     found += [Shape(KINDS["small_lm"], n, "", (f"drafter.layers={n}",)) for n in options.small_lm_layers]
@@ -155,7 +156,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", required=True)
     parser.add_argument("--train-minutes", type=float, required=True, help="of training steps, for each drafter")
     parser.add_argument("--layers", type=int, nargs="*", default=[], help="target layers under the exit layer")
-    parser.add_argument("--heads", nargs="+", default=["shared"], help="shared, own or own:TOKENS")
+    parser.add_argument(
+        "--heads", nargs="+", default=["shared"], help="shared or own; over some tokens shared:TOKENS or own:TOKENS"
+    )
     parser.add_argument("--small-lm-layers", type=int, nargs="*", default=[], help="layers of the small LMs")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4], help="K of the chains")
     parser.add_argument("--both", nargs="*", default=[], help="options of both commands, e.g. data=… teacher=cached")

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from record_tables import tables
+from record_tables import interval, tables
 
 Report = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
@@ -98,11 +98,6 @@ def cells_of(report: Report) -> dict[str, str]:
         "speed-up [95 %]": interval(speedup),
         "vs transformers": interval(speedup["vs_transformers_generate"]),
     }
-
-
-def interval(speedup: Mapping[str, Any]) -> str:
-    low, high = speedup["ci95"]
-    return f"{speedup['median']:.2f}× [{low:.2f}, {high:.2f}]"
 
 
 def main(arguments: Sequence[str]) -> None:

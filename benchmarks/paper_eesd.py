@@ -28,6 +28,7 @@ import torch
 from choose_skip import choose_for
 from commands import run_command
 from matplotlib.figure import Figure
+from record_tables import interval
 
 from conf import reported
 from draft_models.calibration import META_FILE
@@ -291,13 +292,8 @@ def missing(row: Row) -> str:
 def cells(report: Mapping[str, Any]) -> list[str]:
     """What was measured here: speed-up, HM, τ, drafted tokens a round, identical texts."""
     speedup, lossless = report["speedup"], report["lossless"]
-    timed = (
-        "–"
-        if speedup["median"] is None
-        else f"{speedup['median']:.2f}× [{speedup['ci95'][0]:.2f}, {speedup['ci95'][1]:.2f}]"
-    )
     counted = (100 * report["harmonic_mean"], report["tau"], report["drafted_tokens_per_round"])
-    return [timed, *(f"{value:.2f}" for value in counted), f"{lossless['identical']}/{lossless['checked']}"]
+    return [interval(speedup), *(f"{value:.2f}" for value in counted), f"{lossless['identical']}/{lossless['checked']}"]
 
 
 HERE = ("here: speed-up [95 %]", "HM", "τ", "drafted/round", "identical")

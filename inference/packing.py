@@ -111,7 +111,8 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
     choose: which of `LAYOUTS`, of all layers of one shape. The module no longer holds the plain weights of those that
     are replaced; whatever else shares its submodules gets the new ones too.
     """
-    linears = {id(child): child for child in module.modules() if isinstance(child, nn.Linear)}
+    # Of a subclass the forward is another: a router of experts returns their choice.
+    linears = {id(child): child for child in module.modules() if type(child) is nn.Linear}
     by_shape: dict[tuple[torch.Size, bool], list[nn.Linear]] = {}
     for linear in linears.values():
         by_shape.setdefault((linear.weight.shape, linear.bias is None), []).append(linear)
@@ -126,10 +127,8 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
 
 
 @torch.inference_mode()
-def fastest_layout(
-    linears: Sequence[nn.Linear], rows: Sequence[int] = TIMED_ROWS, clock: Callable[[], float] = time.perf_counter
-) -> str:
-    """Which of `LAYOUTS` is fastest for layers of one shape, here and now, over passes of so many `rows` each.
+def fastest_layout(linears: Sequence[nn.Linear], clock: Callable[[], float] = time.perf_counter) -> str:
+    """Which of `LAYOUTS` is fastest for layers of one shape, here and now, over passes of `TIMED_ROWS` rows.
 
     They are timed in turn over as many of the layers as exceed the caches, or over one again and again where it is the
     only one. The mean of the logarithms decides. Takes some tens of milliseconds, and the memory of copies of those.
@@ -142,8 +141,8 @@ def fastest_layout(
     if can_halve(weight.dtype) and all(fits_half(linear.weight) for linear in sample):
         tried["halved"] = [HalvedLinear(linear) for linear in sample]
     logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)
-    for count in rows:
-        x = torch.ones(count, weight.shape[1], dtype=weight.dtype)
+    for rows in TIMED_ROWS:
+        x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
         seconds: dict[str, list[float]] = {name: [] for name in tried}
         for _ in range(1 + REPEATS):
             for name, layers in tried.items():

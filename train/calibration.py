@@ -32,7 +32,7 @@ from inference.decode import speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
-from inference.evaluate.time_limit import TimeLimit, spread
+from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.memory_plan import plan_capture
 from inference.stopping import Step
 from inference.structures.factory import Chain
@@ -113,7 +113,10 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         capture_shards(config, folder, prompts, stack, drafter, group, limit)
         state.wait_for_everyone()
         starts = range(0, len(prompts), SHARD_PROMPTS)
-        there = [start for start in starts if config.minutes is None or _shard(folder, start).exists()]
+        there = [start for start in starts if limit.minutes is None or _shard(folder, start).exists()]
+        if limit.minutes is not None and len(there) < len(starts) and state.is_main_process:
+            # What is learned from is known by it: a resumed run is to find its time over too.
+            write_json(folder / SECONDS_FILE, {"seconds": max(seconds_spent(folder), 60 * limit.minutes)})
         shards = [load_file(_shard(folder, start)) for start in there]
         captured[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
@@ -177,7 +180,7 @@ def own_shards(folder: Path, prompts: int, process: int, processes: int) -> list
     Whose a shard is does not depend on what is there: the processes look at different times. The first of them are
     spread over all.
     """
-    starts = [SHARD_PROMPTS * index for index in spread(-(-prompts // SHARD_PROMPTS))[process::processes]]
+    starts = [SHARD_PROMPTS * index for index in spread_order(-(-prompts // SHARD_PROMPTS))[process::processes]]
     return [start for start in starts if not _shard(folder, start).exists()]
 
 

@@ -24,7 +24,8 @@ def pick_tokens(
     vocabulary = target.config.vocab_size
     most = vocabulary if limit is None else min(vocabulary, limit)
     if size > most:
-        raise UserError(f"draft_vocabulary={size}: the target has {most} tokens; expected at most as many")
+        who = "the target" if most == vocabulary else "the model that training starts from"
+        raise UserError(f"draft_vocabulary={size}: {who} has {most} tokens; expected at most as many")
     step = -(-len(rows) // COUNTED_ROWS)
     counts = count_tokens((rows[index] for index in range(0, len(rows), step)), vocabulary)
     always = [token for token in sorted(end_tokens(target)) if token < most][:size]

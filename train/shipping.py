@@ -1,7 +1,7 @@
 """Drafters to hand on: what a pipeline trained, in 16 bits and without what only training needs.
 
 eesd/       an early-exit drafter with its card and, where it has one, its calibration head
-small_lm/   a small LM with its card, tokenizer and record of training
+small_lm/   a small LM with its card, tokenizer and record of training, and what its ids stand for if they are its own
 trigrams/   an n-gram table
 """
 
@@ -17,16 +17,18 @@ from draft_models.calibration import META_FILE as CALIBRATION_FILE
 from draft_models.calibration import load_calibration, save_calibration
 from draft_models.card import CARD_FILE
 from draft_models.checkpoint import read_meta, recast
+from draft_models.draft_vocabulary import read_own_tokens, save_tokens
 from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm import TRAINING_FILE
+from draft_models.target.architectures import read_config
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import load_tokenizer
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable
 from outrider.processes import from_main, join_processes, only_run_of
+from train import run_dir
 from train.settings import ShipConfig
 
-STAGING = ".staging"
 TOKENIZER_FILE = "tokenizer.json"
 _AGAIN = "train the drafter again"
 
@@ -44,7 +46,7 @@ def ship_drafters(config: ShipConfig) -> None:
 
 
 def _ship(config: ShipConfig, out_dir: Path) -> None:
-    run, staging = Path(config.run), out_dir / STAGING
+    run, staging = Path(config.run), out_dir / run_dir.STAGING
     found = [name for name in SHIPPED if (run / name).is_dir()]
     if not found:
         raise UserError(f"run={run}: no drafters there; expected a pipeline's directory with {', '.join(SHIPPED)}")
@@ -83,6 +85,9 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
     """The causal LM in `source`, in `dtype`, with its tokenizer and what its training has left about itself."""
     load_causal_lm(str(source), None, role="small_lm", dtype=dtype).save_pretrained(to)
     load_tokenizer(str(source), None, role="small_lm").save_pretrained(to)
+    own = read_own_tokens(str(source), None, read_config(str(source), role="small_lm"))
+    if own is not None:
+        save_tokens(to, own)
     file = to / TOKENIZER_FILE
     if file.exists():  # a third of it is white space
         plain = read_json(file, "tokenizer", _AGAIN)

@@ -87,8 +87,8 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     rows = load_taught_rows(config.data, tokenizer, config.seq_len, "train", cached=config.teacher == "cached")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
-    start = None if config.drafter.path is None else shape.vocab_size
-    tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, opened, rows, heldout, start))
+    limit = None if config.drafter.path is None else shape.vocab_size
+    tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, opened, rows, heldout, limit))
     own = None if tokens is None else OwnTokens(tokens, target.vocab_size)
     group, stack = join_group(state, config.tensor_parallel), None
     if config.online or group.is_first:  # the others decode nothing

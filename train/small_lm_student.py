@@ -136,8 +136,8 @@ class SmallLMStudent(nn.Module):
         assert self.teacher is not None
         generators = [_row_generator(self.on_policy.seed, self.step, row) for row in input_ids]
         prefixes = [
-            choose_prefix(ids, wanted, places, self.on_policy.tokens, generator)
-            for ids, wanted, places, generator in zip(input_ids, labels, positions, generators, strict=True)
+            choose_prefix(ids, wanted, where, self.on_policy.tokens, generator)
+            for ids, wanted, where, generator in zip(input_ids, labels, positions, generators, strict=True)
         ]
         numbers = torch.stack([torch.from_numpy(g.random(self.on_policy.tokens)) for g in generators])
         vocabulary = min(self.stack.head.weight.shape[0], self.teacher.head.weight.shape[0])
@@ -146,11 +146,11 @@ class SmallLMStudent(nn.Module):
         ids, sampled = continue_prefixes(_plain(self.lm), prefixes, numbers.to(input_ids.device), vocabulary)
         self.lm.train(was_training)
         own = own_labels(ids, [len(prefix) for prefix in prefixes], sampled, self.on_policy.eos)
-        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        where = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         lengths = torch.tensor([len(prefix) for prefix in prefixes], device=ids.device)[:, None]
-        documents = (places < lengths + self.on_policy.tokens).long() - 1
-        hidden = packed_hidden(self.stack, ids, places, documents)
-        taught = self._teach(ids, places, documents)
+        documents = (where < lengths + self.on_policy.tokens).long() - 1
+        hidden = packed_hidden(self.stack, ids, where, documents)
+        taught = self._teach(ids, where, documents)
         weights = (labels != IGNORE).sum(1) / (own != IGNORE).sum(1)
         losses = [self._divergence(*row) for row in zip(hidden, taught, own, strict=True)]
         return (torch.stack(losses) * weights).sum()

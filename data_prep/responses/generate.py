@@ -37,7 +37,7 @@ from draft_models.target.model_files import load_causal_lm
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from inference.evaluate.subject import end_tokens, load_split
-from inference.packing import can_pack, fastest_layout, pack_linears
+from inference.packing import can_halve, can_pack, pack_linears
 from inference.sampling import Sampler
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
@@ -370,7 +370,8 @@ def load_target(
         if config.device_map is None:
             model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
     if config.device_map is None and can_pack(device, dtype):
-        pack_linears(model, lambda linears: group.agreed(fastest_layout(linears, (config.batch_size,))))
+        layout = "halved" if can_halve(dtype) else "blocked"  # not by the clock: a resumed run is to round alike
+        pack_linears(model, lambda _: layout)
     return model.eval()
 
 

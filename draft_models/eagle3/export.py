@@ -153,10 +153,9 @@ def _require_said(head: Eagle3, dialect: Dialect, config: dict[str, Any], target
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     lost = [name for name, plain in _PLAIN.items()
             if name not in _KNOWN[dialect] and getattr(reading, name) != plain]  # fmt: skip
-    # Their code has room for three taps; and the embedding is the output of no layer.
-    if (dialect in ("specforge", "speculators") and len(reading.taps) != 3) or (
-        dialect in ("specforge", "modelopt") and reading.taps[0] == 0
-    ):
+    # The embedding is the output of no layer, and SpecForge's code has room for three taps.
+    embedding = dialect in ("specforge", "modelopt") and reading.taps[0] == 0
+    if embedding or (dialect == "specforge" and len(reading.taps) != 3):
         lost.append("taps")
     if dialect == "eagle" and (reading.rope["rope_type"] != "default" or "partial_rotary_factor" in reading.rope):
         lost.append("rope")

@@ -17,6 +17,7 @@ from draft_models.draft_vocabulary import spread
 from draft_models.eagle3.reading import Reading
 from draft_models.target.attention import Band, grouped_attention
 from draft_models.target.stack import LayerCache, Rotary
+from outrider.errors import UserError, reason
 
 Mask = Tensor | Band | None
 
@@ -139,7 +140,7 @@ class Eagle3(nn.Module):
             self.lm_head = nn.Linear(reading.hidden, reading.draft_vocabulary, bias=False)
             self.embed_tokens = nn.Embedding(reading.vocabulary, reading.hidden) if reading.own_embedding else None
         self.shared_embedding: list[Tensor] = []
-        self._rotary = [LlamaRotaryEmbedding(_rotating(reading))]  # in a list, as its frequencies stay in float32
+        self._rotary = [_rotary_of(reading)]  # in a list, as its frequencies stay in float32
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
 
@@ -248,13 +249,21 @@ class Eagle3(nn.Module):
         return self.shared_embedding[0] if self.embed_tokens is None else self.embed_tokens.weight
 
 
-def _rotating(reading: Reading) -> LlamaConfig:
-    """What transformers' rotary embedding asks for; a head there is as wide as what rotates of one here."""
+def _rotary_of(reading: Reading) -> LlamaRotaryEmbedding:
+    """What computes rotary tables; to transformers, a head is as wide as what rotates of one here."""
     rope: dict[str, Any] = {name: value for name, value in reading.rope.items() if name != "partial_rotary_factor"}
-    return LlamaConfig(
-        hidden_size=reading.heads * reading.rotary_dim,
-        num_attention_heads=reading.heads,
-        head_dim=reading.rotary_dim,
-        max_position_embeddings=reading.max_positions,
-        rope_parameters=rope,
-    )
+    try:
+        return LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=reading.heads * reading.rotary_dim,
+                num_attention_heads=reading.heads,
+                head_dim=reading.rotary_dim,
+                max_position_embeddings=reading.max_positions,
+                rope_parameters=rope,
+            )
+        )
+    except Exception as error:  # whatever transformers makes of a type that it does not know, or that lacks a number
+        raise UserError(
+            f"rope_parameters={reading.rope}: describe no rotary embedding of transformers ({reason(error)}); correct "
+            "them in the head's config.json"
+        ) from None

@@ -14,7 +14,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
     """Of each kind of drafter that predicts over some tokens only: how many, and which share of the target's own text
     consists of them, in all and by category."""
     found = {}
-    for name, where in places(config).items():
+    for name, where in drafter_folders(config).items():
         tokens = KINDS[name].load_maker().known_tokens(where)
         if tokens is None:
             continue
@@ -30,11 +30,11 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
 
 def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
     """How long each drafter trained, by its kind; those that do not say are left out."""
-    found = {name: KINDS[name].load_maker().trained_seconds(where) for name, where in places(config).items()}
+    found = {name: KINDS[name].load_maker().trained_seconds(where) for name, where in drafter_folders(config).items()}
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
-def places(config: EvaluateConfig) -> dict[str, str]:
+def drafter_folders(config: EvaluateConfig) -> dict[str, str]:
     """Where the model of each kind lies, by its kind."""
     return {kind.name: where for kind in KINDS.values() if (where := config.where(kind)) is not None}
 

@@ -35,13 +35,13 @@ class TimeLimit:
         With `minutes` the first of them are spread over all `prompts`, and must are as many as a verdict needs. A run
         whose time was over before it began has nothing left once it has those.
         """
-        order = range(prompts) if self.minutes is None else spread(prompts)
+        order = range(prompts) if self.minutes is None else spread_order(prompts)
         left = [position for position in order if position not in done]
         must = len(left) if self.minutes is None else max(0, min(len(left), MIN_PROMPTS - len(done)))
         return left[:must] if self.is_over(self.earlier) else left, must
 
 
-def spread(count: int) -> list[int]:
+def spread_order(count: int) -> list[int]:
     """0 … count − 1, so ordered that wherever it is cut, the beginning is spread evenly over all: bits reversed."""
     bits = max(1, (count - 1).bit_length())
     reverse = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(1 << bits))

@@ -20,11 +20,6 @@ from inference.tree import ROOT
 from tests.tiny import open_stack, random_prompt, save_target
 
 
-@pytest.fixture(autouse=True)
-def _as_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-
-
 @pytest.fixture
 def tables(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Any, str]]:
     """The command, its evaluations in this process: how many those were, eesd_tables.json and eesd_tables.md."""

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import nn
+from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from inference import packing
 from inference.packing import (
@@ -96,6 +98,17 @@ def test_every_linear_is_replaced_and_shared_ones_stay_shared() -> None:
     assert model["a"] is model["b"][0]
 
 
+@needs_onednn
+@torch.no_grad()
+def test_a_kind_of_linear_layer_with_a_forward_of_its_own_is_left_alone() -> None:
+    config = PhimoeConfig(hidden_size=16, num_local_experts=4, num_experts_per_tok=2)
+    router, x = PhimoeTopKRouter(config).eval(), torch.randn(3, 16)
+    model = nn.ModuleList([router, nn.Linear(16, 4)])
+    pack_linears(model)
+    assert [type(module) for module in model] == [PhimoeTopKRouter, PackedLinear]
+    assert len(model[0](x)) == 3
+
+
 # --- chosen ------------------------------------------------------------------------------------------------------
 
 Cost = Callable[[str, int], float]
@@ -142,7 +155,7 @@ def layers_of(count: int, *, fit: bool = True) -> Sequence[nn.Linear]:
 )
 def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALL", 0)
-    assert fastest_layout(layers_of(3), clock=machine(cost, monkeypatch)) == fastest
+    assert fastest_layout(layers_of(3), machine(cost, monkeypatch)) == fastest
     assert set(TIMED_ROWS) == {1, 4, 16}
 
 
@@ -151,8 +164,8 @@ def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pyt
 def test_halves_are_no_choice_for_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALL", 0)
     clock = machine(lambda layout, _: {"plain": 3, "blocked": 2, "halved": 1}[layout], monkeypatch)
-    assert fastest_layout(layers_of(3), clock=clock) == "halved"
-    assert fastest_layout(layers_of(3, fit=False), clock=clock) == "blocked"
+    assert fastest_layout(layers_of(3), clock) == "halved"
+    assert fastest_layout(layers_of(3, fit=False), clock) == "blocked"
 
 
 @needs_onednn
@@ -165,7 +178,7 @@ def test_a_first_pass_and_a_single_slow_one_do_not_decide(monkeypatch: pytest.Mo
         slow = layout == "blocked" and count in (1, 3)
         return 50.0 if slow else 0.5 if layout == "blocked" else 1.0
 
-    assert fastest_layout(layers_of(1), clock=machine(cost, monkeypatch)) == "blocked"
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch)) == "blocked"
 
 
 @needs_onednn
@@ -190,4 +203,4 @@ def test_each_shape_is_chosen_for_itself() -> None:
 @needs_onednn
 def test_small_layers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = machine(lambda layout, _: {"plain": 1, "blocked": 3, "halved": 2}[layout], monkeypatch)
-    assert fastest_layout(layers_of(1), clock=clock) == "blocked"
+    assert fastest_layout(layers_of(1), clock) == "blocked"

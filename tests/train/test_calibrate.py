@@ -22,7 +22,7 @@ from draft_models.target.tensor_files import open_tensors
 from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
-from inference.evaluate.time_limit import TimeLimit, spread
+from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
@@ -82,7 +82,7 @@ def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
 
 
 def test_every_shard_is_somebodys_whenever_they_look(tmp_path: Path) -> None:
-    assert own_shards(tmp_path, 60, 0, 1) == [8 * index for index in spread(8)]  # wherever time cuts them
+    assert own_shards(tmp_path, 60, 0, 1) == [8 * index for index in spread_order(8)]  # wherever time cuts them
     everybody = [own_shards(tmp_path, 60, process, 3) for process in range(3)]
     assert sorted(start for mine in everybody for start in mine) == list(range(0, 60, 8))
     (tmp_path / f"{everybody[0][0]:06d}.safetensors").touch()  # before the others look
@@ -103,6 +103,37 @@ def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path
         assert sorted(path.stem for path in left.glob("*.safetensors")) == shards
     calibration.capture_shards(made, left, prompts, lambda: None, None, group, TimeLimit(None))  # type: ignore[arg-type]
     assert len(list(left.glob("*.safetensors"))) == 3
+
+
+def test_a_resumed_run_learns_from_the_texts_that_there_was_time_for(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Two shards of three to learn from: 30 s of 35 are on record when a look at 40 s ends it. The one of held-out."""
+    now, tick, taken, identities = [0.0], [10.0], list[int](), list[dict[str, Any]]()
+
+    def clock() -> float:
+        now[0] += tick[0]
+        return now[0]
+
+    def capture(_stack: object, _drafter: object, prompts: list[list[int]], *_: int) -> dict[str, torch.Tensor]:
+        taken.append(len(prompts))
+        return synthetic(40, 0)
+
+    def fit(*_: object, identity: dict[str, Any], **__: object) -> None:
+        identities.append(identity)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration, "TimeLimit", functools.partial(TimeLimit, clock=clock))
+    monkeypatch.setattr(calibration, "capture", capture)
+    monkeypatch.setattr(calibration, "fit", fit)
+    run = calibrating(folder, tmp_path, prompts=20, heldout_prompts=6, minutes=35 / 60 * 26 / 20, resume=True)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(run)
+        assert taken == [8, 4, 6]
+        tick[0] = 0.0  # as if the other run had been killed and this one took no time
+    assert identities[0] == identities[1]
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(replace(run, minutes=2.0))  # goes on
+    assert taken == [8, 4, 6, 8]
 
 
 def test_rows_hold_every_example_once() -> None:
@@ -177,7 +208,9 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "run/reliability.png").read_bytes().startswith(b"\x89PNG")
     assert float(head.target.abs().sum()) > 0
     tokens = {
-        split: sum(len(load_file(file)["label"]) for file in (tmp_path / "run/captured").glob(f"{split}-*/*"))
+        split: sum(
+            len(load_file(file)["label"]) for file in (tmp_path / "run/captured").glob(f"{split}-*/*.safetensors")
+        )
         for split in ("train", "heldout")
     }
     assert facts["heldout"]["tokens"] == tokens["heldout"] != tokens["train"] == facts["examples"]

@@ -13,15 +13,20 @@ from safetensors.torch import load_file
 
 from draft_models.calibration import META_FILE as CALIBRATION_FILE
 from draft_models.checkpoint import WEIGHTS_FILE, read_meta
+from draft_models.draft_vocabulary import OwnTokens, narrow
 from draft_models.ngrams.table import TrigramTable
 from draft_models.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from draft_models.small_lm import TRAINING_FILE
+from draft_models.small_lm import TRAINING_FILE, load_small_lm
+from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import load_tokenizer, open_target
+from draft_models.target.stack import LayerStack
 from draft_models.tiny_models import save_tiny_model, save_tiny_models
+from inference.drafters.registry import KINDS
 from inference.evaluate.drafter_facts import drafter_lines, trained_seconds
 from inference.evaluate.subject import load_drafters
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig
 from outrider.errors import UserError
+from train.export import export
 from train.settings import ShipConfig
 from train.shipping import SHIPPED, ship_drafters
 
@@ -94,6 +99,19 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
         load(out_dir, run / TARGET)
 
 
+def test_a_small_lm_of_some_tokens_keeps_what_its_ids_stand_for(run: Path, tmp_path: Path) -> None:
+    own = OwnTokens(torch.arange(3, 90, 2), 257)
+    model, tokenizer = load_causal_lm(str(run / "small_lm"), role="small_lm"), load_tokenizer(str(run / TARGET))
+    narrow(model, own)
+    export(model, tokenizer, tmp_path / "run/small_lm")
+    ship(tmp_path / "run", tmp_path / "out")
+    shipped = load_small_lm(str(tmp_path / "out/small_lm"), tokenizer, dtype=torch.float32)
+    assert isinstance(shipped, LayerStack)
+    assert shipped.own_tokens is not None
+    assert torch.equal(shipped.own_tokens.tokens, own.tokens)
+    assert torch.equal(shipped.head.weight, model.get_output_embeddings().weight.bfloat16().float())
+
+
 def test_too_much_or_nothing_is_refused_and_leaves_what_is_there(run: Path, tmp_path: Path) -> None:
     ship(run, tmp_path / "out")
     files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
@@ -129,4 +147,5 @@ def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> Non
     assert (meta.dtype, bool(meta.fingerprint.tensors)) == ("bfloat16", True)
     assert all((folder / name / "README.md").exists() for name in ("eesd", "small_lm"))
     assert {tensor.dtype for tensor in load_file(folder / "small_lm/model.safetensors").values()} == {torch.bfloat16}
+    KINDS["small_lm"].load_maker().known_tokens(str(folder / "small_lm"))  # raises where their file is not its config's
     assert sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]

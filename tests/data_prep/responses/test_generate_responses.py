@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import processors
+from torch import nn
 
 from data_prep.responses import batch_decoder, directory
 from data_prep.responses import generate as responses_module
@@ -23,8 +24,12 @@ from data_prep.settings import DataConfig, MixPart
 from data_prep.text.chat import render_prompt
 from data_prep.text.rows import load_rows
 from draft_models.losses import IGNORE
+from draft_models.target.model_files import load_causal_lm
+from draft_models.target.open_target import open_target
+from inference.packing import HalvedLinear, PackedLinear, can_halve, can_pack
 from inference.sampling import Sampler
 from outrider.errors import UserError
+from outrider.groups import ALONE
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary, talk
 from tests.launched import launched
 from tests.tiny import byte_tokenizer
@@ -43,6 +48,23 @@ def test_responses_do_not_depend_on_batches_or_shards(make):
     assert len(list(Path(make(name="a").out_dir).glob("responses-*.jsonl"))) == len(TALKS)
     generate_responses(make(name="seed", seed=1))
     assert responses(make(name="seed")) != expected
+
+
+@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
+def test_the_target_is_laid_out_for_its_batches(make, tmp_path):
+    """By what its weights are, without a clock: or a resumed run might round otherwise."""
+
+    def layouts(**options):
+        config = replace(make(), **options)
+        target, cpu = open_target(config.target), torch.device("cpu")
+        model = responses_module.load_target(config, target, torch.float32, cpu, ALONE)
+        return {type(module) for module in model.modules() if "Linear" in type(module).__name__}
+
+    rounded = shutil.copytree(make().target, tmp_path / "rounded")
+    load_causal_lm(make().target, dtype=torch.bfloat16).save_pretrained(rounded)
+    assert layouts() == {PackedLinear}
+    assert layouts(target=str(rounded)) == {HalvedLinear if can_halve(torch.float32) else PackedLinear}
+    assert layouts(device_map="cpu") == {nn.Linear}
 
 
 def _killed_at(config, write):

@@ -150,6 +150,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "another kind": ("speculators", {"speculators_model_type": "mtp"}, "'mtp': expected 'eagle3'"),
     "another layer": ("eagle", {"model_type": "gpt2"}, "model_type='gpt2': expected one of llama, qwen3"),
     "an unsteady rope": ("eagle", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    "an unknown rope": ("eagle", {"rope_scaling": {"rope_type": "spiral"}}, "'spiral'.*: describe no rotary embedding"),
     "no last norm": ("specforge", eagle_config(use_last_layernorm=False), "expected false where final_norm is false"),
     "a width of words": ("eagle", {"hidden_size": "wide"}, "describes no layer"),
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inference.evaluate import compare
 from inference.evaluate.prompt_results import read_results
 from inference.evaluate.report import MIN_PROMPTS
-from inference.evaluate.time_limit import TimeLimit, spread
+from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.settings import EvaluateConfig, MethodConfig
 from tests.inference.evaluate.evaluating import QUESTIONS
 
@@ -31,7 +31,7 @@ class Ticking:
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_wherever_prompts_are_cut_they_are_spread(count: int, cut: int) -> None:
     """Between two neighbours that were taken lie at most twice as many as an even spread would leave, rounded up."""
-    order = spread(count)
+    order = spread_order(count)
     assert sorted(order) == list(range(count))
     taken = sorted(order[: min(cut, count)])
     gaps = [after - before for before, after in zip(taken, [*taken[1:], count], strict=True)]
@@ -65,7 +65,7 @@ def test_no_prompt_is_taken_once_the_time_is_over(
 ) -> None:
     """A look before the first prompt and one after each: with 10 s a look the seventh is over at 80 s."""
     taken, report = timed(config, "timed", minutes=80 / 60, seconds=10)
-    assert taken == spread(8)[:7]
+    assert taken == spread_order(8)[:7]
     assert (report["prompts"], report["prompts_given"]) == (7, 8)
     page = (Path(config("timed").out_dir) / "report.md").read_text()
     assert "7 of 8 prompts (minutes=1.33333) ×" in page
@@ -77,7 +77,7 @@ def test_no_prompt_is_taken_once_the_time_is_over(
 
 def test_a_verdict_has_enough_prompts_however_slow_the_machine(config: Callable[..., EvaluateConfig]) -> None:
     taken, report = timed(config, "slow", minutes=1, seconds=1000)
-    assert taken == spread(8)[:MIN_PROMPTS]
+    assert taken == spread_order(8)[:MIN_PROMPTS]
     assert report["verdict"] in ("faster", "slower", "undecided")
 
 
