@@ -51,7 +51,7 @@ class FitConfig(Settings):
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warm-up
     max_grad_norm: NotNegative = 1.0  # 0: no clipping
     # autocast over float32 masters, or plain fp32; fast: fp32 on a CPU without instructions for bf16, else bf16
-    precision: Literal["fast", "bf16", "fp32"] = "bf16"
+    precision: Literal["fast", "bf16", "fp32"] = "fast"
     gradient_checkpointing: bool = free(False)  # compute activations again instead of keeping them
     log_every: Count = free(10)  # steps between lines of the log
     eval_every: Count | None = free(None)  # steps; null: at the end only

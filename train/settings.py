@@ -90,7 +90,7 @@ class EesdConfig(TargetConfig):
     # where any but cross_entropy has that law from: the whole target, run along, or cached top-k beside `data`
     teacher: Teacher = "online"
     # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
-    frozen_dtype: Literal["fast", FloatDtype] = "bfloat16"
+    frozen_dtype: Literal["fast", FloatDtype] = "fast"
     seq_len: Width = 2048  # tokens of a row
     minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
     eval_rows: Count = free(64)  # held-out rows that give eval_top1 and eval_tau_analytic
