@@ -14,7 +14,8 @@ RunDtype = Literal["auto", "fast", FloatDtype]  # see `pick_dtype`
 # see draft_models/losses.py
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
 Model = Annotated[str, Named("a model directory or Hub name")]
-TARGET, SMALL_LM, EARLY_EXIT, TABLE = "target", "small_lm", "early_exit", "table"  # see `save_tiny_models`
+# see `save_tiny_models`
+TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,18 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from draft_models.calibration import CalibrationHead, save_calibration
 from draft_models.checkpoint import read_meta, save_pretrained
+from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
+from draft_models.eagle3.export import save_head
+from draft_models.eagle3.model import Eagle3
+from draft_models.eagle3.reading import Reading
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.ngrams.table import TrigramTable
-from draft_models.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from draft_models.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import open_target
 from draft_models.target.vocabulary import vocabulary_digest
@@ -25,7 +29,7 @@ def save_tiny_models(folder: Path, architecture: str) -> None:
     """Random models in `folder`, always the same ones: `TARGET`, and what can draft for it.
 
     `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with one tokenizer, `EARLY_EXIT` is an early-exit
-    drafter's with a calibration head, `TABLE` an n-gram table's.
+    drafter's with a calibration head, `EAGLE3` an EAGLE-3 head's, `TABLE` an n-gram table's.
     """
     transformers_logging.disable_progress_bar()
     shutil.rmtree(folder, ignore_errors=True)
@@ -39,6 +43,7 @@ def save_tiny_models(folder: Path, architecture: str) -> None:
     head = CalibrationHead(config.hidden_size, config.hidden_size)
     facts = {"target": model_identity(target.files)}
     save_calibration(folder / EARLY_EXIT, head, read_meta(folder / EARLY_EXIT).weights_sha256, facts)
+    save_head(folder / EAGLE3, tiny_head(config), "specforge", config, TARGET)
     text = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
     digest = vocabulary_digest(tokenizer.get_vocab())
     TrigramTable.from_documents([text], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
@@ -67,6 +72,22 @@ def save_tiny_model(
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
+
+
+def tiny_head(target: PreTrainedConfig) -> Eagle3:
+    """A random EAGLE-3 head of one layer that shares the target's embedding and has logits of the bytes only."""
+    width = target.hidden_size
+    reading = Reading(
+        taps=(1, 2, 3), target_hidden=width, hidden=width, intermediate=96, layers=1, heads=4, key_heads=2,
+        head_dim=width // 4, epsilon=1e-5, activation="silu", vocabulary=target.vocab_size, draft_vocabulary=256,
+        rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256, windows=(None,),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(2)
+    weights = {
+        name: torch.randn(shape, generator=generator) * 0.1 if len(shape) == 2 else torch.ones(shape)
+        for name, shape in head_shapes(reading).items()
+    }
+    return Eagle3.of(reading, {**weights, DRAFT_TOKENS: torch.arange(256)})
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -37,8 +37,12 @@ class KernelChoice:
 
 
 def kernel_for(choices: Iterable[KernelChoice], stack: LayerStack, width: int, keys: int) -> str:
-    """What was chosen where it is nearest, by ratios; the first of `KERNELS` for attention that was not measured."""
-    measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == attention_shape(stack)]
+    """What was chosen where it is nearest, by ratios; the first of `KERNELS` for attention that was not measured.
+
+    stack: where it is a drafter's own model of another kind, nothing was.
+    """
+    shape = attention_shape(stack) if isinstance(stack, LayerStack) else None
+    measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == shape]
     distances = [abs(log2(choice.width / width)) + abs(log2(choice.keys / keys)) for choice in measured]
     return measured[distances.index(min(distances))].kernel if measured else KERNELS[0]
 

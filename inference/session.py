@@ -60,10 +60,12 @@ class TargetSession:
 
     `base` counts the committed positions before row 0; all caches hold exactly those between rounds. `target_hidden`
     [1, d] is the hidden state after the last layer at the last committed position. `capacity` counts the slots of the
-    caches, `context` (by default as many) the positions the text may reach.
+    caches, `context` (by default as many) the positions the text may reach. `taps` are boundaries (see
+    `LayerStack.run_tapped`) at which a drafter wants the hidden states of every pass; they need split = 0.
     """
 
     target_hidden: Tensor
+    taps: tuple[int, ...] = ()
 
     def __init__(self, stack: LayerStack, split: int, capacity: int, context: int | None = None):
         self.stack = stack
@@ -83,6 +85,7 @@ class TargetSession:
         self._hidden: list[Tensor] = []
         self._view: _EagerView | None = None  # of the last pass
         self._finished: Sequence[int] = ()  # the rows that have been through the second half
+        self._tapped: list[Tensor] = []  # what they were at `taps` [1, n, taps · d], where there are any
 
     def beside(self, stack: LayerStack) -> "TargetSession":
         """A session of the same kind and size for another model, run through by `extend`."""
@@ -166,13 +169,34 @@ class TargetSession:
         chosen = self.round if everything else self.round.select(self._finished)
         wanted = 1 if last_only else count
 
-        def second_half(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
-            hidden = self.stack.run(hidden, self.split, len(self.stack.layers), view.rotary, view.masks(), self.rest)
-            return hidden, self.stack.logits(view.last(hidden, wanted))
+        def second_half(hidden: Tensor, view: View) -> tuple[Tensor, ...]:
+            given = (hidden, self.split, len(self.stack.layers), view.rotary, view.masks())
+            if not self.taps:
+                hidden = self.stack.run(*given, self.rest)
+                return hidden, self.stack.logits(view.last(hidden, wanted))
+            hidden, tapped = self.stack.run_tapped(*given, self.taps, self.rest)
+            return hidden, self.stack.logits(view.last(hidden, wanted)), torch.cat(tapped, dim=-1)
 
-        hidden, logits = self._run("rest", second_half, hidden, chosen.layout(self.base, 0, count), self.rest)
+        name = f"rest, tapped at {self.taps}" if self.taps else "rest"
+        hidden, logits, *tapped = self._run(name, second_half, hidden, chosen.layout(self.base, 0, count), self.rest)
         self._last_hidden = hidden[0]
+        self._tapped = tapped
         return logits[0, -wanted:]
+
+    def tapped(self, rows: Sequence[int]) -> Tensor:
+        """The hidden states of `rows` at the boundaries `taps`, side by side [1, n, taps · d]; a copy.
+
+        rows: some of those that `finish` ran last.
+        """
+        place = {row: index for index, row in enumerate(self._finished)}
+        return self._tapped[0][:, [place[row] for row in rows]]
+
+    def run_rows(self, name: str, pass_: Pass, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
+        """Add rows as `feed` does and run a pass over x [1, n, …] of them, where all layers are in the first half.
+
+        For a drafter's own model, in a session beside the target's. name: as in `run_beside`.
+        """
+        return self._run(name, pass_, x, self._add(parents), self.first)
 
     def run_beside(self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache) -> tuple[Tensor, ...]:
         """A pass of a drafter's own layers over x [1, n, …], of rows start, start + 1, …, where start may be negative.

@@ -100,6 +100,8 @@ class StructureConfig(Settings):
     # children per node, level by level, e.g. [4,2,2]; or auto
     widths: Annotated[Literal["auto"] | tuple[Count, ...], only(kind="k_config")] = (4, 2, 2)
     draw: Annotated[Draw, only(kind="k_config")] = "without_replacement"  # how children come about when sampling
+    # nodes of a level that are extended at most, the likeliest ones; null: all that are in the best tree so far
+    width: Annotated[Count | None, only(kind="opt_tree")] = None
     # stop when E(A) gains no more than this; null: μ, as measured here
     delta: Annotated[Share | None, only(kind="opt_tree")] = None
     out_degree: Annotated[Count, only(kind="token_graph")] = 4  # children of a node at most
@@ -163,7 +165,8 @@ class NgramConfig(Settings):
 class MethodConfig(Settings):
     """One way of decoding: who drafts, in what shape, until when."""
 
-    source: str = "early_exit"  # early_exit | small_lm | skip_layers | prompt_lookup, ngrams (their own structures)
+    # early_exit | small_lm | eagle3 | skip_layers | prompt_lookup, ngrams (their own structures)
+    source: str = "early_exit"
     structure: StructureConfig = field(default_factory=StructureConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     # when sampling; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline
@@ -186,7 +189,7 @@ class MethodConfig(Settings):
         modelled, shape = kind.shaped, self.structure.kind
         self._refuse_unread(kind)
         sized = self.stop.max_draft != AUTO or (modelled and shape == "chain")
-        expected = "a number or null: auto chooses the length of a chain of early_exit, small_lm or skip_layers"
+        expected = "a number or null: auto chooses the length of a chain of early_exit, small_lm, eagle3 or skip_layers"
         require(sized, "stop.max_draft", self.stop.max_draft, expected)
         rigid = self.stop.rule == "fixed" or not self.adapts
         require(rigid, "stop.rule", self.stop.rule, "fixed where sizes are auto, which decide how deep a tree goes")
@@ -238,6 +241,7 @@ class EvaluateConfig(RehearsedConfig):
 
     checkpoint: str | None = None  # early-exit drafter directory, for methods with source=early_exit
     small_lm: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
+    eagle3: str | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
     table: str | None = None  # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
     target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for; or replay
     transcripts: str | None = free(None)  # target=replay: recorded greedy answers to `prompts`

@@ -197,6 +197,7 @@ def load(
     target: str | None = None,
     revision: str | None = None,
     small_lm: str | None = None,
+    eagle3: str | None = None,
     table: str | None = None,
     drafters: Mapping[str, str] | None = None,
     dtype: RunDtype = "auto",
@@ -208,22 +209,24 @@ def load(
     source: the directory of an early-exit drafter, which knows its target, or else a target: a directory, Hub name or
     GGUF file.
     method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_beta for a drafter,
-    vanilla with a small_lm, ngrams with a table, prompt_lookup with neither.
+    vanilla with a small_lm, eagle3 with such a head, ngrams with a table, prompt_lookup with none of them.
     target: where the drafter's target is now.
-    small_lm, table, drafters: as evaluate-checkpoint's options.
+    small_lm, eagle3, table, drafters: as evaluate-checkpoint's options.
 
     Raises `UserError` for what is missing or unusable.
     """
     is_drafter = (Path(source) / META_FILE).is_file()
     require(is_drafter or target is None, "target", target, f"None: {source} is no drafter (it has no {META_FILE})")
     if method is None:
-        method = "eesd_beta" if is_drafter else "vanilla" if small_lm else "ngrams" if table else "prompt_lookup"
+        given = {"eesd_beta": is_drafter, "vanilla": small_lm, "eagle3": eagle3, "ngrams": table, "prompt_lookup": True}
+        method = next(preset for preset, chosen in given.items() if chosen)
     name = method if isinstance(method, str) else "method"
     config = EvaluateConfig(
         checkpoint=str(source) if is_drafter else None,
         target=target if is_drafter else str(source),
         revision=revision,
         small_lm=small_lm,
+        eagle3=eagle3,
         table=table,
         drafters=dict(drafters or {}),
         methods={name: preset(method) if isinstance(method, str) else method},

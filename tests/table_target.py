@@ -34,7 +34,22 @@ class TableModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.table[hidden[..., 0]]
+        return self.table[hidden[..., 0].long()]
+
+
+class TableHead(TableModel):
+    """The same in the place of an EAGLE-3 head."""
+
+    reading = SimpleNamespace(taps=(1,), hidden=1)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return tokens[..., None]
+
+    def features(self, taps: Tensor) -> Tensor:
+        return taps
+
+    def run_embedded(self, embedding: Tensor, *_: Any) -> Tensor:
+        return embedding
 
 
 @dataclass
@@ -57,6 +72,8 @@ class TableSession:
     context: int
     base: int = 0
     rows: int = 0
+    taps: tuple[int, ...] = ()
+    first: Length = field(default_factory=Length)
     rest: Length = field(default_factory=Length)
     _fed: list[Tensor] = field(default_factory=list)
     _last: Tensor = field(init=False)  # the last committed token
@@ -86,6 +103,13 @@ class TableSession:
 
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
         return self.feed(tokens, parents)[0], self.stack.table[tokens[-wanted:]]
+
+    def run_rows(self, name: str, pass_: Any, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
+        self.feed(x[0, :, 0], parents)
+        return self.run_beside(name, pass_, x, 0, self.first)
+
+    def tapped(self, rows: Sequence[int]) -> Tensor:
+        return self.hidden[:, list(rows)]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         tokens = self.tokens if rows is None else self.tokens[list(rows)]

@@ -68,6 +68,20 @@ def open_head(source: str, target: PreTrainedConfig, revision: str | None = None
     return StoredHead(source, dialect, reading, files, stored)
 
 
+def stored_tokens(source: str, revision: str | None = None) -> list[int] | None:
+    """Ids of the tokens that the head in `source` has logits of, as its d2t says; None where it has none, or all are.
+
+    Raises `UserError` where it cannot be read.
+    """
+    files = open_tensors(source, revision)
+    stored = {own_name(name): name for name in files.file_of}
+    maps = {name: files.read([stored[name]])[stored[name]] for name in (D2T, T2D) if name in stored}
+    if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
+        return None
+    ids: list[int] = (torch.arange(len(maps[D2T])) + maps[D2T].long()).tolist()
+    return ids
+
+
 def load_head(
     source: str,
     target: PreTrainedConfig,

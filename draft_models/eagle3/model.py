@@ -157,12 +157,24 @@ class Eagle3(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.fc.weight.device
+        return self._plain.device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the weights are."""
-        return self.fc.weight.dtype
+        return self._plain.dtype
+
+    @property
+    def _plain(self) -> Tensor:
+        """A weight that stays as it is where linear layers are laid out anew."""
+        first: Any = self.layers[0]
+        weight: Tensor = first.hidden_norm.weight
+        return weight
+
+    @property
+    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """cos and sin [P, D] at the positions that are reserved."""
+        return ((self.cos, self.sin),)
 
     def use_embedding(self, weight: Tensor) -> None:
         """Share the target's embedding [V, H], unscaled (only where the head has none of its own)."""
@@ -178,6 +190,10 @@ class Eagle3(nn.Module):
     def rotary(self, positions: Tensor) -> Rotary:
         """What layers are told of rows at positions [B, Q], which must have been reserved."""
         return Rotary(positions, ((self.cos[positions], self.sin[positions]),))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [...] → their embeddings [..., H]."""
+        return F.embedding(tokens, self._embedding)
 
     def features(self, taps: Tensor) -> Tensor:
         """taps [B, Q, k · H_t], the target's hidden states at `reading.taps` side by side → features [B, Q, H]."""
@@ -201,7 +217,17 @@ class Eagle3(nn.Module):
         a row sees of all that the cache gives, so a step of training may see the causal past of another one and of the
         steps between its own index only.
         """
-        embedding = F.embedding(tokens, self._embedding)
+        return self.run_embedded(self.embed(tokens), features, masks, rotary, cache)
+
+    def run_embedded(
+        self,
+        embedding: Tensor,
+        features: Tensor,
+        masks: Mapping[int | None, Mask],
+        rotary: Rotary,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """`run` on the tokens' embeddings [B, Q, H]."""
         hidden = features
         for layer, window in zip(self.layers, self.windows, strict=True):
             hidden = layer(embedding, hidden, masks[window], rotary, cache)

@@ -39,6 +39,7 @@ class EarlyExitSource:
         self.drafter = drafter
         self.split = drafter.exit_layer
 
+    taps: tuple[int, ...] = ()
     hidden: Tensor
 
     def begin(self, session: TargetSession) -> None:

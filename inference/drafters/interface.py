@@ -16,11 +16,13 @@ class Drafter(ABC):
     """Drafts a tree a round and is told what came of it; of one generation.
 
     split: how many of the target's first layers it shares. The session is split there.
+    taps: the boundaries of the target's layers at which it reads hidden states (see `TargetSession.tapped`).
     max_rows: how many rows a round may add to the caches, besides the root.
     totals: sums over rounds, for the report (see `Structure.totals`).
     """
 
     split: int = 0
+    taps: tuple[int, ...] = ()
     max_rows: int
     totals: Mapping[str, float] = {}
 
@@ -51,6 +53,7 @@ class DraftModel(Protocol):
     """
 
     split: int  # see `Drafter`
+    taps: tuple[int, ...]  # likewise
 
     @property
     def hidden(self) -> Tensor:
@@ -76,7 +79,7 @@ class DraftModel(Protocol):
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """The round ends with the path `tokens` committed, root first; called before the session's own commit.
 
-        rows: the row of each, in the session where the model shares it, else as the model was fed them, with −1 (or a
-        row it never had) for a token it was not fed.
+        rows: the row of each, in the session where the model shares or taps it, else as the model was fed them, with −1
+        (or a row it never had) for a token it was not fed.
         """
         ...

@@ -149,6 +149,16 @@ register(
         tiny="small_lm",
     )
 )
+register(
+    Kind(
+        "eagle3",
+        "inference.drafters.eagle3:MAKER",
+        option="eagle3",
+        needs="a directory or Hub name of an EAGLE-3 head",
+        tiny="eagle3",
+        layers=True,
+    )
+)
 register(Kind("skip_layers", "inference.drafters.skip_layers:MAKER", own=("skip",), layers=True))
 register(
     Kind(

@@ -18,7 +18,7 @@ class Shaped(Drafter):
 
     def __init__(self, model: DraftModel, structure: Structure):
         self.model, self.structure = model, structure
-        self.split, self.max_rows = model.split, structure.max_rows
+        self.split, self.taps, self.max_rows = model.split, model.taps, structure.max_rows
 
     @property
     def totals(self) -> Mapping[str, float]:  # type: ignore[override]
@@ -34,7 +34,8 @@ class Shaped(Drafter):
         return self.structure.draft(self._source, root, limit)
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        rows = self._session.path(nodes) if self.split else [0, *(tree.rows[node] for node in nodes)]
+        shared = self.split or self.taps
+        rows = self._session.path(nodes) if shared else [0, *(tree.rows[node] for node in nodes)]
         self.model.commit(rows, tokens)
         self.structure.observe(tree, nodes)
 

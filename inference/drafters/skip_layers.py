@@ -28,6 +28,7 @@ class SkipLayersSource:
     """
 
     split = 0
+    taps: tuple[int, ...] = ()
     hidden: Tensor
 
     def __init__(self, skip: Sequence[int] | None):

@@ -45,6 +45,7 @@ class SmallLMSource:
     """
 
     split = 0
+    taps: tuple[int, ...] = ()
     hidden: Tensor
 
     def __init__(self, lm: SmallLM):

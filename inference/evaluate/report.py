@@ -264,7 +264,9 @@ def _conditions(reports: Sequence[Report]) -> str:
 def _taken(report: Report) -> str:
     """How many prompts there are results of, and of how many where a time limit left some out."""
     prompts, given = report["prompts"], report.get("prompts_given", report["prompts"])
-    return f"{prompts} prompts" if prompts == given else f"{prompts} of {given} prompts (minutes={report['minutes']:g})"
+    if report.get("minutes") is None or prompts == given:
+        return f"{prompts} prompts"
+    return f"{prompts} of {given} prompts (minutes={report['minutes']:g})"
 
 
 def _threads(report: Report) -> str:

@@ -237,13 +237,16 @@ def _make_opt_tree(settings: StructureConfig, greedy_probs: ToProbs, tuning: Tun
         raise ValueError("opt_tree needs a delta: measure one (inference.auto.probe)")
     delta = settings.delta or 0.0
     if nodes is not None and depth is not None:
-        return Tree(partial(opt_tree, nodes=nodes, delta=delta), nodes * depth, depth, greedy_probs)
+        build = partial(opt_tree, nodes=nodes, delta=delta, width=settings.width)
+        fed = min(nodes, settings.width or nodes)  # of a level
+        return Tree(build, max(nodes, fed * depth), depth, greedy_probs)
     sizes = TreeSizes(_required(tuning), nodes, depth)
 
-    def build(source: RoundSource, root: Tensor, **options: Any) -> DraftTree:
-        return opt_tree(source, root, nodes=sizes.max_nodes, delta=delta, growth=sizes.begin(), **options)
+    def grow(source: RoundSource, root: Tensor, **options: Any) -> DraftTree:
+        growth, width = sizes.begin(), settings.width
+        return opt_tree(source, root, nodes=sizes.max_nodes, delta=delta, width=width, growth=growth, **options)
 
-    return Tree(build, sizes.max_nodes * sizes.max_depth, sizes.max_depth, greedy_probs, sizes=sizes)
+    return Tree(grow, sizes.max_nodes * sizes.max_depth, sizes.max_depth, greedy_probs, sizes=sizes)
 
 
 def _with_chosen_widths(build: Callable[..., DraftTree], sizes: BestWidths) -> Callable[..., DraftTree]:

@@ -20,6 +20,7 @@ def opt_tree(
     limit: int,
     nodes: int,
     delta: float,
+    width: int | None = None,
     growth: TreeGrowth | None = None,
     rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
@@ -33,6 +34,9 @@ def opt_tree(
     after its parent, so descendants of a node outside the best `nodes` can never enter. The best tree holds a prefix of
     every level sorted by p̂. That keeps parents in under ties and leaves nothing to gather. Any prefix of the order has
     the same property. `growth` chooses the most rewarding one, and how much of a level is worth feeding.
+
+    width: only so many of a level are fed, the likeliest ones. With it and a δ of 0 the tree is EAGLE-2's (arXiv
+    2406.16858, section 4), which has the largest E(A) of those that such steps find.
 
     One transfer per level; at most nodes · limit rows.
     """
@@ -63,6 +67,7 @@ def opt_tree(
         count = len(best)
         if growth is not None:
             count, kept = growth.after_level(len(parent_rows), steps[-1], above[-1], best)
+        kept = kept if width is None else min(kept, width)
         total = -math.fsum(value for value, _ in best)
         gain, expected = total - expected, total
         tokens, weights, parents_probs = level_tokens[:kept], found[:kept], values[:kept]

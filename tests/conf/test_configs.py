@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "evaluate_checkpoint": (
         EvaluateConfig,
         "inference/evaluate_checkpoint.py",
-        ["checkpoint=c", "small_lm=d", "table=t"],
+        ["checkpoint=c", "small_lm=d", "eagle3=e", "table=t"],
     ),
     "eesd": (EesdConfig, "train/eesd.py", ["target=t"]),
     "calibrate": (CalibrateConfig, "train/calibrate.py", ["checkpoint=c"]),
@@ -84,7 +84,7 @@ def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
 def test_several_methods_at_once() -> None:
     names = GROUPS["method"]
     config = compose_and_build(
-        "evaluate_checkpoint", ["checkpoint=c", "small_lm=d", "table=t", f"method=[{','.join(names)}]"]
+        "evaluate_checkpoint", [*COMMANDS["evaluate_checkpoint"][2], f"method=[{','.join(names)}]"]
     )
     assert sorted(config.methods) == names
 
@@ -210,9 +210,11 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
 def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
     pairs = {"eesd_auto": "eesd_fixed", "vanilla_auto": "vanilla", "mcsd_auto": "mcsd"}
     pairs |= {"eesd_tree_auto": "eesd_tree", "opt_tree_auto": "opt_tree"}
+    pairs |= {"eagle3_auto": "eagle3", "eagle3_opt_tree_auto": "eagle3_opt_tree"}
     assert set(pairs) == {name for name in GROUPS["method"] if name.endswith("_auto")}
     names = ",".join([*pairs, *pairs.values()])
-    methods = compose_and_build("evaluate_checkpoint", ["checkpoint=c", "small_lm=d", f"method=[{names}]"]).methods
+    places = COMMANDS["evaluate_checkpoint"][2]
+    methods = compose_and_build("evaluate_checkpoint", [*places, f"method=[{names}]"]).methods
     for measured, given in pairs.items():
         method, sizes = methods[given], methods[measured].structure
         tree = replace(method.structure, nodes=sizes.nodes, max_depth=sizes.max_depth, widths=sizes.widths)

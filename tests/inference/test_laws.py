@@ -27,7 +27,7 @@ from inference.structures import factory, shapes
 from inference.tree import DraftTree
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_documents
-from tests.table_target import TableModel, TableRuntime
+from tests.table_target import TableHead, TableModel, TableRuntime
 from tests.tiers import quick_where
 
 DRAWS, LEVEL = 20_000, 1e-4  # as many as the faults below need
@@ -101,7 +101,7 @@ CASES = {
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say
     "chain, beta": Case(chain("beta"), 5, CERTAIN),
     "chain, calibrated": Case(chain("calibrated", "early_exit"), 5),
-    "k_config, with_replacement": Case(tree("k_config", widths=(2, 2), draw="with_replacement")),
+    "k_config, with_replacement": Case(tree("k_config", source="eagle3", widths=(2, 2), draw="with_replacement")),
     "k_config, without_replacement": Case(tree("k_config", widths=(2, 2))),
     "k_config, top_k": Case(tree("k_config", widths=(2, 2), draw="top_k")),
     "k_config, naive": Case(tree("k_config", "naive", widths=(2, 2))),
@@ -136,7 +136,7 @@ def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> A
     q: Any = case.tables.q
     size = len(case.tables.p.law)
     table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
-    drafters = {"early_exit": Calibrated(q, head), "small_lm": q, "ngrams": table}
+    drafters = {"early_exit": Calibrated(q, head), "small_lm": q, "eagle3": TableHead(q.law.tolist()), "ngrams": table}
     options = {"max_new_tokens": case.tokens, "eos": (), "sampling": sampling, "runtime": TableRuntime()}
     return make_arms(case.tables.p, drafters, {"m": case.method}, None, **options)[name]  # type: ignore[arg-type]
 

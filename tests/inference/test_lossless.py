@@ -12,11 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from draft_models.draft_vocabulary import OwnTokens, narrow
+from draft_models.eagle3.model import Eagle3
 from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
+from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.interface import DraftModel
 from inference.drafters.shaped import Shaped
@@ -29,6 +31,7 @@ from inference.structures.factory import Structure, make_structure, make_tree
 from inference.tree import DraftTree
 from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
 from outrider.streams import Streams
+from tests.fitted_heads import fitted_head
 from tests.pairwise import all_pairs
 from tests.tiers import quick_where
 from tests.tiny import (
@@ -50,7 +53,7 @@ STRUCTURES = {
     "opt_tree, deep": StructureConfig(kind="opt_tree", nodes=20, delta=0.3),
     "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
     "token_graph, pruned": StructureConfig(kind="token_graph", nodes=30, tau=2),
-    "opt_tree, sharp": StructureConfig(kind="opt_tree", nodes=12, delta=0.1, temperature=0.5),
+    "opt_tree, sharp": StructureConfig(kind="opt_tree", nodes=12, delta=0.1, width=3, temperature=0.5),
     "binary": StructureConfig(kind="static", shape="binary", nodes=14),
     "eagle": StructureConfig(kind="static", shape="eagle"),
 }
@@ -64,6 +67,14 @@ def tokens_of(rounds: list[Round]) -> list[int]:
     return [token for r in rounds for token in r.tokens]
 
 
+@cache
+def head_for(path: Path, dtype: torch.dtype) -> Eagle3:
+    """An EAGLE-3 head that is often right after the prompt of these tests."""
+    model, stack = open_stack(path, dtype)
+    prompt = random_prompt(20)
+    return fitted_head(stack, [(prompt, reference_generate(model, prompt, 40))])
+
+
 def make_source(kind: str, path: Path, small: Path, dtype: torch.dtype = torch.float32) -> DraftModel:
     if kind == "small_lm, some tokens":
         small = small.with_name("small_of_some")
@@ -71,6 +82,8 @@ def make_source(kind: str, path: Path, small: Path, dtype: torch.dtype = torch.f
         return SmallLMSource(load_small_lm(str(small), load_tokenizer(str(path)), dtype=dtype))
     if kind == "skip_layers":
         return SkipLayersSource([LAYERS - 1])
+    if kind == "eagle3":
+        return Eagle3Source(head_for(path, dtype))
     return EarlyExitSource(make_drafter(path, LAYERS - 1 if kind == "early_exit" else 1, noise=0.15, dtype=dtype))
 
 
@@ -106,7 +119,7 @@ def target(targets: Callable[[str], tuple]) -> tuple:
     return targets("mistral")
 
 
-SOURCES = ("early_exit", "early_exit, first layer", "small_lm", "small_lm, some tokens", "skip_layers")
+SOURCES = ("early_exit", "early_exit, first layer", "small_lm", "small_lm, some tokens", "skip_layers", "eagle3")
 
 
 MATRIX = all_pairs(ARCHITECTURES, SOURCES, STRUCTURES)
@@ -195,7 +208,7 @@ def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: st
 
 
 @pytest.mark.parametrize("structure", ["eagle", "token_graph"])
-@pytest.mark.parametrize("source", ["early_exit", "small_lm", "skip_layers"])
+@pytest.mark.parametrize("source", ["early_exit", "small_lm", "skip_layers", "eagle3"])
 def test_trees_up_to_the_last_position_of_the_context(tmp_path: Path, source: str, structure: str) -> None:
     path = save_target(tmp_path, "llama", kv_heads=2)
     model, stack = open_stack(path)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import outrider
 from benchmarks.planted_faults import rope_scaled
 from draft_models.checkpoint import save_pretrained
-from draft_models.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from draft_models.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.target.open_target import open_target
 from inference.decode import Round
 from inference.settings import MethodConfig, StopConfig
@@ -141,12 +141,13 @@ def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "method"),
     [({}, "prompt_lookup"), ({"table": TABLE}, "ngrams"), ({"small_lm": SMALL_LM}, "vanilla"),
-     ({"small_lm": SMALL_LM, "method": "opt_tree"}, "opt_tree"), ({"table": TABLE, "method": "aded"}, "aded"),
+     ({"small_lm": SMALL_LM, "method": "opt_tree"}, "opt_tree"), ({"eagle3": EAGLE3}, "eagle3"),
+     ({"table": TABLE, "method": "aded"}, "aded"),
      ({"method": MethodConfig("prompt_lookup", stop=StopConfig(max_draft=2))}, "method")],
     ids=str,
 )  # fmt: skip
 def test_any_kind_drafts(tiny_models: Path, folder: Path, given: dict[str, Any], method: str) -> None:
-    given = {key: str(tiny_models / value) if key in ("table", "small_lm") else value for key, value in given.items()}
+    given = {key: str(tiny_models / value) if key != "method" else value for key, value in given.items()}
     model = shown_by_letters(outrider.load(str(folder / TARGET), device="cpu", **given))
     assert model.name == method
     expected = by_transformers(model, PROMPT, do_sample=False, max_new_tokens=16)

@@ -75,6 +75,28 @@ def test_opt_tree_follows_algorithm_1(q: Q, nodes: int, delta: float, depth: int
     assert sorted(weight(q, path) for path in paths) == pytest.approx(weights, abs=1e-6)
 
 
+def eagle_2(q: Q, vocabulary: int, nodes: int, width: int, depth: int) -> list[float]:
+    """EAGLE-2 as it is described: the `width` best of a level are extended, then the `nodes` best of all are kept."""
+    level, every = [()], []
+    for _ in range(depth):
+        children = [(*path, token) for path in level for token in range(vocabulary)]
+        every += children
+        level = sorted(children, key=lambda path: -weight(q, path))[:width]
+    return sorted((weight(q, path) for path in every), reverse=True)[:nodes]
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 10**6), nodes=st.integers(1, 12), width=st.integers(1, 4), depth=st.integers(1, 5))
+def test_opt_tree_of_some_width_is_the_tree_of_eagle_2(seed: int, nodes: int, width: int, depth: int) -> None:
+    q = random_q(seed)  # without ties, of which either could be extended
+    source = KnownSource(q)
+    tree = opt_tree(source, root(), limit=depth, nodes=nodes, delta=0.0, width=width)
+    paths = check(tree, source, depth)
+    assert max(source.calls) <= width
+    expected = [value for value in eagle_2(q, len(q(())), nodes, width, depth) if value > 0]
+    assert sorted((weight(q, path) for path in paths), reverse=True) == pytest.approx(expected, abs=1e-6)
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), vocabulary=st.sampled_from([63, 64, 65, 200]), nodes=st.integers(1, 80))
 @pytest.mark.slow

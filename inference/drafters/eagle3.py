@@ -1,0 +1,160 @@
+"""An EAGLE-3 head drafts: a decoder layer on hidden states of the target and the tokens that follow them."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from draft_models.eagle3.checkpoint import head_shapes, load_head, open_head, stored_tokens
+from draft_models.eagle3.model import Eagle3
+from draft_models.target.model_identity import model_identity
+from draft_models.target.open_target import OpenTarget
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_files import open_tensors
+from inference.auto.policy import Tuning
+from inference.drafters.interface import Drafter
+from inference.drafters.registry import Maker
+from inference.drafters.shaped import Shaped
+from inference.fixed_shapes import WIDTHS
+from inference.fused_layers import lay_out
+from inference.memory_plan import Place
+from inference.session import TargetSession, View
+from inference.settings import MethodConfig
+from inference.structures.factory import make_structure
+from inference.tree import chain_parents
+from outrider.errors import UserError
+from outrider.streams import Streams
+
+
+class Eagle3Source:
+    """EAGLE-3's drafter (arXiv 2503.01840), in a session of its own beside the target's.
+
+    An entry of its cache is a pair: the target's feature of a position, and the token at the next one. So there is one
+    less than there are tokens, and a token's entry stands at the position before it:
+
+        position   0    1    2    3 = base of the target's session
+        token      a    b    c    root
+        pairs        (0,b) (1,c) (2,root)       entries 0, 1, 2; the last one's logits are of the first drafted token
+
+    A pair waits until both halves are known: the feature from the pass that verified a position, the token after it
+    at the latest as the next root. All that wait run in one pass at the start of a draft. A drafted token's feature is
+    what the head gave for its parent. Its entry is dropped when the round ends, and an accepted token runs again with
+    the target's feature.
+    """
+
+    split = 0
+    hidden: Tensor
+
+    def __init__(self, head: Eagle3):
+        self.head = head
+        self.taps = head.reading.taps
+
+    def begin(self, session: TargetSession) -> None:
+        tokens = session.tokens
+        self.target = session
+        self.session = session.beside(self.head)  # type: ignore[arg-type]  # it asks for layers, positions and masks
+        taps = session.tapped(range(len(tokens)))
+        if len(tokens) > 1:
+            self._run_pairs(tokens[1:], taps[:, :-1])
+            self.session.commit(range(len(tokens) - 1))
+        self._taps, self._tokens = taps[:, -1:], tokens[:0]  # of the pairs that wait; the last one lacks its token
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        """As `DraftModel.extend`; the root comes first and alone, as every structure feeds it."""
+        if self.session.rows:
+            return self._run_drafted(tokens, parents)
+        return self._run_pairs(torch.cat([self._tokens, tokens]), self._taps)
+
+    def _run_pairs(self, tokens: Tensor, taps: Tensor) -> Tensor:
+        """Pairs of tokens [n] and the target's taps [1, n, k · H_t]; returns logits [1, V] after the last one."""
+        head = self.head
+
+        def pairs(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
+            embedding, taps = x.tensor_split([head.reading.hidden], dim=-1)
+            out = head.run_embedded(embedding, head.features(taps), view.masks(), view.rotary, self.session.first)
+            return out, head.logits(view.last(out, 1))
+
+        x = torch.cat([head.embed(tokens[None]), taps], dim=-1)
+        out, logits = self.session.run_rows("pairs", pairs, x, chain_parents(0, len(tokens)))
+        self._pairs = len(tokens)
+        self.hidden = self._outputs = out[0, -1:].clone()  # of the root and what is drafted; a pass's own do not last
+        return logits[0, -1:]
+
+    def _run_drafted(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        """Drafted tokens [n] under rows `parents` of the draft, whose outputs are their features: logits [n, V]."""
+        head = self.head
+
+        def drafted(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
+            embedding, features = x.chunk(2, dim=-1)
+            out = head.run_embedded(embedding, features, view.masks(), view.rotary, self.session.first)
+            return out, head.logits(out)
+
+        features = self._outputs[-1:] if list(parents) == [len(self._outputs) - 1] else self._outputs[list(parents)]
+        x = torch.cat([head.embed(tokens), features], dim=-1)[None]
+        before = self._pairs - 1  # rows of the session that are none of the draft
+        out, logits = self.session.run_rows("drafted", drafted, x, [parent + before for parent in parents])
+        self.hidden = out[0]
+        self._outputs = torch.cat([self._outputs, self.hidden])
+        return logits[0]
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self.target.target_hidden
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        taps = self.target.tapped(rows)
+        if self.session.rows:
+            self.session.commit(range(self._pairs))
+            self._taps, fresh = taps, tokens[1:]  # the root's pair has run
+            self._tokens = self._tokens[:0]
+        else:
+            self._taps, fresh = torch.cat([self._taps, taps], dim=1), tokens
+        known = torch.tensor(fresh, dtype=torch.long, device=self._tokens.device)
+        self._tokens = torch.cat([self._tokens, known])
+
+
+class Eagle3Maker(Maker):
+    """The model is an `Eagle3`."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {"eagle3": None if where is None else model_identity(open_tensors(where))}
+
+    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Eagle3:
+        return load_head(where, target.config, **placed)
+
+    def prepare(self, model: Eagle3, stack: LayerStack) -> None:
+        """Raises `UserError` for a head that shares an embedding of which each process has a part."""
+        if not model.reading.own_embedding:
+            if stack.group.size > 1:
+                raise UserError(
+                    f"tensor_parallel={stack.group.size}: the EAGLE-3 head shares the target's embedding, of which "
+                    "every process has a part only; expected tensor_parallel=1, or a head with embed_tokens.weight"
+                )
+            model.use_embedding(stack.embed_tokens.weight)
+        lay_out(model, stack)
+
+    def known_tokens(self, where: str) -> Sequence[int] | None:
+        return stored_tokens(where)
+
+    def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
+        """Every process holds all of it; the target decodes in the caches of plain decoding."""
+        reading = open_head(where, target).reading
+        weights = sum(map(prod, head_shapes(reading).values()))
+        cache = 2 * reading.layers * reading.key_heads * reading.head_dim * place.slots
+        taps = len(reading.taps) * reading.target_hidden  # that the target's pass gives, and the head's takes
+        passes = WIDTHS[-1] * (2 * taps + 5 * reading.hidden + 2 * reading.vocabulary)
+        return {
+            "EAGLE-3 head's weights": weights * place.itemsize,
+            "its caches": (cache + passes) * place.itemsize,
+        }
+
+    def make(
+        self, model: Eagle3, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> Drafter:
+        return Shaped(Eagle3Source(model), make_structure(method, streams, drawn, None, tuning))
+
+
+MAKER = Eagle3Maker()

@@ -1,0 +1,71 @@
+"""EAGLE-3 heads that are often right, though nothing in them was trained but the last layer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
+from draft_models.eagle3.model import Eagle3
+from draft_models.eagle3.reading import Reading
+from draft_models.target.stack import LayerStack
+from inference.drafters.eagle3 import Eagle3Source
+from inference.session import TargetSession
+from inference.tree import ROOT
+
+STEPS = 3  # of a draft that are fitted
+SURE = 4.0  # how far the logit of a token that is right is above the others
+
+
+@torch.inference_mode()
+def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Eagle3:
+    """A random head whose logits are fitted to what the target said after prompts, so that most of a draft is right.
+
+    answers: (prompt, answer). It shares no embedding with the target, and knows every second token and those of the
+    answers. At some places the right token is its second best, or its last.
+    """
+    texts = [([*prompt, *answer], len(prompt)) for prompt, answer in answers]
+    said = {token for _, answer in answers for token in answer}
+    known = sorted({*range(0, stack.config.vocab_size, 2), *said})
+    reading = Reading(
+        taps=(0, 2, len(stack.layers)), target_hidden=stack.config.hidden_size, hidden=256, intermediate=64, layers=1,
+        heads=4, key_heads=2, head_dim=16, epsilon=1e-5, activation="silu", vocabulary=stack.config.vocab_size,
+        draft_vocabulary=len(known), rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256,
+        windows=(None,), own_embedding=True,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, Tensor] = {}
+    for name, shape in head_shapes(reading).items():
+        made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
+        weights[name] = made.to(stack.dtype)
+    head = Eagle3.of(reading, {**weights, DRAFT_TOKENS: torch.tensor(known)})
+    rows, wanted = [], []
+    for text, start in texts:
+        for count in range(start, len(text) - STEPS - 1):
+            found = hidden_of(stack, head, text[:count], text[count : count + STEPS])
+            for step, hidden in enumerate(found):
+                place = known.index(text[count + step + 1])
+                logits = torch.zeros(len(known), dtype=torch.float64)
+                logits[place] = SURE if (count + 2 * step) % 7 > 1 else -SURE
+                logits[place - 1] = (SURE + 0.5) * ((count // 2 + step) % 4 == 0)
+                rows.append(head.norm(hidden))
+                wanted.append(logits)
+    given = torch.stack(rows).double()
+    ridge = 1e-3 * torch.eye(len(given), dtype=torch.float64)
+    head.lm_head.weight.copy_((given.T @ torch.linalg.solve(given @ given.T + ridge, torch.stack(wanted))).T)
+    return head
+
+
+def hidden_of(stack: LayerStack, head: Eagle3, text: Sequence[int], drafted: Sequence[int]) -> list[Tensor]:
+    """What the head gives [H] after the committed `text` and each token of the path `drafted`, root first."""
+    session = TargetSession(stack, 0, len(text) + len(drafted) + 1)
+    session.taps = head.reading.taps
+    source = Eagle3Source(head)
+    session.prefill(text)
+    source.begin(session)
+    session.commit(range(len(text)))
+    found = []
+    for place, token in enumerate(drafted):
+        source.extend(torch.tensor([token]), (place - 1 if place else ROOT,))
+        found.append(source.hidden[-1])
+    return found

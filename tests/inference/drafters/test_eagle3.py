@@ -1,0 +1,193 @@
+"""An EAGLE-3 head drafts what a loop says that keeps nothing: the whole of it anew for every row."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draft_models.eagle3.checkpoint import load_head
+from draft_models.eagle3.model import Eagle3
+from draft_models.target.stack import LayerStack
+from inference import cuda_graphs
+from inference.drafters.eagle3 import Eagle3Source
+from inference.runtime import Eager, Runtime
+from inference.tree import ROOT, DraftTree
+from tests.eagle3_heads import DIALECTS, TARGET, VOCABULARY, Facts, Row, head_weights, reference, write_head
+from tests.tiny import open_stack, save_target
+
+LAST = TARGET.num_hidden_layers
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target in float64 and a head on it, with what a plain loop needs of both."""
+
+    model: PreTrainedModel
+    stack: LayerStack
+    head: Eagle3
+    facts: Facts
+    weights: dict[str, Tensor]
+
+    def taps(self, text: Sequence[int]) -> Tensor:
+        """[n, k, d], from transformers, whose own last hidden state is the norm's output."""
+        before_norm: list[Tensor] = []
+        hook = self.model.model.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0]))
+        states = self.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        hook.remove()
+        boundaries = [*states[:LAST], before_norm[0]]
+        return torch.stack([boundaries[tap][0] for tap in self.facts.taps], dim=1)
+
+    def expected(self, text: Sequence[int], drafted: Sequence[int]) -> Tensor:
+        """Logits [V_d] after the committed `text` and the path `drafted`, root first."""
+        taps, known = self.taps(text), [*text, drafted[0]]
+        rows = [Row(known[t + 1], t, range(t), taps[t]) for t in range(len(text))]
+        for token in drafted[1:]:
+            rows.append(Row(token, len(rows), range(len(rows)), len(rows) - 1))
+        embedding = self.weights.get("embed_tokens.weight", self.model.get_input_embeddings().weight)
+        return reference(self.facts, self.weights, embedding, rows)[-1]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    folder = tmp_path_factory.mktemp("eagle3")
+    path = save_target(
+        folder / "target", vocab_size=VOCABULARY, hidden_size=TARGET.hidden_size, num_hidden_layers=LAST,
+        bos_token_id=0,
+    )  # fmt: skip
+    model, stack = open_stack(path, torch.float64)
+
+    def make(dialect: str) -> Case:
+        facts = DIALECTS[dialect]
+        weights = {name: w.double() if w.is_floating_point() else w for name, w in head_weights(facts).items()}
+        where = write_head(folder / dialect, facts, weights)
+        head = load_head(where, TARGET, dtype=torch.float64)
+        if not head.reading.own_embedding:
+            head.use_embedding(stack.embed_tokens.weight)
+        return Case(model, stack, head, facts, weights)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """A round as a script has it: parents of its nodes, how many of them are fed, and which are accepted."""
+
+    parents: tuple[int, ...]
+    fed: int
+    accepted: tuple[int, ...]
+
+
+# A chain of which most is right, a tree whose path must be gathered, a round without a draft before one that waits for
+# two features and more, a chain that is wrong, and one behind it.
+SCRIPT = (
+    Scripted((ROOT, 0, 1), 2, (0, 1)),
+    Scripted((ROOT, ROOT, 0, 1, 1, 3), 4, (1, 3, 5)),
+    Scripted((), 0, ()),
+    Scripted((ROOT, 0), 1, ()),
+    Scripted((ROOT, 0, 1), 2, (0, 1, 2)),
+    Scripted((ROOT, 0), 1, (0,)),
+)
+Drafted = tuple[list[int], list[int], Tensor]  # the committed text, the path from the root on, logits [V] after it
+
+
+@torch.inference_mode()
+def drafts(stack: LayerStack, source: Eagle3Source, runtime: Runtime, length: int) -> Iterator[Drafted]:
+    """What `source` drafts in rounds that go by the script, in a text that begins with `length` tokens."""
+    tokens = torch.randint(VOCABULARY, (99,), generator=torch.Generator().manual_seed(length)).tolist()
+    text = tokens[:length]
+    script = iter(tokens[length:])
+    session = runtime.session(stack, 0, 60, 50)
+    session.taps = source.taps
+    session.prefill(text)
+    source.begin(session)
+    session.commit(range(length))
+    for turn in SCRIPT:
+        root, nodes = next(script), [next(script) for _ in turn.parents]
+        paths = [[root]]
+        for node, parent in zip(nodes, turn.parents, strict=True):
+            paths.append([*paths[parent + 1], node])
+        level, fed = [0] if nodes else [], 0  # rows: the root and the nodes that are fed, in order
+        while level:
+            parents = [ROOT if row == 0 else turn.parents[row - 1] + 1 for row in level]
+            logits = source.extend(torch.tensor([paths[row][-1] for row in level]), parents)
+            yield from ((list(text), paths[row], logits[place].clone()) for place, row in enumerate(level))
+            fed = level[-1]
+            level = [row for row in range(fed + 1, turn.fed + 1) if turn.parents[row - 1] + 1 in level]
+        session.run_tree(
+            torch.tensor([root]), DraftTree(torch.tensor(nodes, dtype=torch.long), turn.parents, (-1,) * len(nodes))
+        )
+        said = [root, *(nodes[node] for node in turn.accepted)]
+        path = session.path(turn.accepted)
+        source.commit(path, said)
+        session.commit(path)
+        text += said
+    session.close()
+
+
+def compare(case: Case, source: Eagle3Source, runtime: Runtime, length: int) -> int:
+    """Assert that what is drafted is what is expected; returns how many rows there were."""
+    rows = 0
+    for text, path, logits in drafts(case.stack, source, runtime, length):
+        known = list(case.facts.draft_tokens)
+        torch.testing.assert_close(
+            logits[known], case.expected(text, path), rtol=1e-5, atol=1e-5
+        )  # rotary tables are those of float32
+        assert logits.softmax(-1).count_nonzero() <= len(known)
+        rows += 1
+    return rows
+
+
+def graphed() -> Runtime:
+    """Small buckets, so that the text grows from one into the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+        return cuda_graphs.Graphed()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "runtime", "length"),
+    [("eagle", Eager, 3), ("specforge", graphed, 4), ("speculators", graphed, 2), ("modelopt", Eager, 1)],
+)
+def test_drafts_are_those_of_a_loop_without_a_cache(
+    cases: Callable[[str], Case], dialect: str, runtime: Callable[[], Runtime], length: int
+) -> None:
+    case = cases(dialect)
+    assert compare(case, Eagle3Source(case.head), runtime(), length) == 15
+
+
+class ReadsTheNextBoundary(Eagle3Source):
+    """Taps are off by one."""
+
+    def __init__(self, head: Eagle3):
+        super().__init__(head)
+        self.taps = tuple(tap + 1 for tap in self.taps)
+
+
+class DoesNotShift(Eagle3Source):
+    """A token comes with the feature of its own position, the last one with the root's place left as it was."""
+
+    def _run_pairs(self, tokens: Tensor, taps: Tensor) -> Tensor:
+        return super()._run_pairs(tokens, taps.roll(-1, dims=1))
+
+
+class KeepsWhatWasDrafted(Eagle3Source):
+    """The entries of accepted tokens stay those of drafting, where the draft was a chain."""
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        fed, chain = self.session.rows, list(rows) == list(range(len(rows)))
+        stale = range(self._pairs, min(fed, self._pairs + len(rows) - 1)) if fed and chain else range(0)
+        commit = self.session.commit
+        self.session.commit = lambda kept: commit([*kept, *stale])  # type: ignore[method-assign]
+        super().commit(rows, tokens)
+        self.session.commit = commit  # type: ignore[method-assign]
+        self._taps, self._tokens = self._taps[:, len(stale) :], self._tokens[len(stale) :]
+
+
+@pytest.mark.parametrize("faulty", [ReadsTheNextBoundary, DoesNotShift, KeepsWhatWasDrafted])
+def test_a_planted_fault_is_seen(cases: Callable[[str], Case], faulty: type[Eagle3Source]) -> None:
+    case = cases("specforge")
+    with pytest.raises(AssertionError, match="not close"):
+        compare(case, faulty(case.head), Eager(), 3)

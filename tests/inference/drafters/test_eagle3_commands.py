@@ -1,0 +1,102 @@
+"""An EAGLE-3 head in the commands: evaluated, reported, tuned, resumed, planned, rehearsed."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data_prep.text.prompts import Prompt
+from draft_models.eagle3.checkpoint import load_head
+from draft_models.settings import EAGLE3, TARGET
+from draft_models.target.open_target import open_target
+from inference.auto import probe
+from inference.cuda_graphs import Graphed
+from inference.drafters.eagle3 import MAKER
+from inference.evaluate import compare
+from inference.evaluate.arms import make_arms
+from inference.evaluate.command import evaluate as command
+from inference.memory_plan import Place
+from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
+from outrider.errors import UserError
+from outrider.groups import Group
+from outrider.streams import Streams
+from tests.inference.evaluate.evaluating import evaluate
+from tests.tiny import random_prompt
+
+QUESTIONS = [Prompt("a", "text", ("once upon",), False), Prompt("b", "text", ("def add(",), False)]
+CHAIN = MethodConfig("eagle3", stop=StopConfig(max_draft=3))
+
+
+def test_it_is_reported_tuned_and_resumed(
+    tiny_models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 0.0)  # it measures for no longer than it must
+    (tmp_path / "head").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "head" / name).write_bytes((tiny_models / EAGLE3 / name).read_bytes())
+    tree = MethodConfig("eagle3", StructureConfig("opt_tree", nodes="auto", max_depth="auto"))
+    methods = {"chain": CHAIN, "auto": replace(CHAIN, stop=StopConfig(max_draft="auto")), "tree": tree}
+    models = {"checkpoint": None, "target": str(tiny_models / TARGET), "eagle3": str(tmp_path / "head")}
+    made = config("out", methods=methods, **models)
+    evaluate(made, QUESTIONS)
+    for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
+        assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+        assert report["drafter"] == str(tmp_path / "head")
+        assert report["draft_vocabularies"]["eagle3"]["tokens"] == 256
+        assert report["seconds"]["draft"] > 0
+    evaluate(replace(made, resume=True), QUESTIONS)
+    weights = load_file(tmp_path / "head/model.safetensors")
+    save_file({**weights, "fc.weight": 2 * weights["fc.weight"]}, tmp_path / "head/model.safetensors")
+    monkeypatch.setattr(compare, "load_models", None)  # it is refused before anything is loaded
+    with pytest.raises(UserError, match=r"other settings: eagle3\.tensors\.fc"):
+        evaluate(replace(made, resume=True), QUESTIONS)
+
+
+def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
+    """In passes of fixed shape, for texts as long as were planned."""
+    target = open_target(str(tiny_models / TARGET))
+    where, place, runtime = str(tiny_models / EAGLE3), Place(1, 4, 100), Graphed()
+    head = load_head(where, target.config, dtype=torch.float32)
+    stack = target.stack(dtype=torch.float32)
+    MAKER.prepare(head, stack)
+    runtime.prepare(100, ())
+    arms = make_arms(stack, {"eagle3": head}, {"m": CHAIN}, None, max_new_tokens=40, eos=(), runtime=runtime)
+    arms["m"](random_prompt(60), Streams(0))
+    (own,) = (arena for arena in runtime._arenas.values() if arena.stack is head)
+    weights, caches = MAKER.held(where, target.config, place).values()
+    held = load_file(tiny_models / EAGLE3 / "model.safetensors")
+    assert weights == sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
+    assert own.first._buffer is not None
+    buffers = sum(buffer.nbytes for buffer in own.buffers.values())
+    (arena,) = (arena for arena in runtime._arenas.values() if arena.stack is stack)
+    (taps,) = (buffer for (name, output), buffer in arena.buffers.items() if "tapped" in name and output == 2)
+    assert own.first._buffer.nbytes + buffers + taps.nbytes == caches
+
+
+def test_a_head_that_shares_a_split_embedding_is_refused(tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = open_target(str(tiny_models / TARGET))
+    head = load_head(str(tiny_models / EAGLE3), target.config, dtype=torch.float32)
+    stack = target.stack(dtype=torch.float32)
+    monkeypatch.setattr(stack, "group", Group(size=2))
+    with pytest.raises(UserError, match="tensor_parallel=2: the EAGLE-3 head shares"):
+        MAKER.prepare(head, stack)
+
+
+def test_a_rehearsal_has_a_head(tmp_path: Path) -> None:
+    command(
+        EvaluateConfig(
+            target="nowhere",
+            eagle3="nowhere",
+            methods={"m": CHAIN},
+            debug=True,
+            out_dir=str(tmp_path / "run"),
+            compare_transformers=False,
+        )
+    )
+    report = json.loads((tmp_path / "run-debug/run/report.json").read_text())
+    assert report["drafter"].endswith(EAGLE3)
+    assert report["drafted_tokens_per_round"] > 1
