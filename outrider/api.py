@@ -27,7 +27,7 @@ from inference.auto.probe import tune
 from inference.decode import Round, speculative, until
 from inference.evaluate.arms import Drafters, new_drafter, prepare, synchronized_clock
 from inference.evaluate.compare import evaluate_checkpoint
-from inference.evaluate.subject import Subject, find_subject, load_drafters, load_stack
+from inference.evaluate.subject import Subject, find_subject, load_drafters, load_stack, needs_layers
 from inference.generation_config import Inherited, generate_settings, inherit, make_sampler
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig, MethodConfig, Runtime, SamplingConfig
@@ -66,7 +66,9 @@ class Model:
         target = self.subject.target
         placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
         self.drafters: Drafters = load_drafters(config, target, **placed)
-        self.stack: LayerStack = load_stack(target, None, self.subject.dtype, self.subject.device, config.methods)
+        self.stack: LayerStack = load_stack(
+            target, None, self.subject.dtype, self.subject.device, by_layers=needs_layers(config)
+        )
         prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.subject.device)
         self.last: Passes | None = None

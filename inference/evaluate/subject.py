@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from inference.evaluate.report import describe_machine
 from inference.generation_config import Inherited, inherit, read_generation_config
 from inference.packing import can_pack
 from inference.runtime import Runtime, make_runtime
-from inference.settings import EvaluateConfig, MethodConfig, number
+from inference.settings import EvaluateConfig, number
 from inference.stop_strings import StopStrings
 from inference.structures.shapes import find_shape
 from outrider.errors import UserError, reason, require
@@ -87,16 +87,17 @@ def find_subject(config: EvaluateConfig, group: Group = ALONE) -> Subject:
     return Subject(target, eos, stops, inherited, device, dtype, group)
 
 
-def need_layers(methods: Mapping[str, MethodConfig]) -> bool:
-    """Whether any of `methods` drafts on layers of the target."""
-    return any(KINDS[method.source].layers for method in methods.values())
+def needs_layers(config: EvaluateConfig) -> bool:
+    """Whether any of its methods, or a drafter that it names for none of them, is about layers of the target."""
+    used = {method.source for method in config.methods.values()}
+    return any(kind.layers and (kind.name in used or config.where(kind) is not None) for kind in KINDS.values())
 
 
 def find_target(config: EvaluateConfig) -> OpenTarget:
     """The target of `config`, else the one the checkpoint was trained for."""
     if config.checkpoint is None:
         assert config.target is not None
-        return open_target(config.target, config.revision, by_layers=need_layers(config.methods))
+        return open_target(config.target, config.revision, by_layers=needs_layers(config))
     return open_target_of(config.checkpoint, config.target, config.revision)
 
 
@@ -185,7 +186,7 @@ def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) ->
     placed = (subject.dtype, subject.device)
     if subject.group.size == 1:
         plain = load_plain(subject.target, *placed)
-        stack = load_stack(subject.target, plain, *placed, config.methods)
+        stack = load_stack(subject.target, plain, *placed, by_layers=needs_layers(config))
     else:
         plain = load_split(subject.target, *placed, subject.group)
         another = can_pack(subject.device, subject.dtype)
@@ -199,9 +200,10 @@ def load_stack(
     plain: PreTrainedModel | None,
     dtype: torch.dtype,
     device: torch.device,
-    methods: Mapping[str, MethodConfig],
+    *,
+    by_layers: bool,
 ) -> LayerStack:
-    """The target as this runtime runs it: layer by layer, or by its own forward where `methods` need no layers.
+    """The target as this runtime runs it: layer by layer, or without `by_layers` by its own forward if need be.
 
     plain: the target as transformers runs it, where that is loaded. Raises `UserError` where it proves neither.
     """
@@ -213,7 +215,7 @@ def load_stack(
         prove_layers(plain, f"target={target.source}")
         return LayerStack(plain)
     except UserError as error:
-        if need_layers(methods):
+        if by_layers:
             raise
         print(f"by_layers=no reason={str(error)!r}", flush=True)
     stack: Any = PlainLM(plain or load_plain(target, dtype, device))

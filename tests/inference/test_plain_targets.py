@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from inference.decode import autoregressive, speculative
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.subject import load_stack
+from inference.evaluate.subject import find_target, load_stack
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.structures.factory import make_structure
@@ -62,7 +63,7 @@ def save(path: Path, config: PreTrainedConfig) -> Path:
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerStack]:
     path = save(tmp_path_factory.mktemp(request.param), TARGETS[request.param])
     opened = open_target(str(path), by_layers=False)
-    stack = load_stack(opened, None, torch.float32, CPU, LOOKUP)
+    stack = load_stack(opened, None, torch.float32, CPU, by_layers=False)
     assert isinstance(stack, PlainLM)
     return path, stack
 
@@ -146,10 +147,20 @@ def test_an_early_exit_needs_layers(target: tuple[Path, LayerStack]) -> None:
         open_target(str(path))
 
 
+def test_a_drafter_on_layers_that_no_method_uses_is_refused_too(
+    target: tuple[Path, LayerStack], config: Callable[..., EvaluateConfig]
+) -> None:
+    """It would be laid out beside the target all the same."""
+    made = config("out", target=str(target[0]), checkpoint=None, small_lm=None, table=None, methods=LOOKUP)
+    assert find_target(made)
+    with pytest.raises(UserError, match=r"describes no model|cannot be run layer by layer"):
+        find_target(replace(made, eagle3="head"))
+
+
 def test_a_target_that_proves_neither_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, BloomConfig(hidden_size=64, n_layer=2, n_head=4, **COMMON))
     with pytest.raises(UserError, match=r"neither by layers nor by its own forward \(its forward does not take a 4-D"):
-        load_stack(open_target(str(path), by_layers=False), None, torch.float32, CPU, LOOKUP)
+        load_stack(open_target(str(path), by_layers=False), None, torch.float32, CPU, by_layers=False)
 
 
 def test_a_window_that_is_applied_unasked_is_refused(tmp_path: Path) -> None:
@@ -161,6 +172,6 @@ def test_a_window_that_is_applied_unasked_is_refused(tmp_path: Path) -> None:
         target = open_target(str(save(tmp_path / str(window), config)), by_layers=False)
         if refused:
             with pytest.raises(UserError, match=r"neither by layers nor .* a branch of a tree|token \d+ of a text of"):
-                load_stack(target, None, torch.float32, CPU, LOOKUP)
+                load_stack(target, None, torch.float32, CPU, by_layers=False)
         else:
-            assert load_stack(target, None, torch.float32, CPU, LOOKUP)
+            assert load_stack(target, None, torch.float32, CPU, by_layers=False)
