@@ -156,12 +156,9 @@ def make_student(
     return EarlyExitStudent(
         model,
         exit_layer,
-        train_head=config.train_head,
-        train_layer=config.train_layer,
-        objective=config.loss,
-        cached=config.teacher == "cached",
         start=start,
         draft_tokens=None if tokens is None else tokens.to(device),
+        **config.student,
     )
 
 

@@ -72,12 +72,9 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     student = EarlyExitStudent(
         model,
         exit_layer,
-        train_head=config.train_head,
-        train_layer=config.train_layer,
-        objective=config.loss,
-        cached=config.teacher == "cached",
         start=start,
         draft_tokens=tokens,
+        **config.student,
     )
     parts = _parts(student)
     frozen = "bfloat16" if config.frozen_dtype == "fast" else config.frozen_dtype  # what it is on a GPU

@@ -125,6 +125,12 @@ class EesdConfig(TargetConfig):
         return "forward_kl" if self.objective == "kl" else self.objective
 
     @property
+    def student(self) -> dict[str, Any]:
+        """What `EarlyExitStudent` is told of these settings."""
+        heads = {"train_head": self.train_head, "train_layer": self.train_layer}
+        return heads | {"objective": self.loss, "cached": self.teacher == "cached"}
+
+    @property
     def distils(self) -> bool:
         """Whether the loss compares with the target's distribution."""
         return self.objective != "cross_entropy"

@@ -1,18 +1,16 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from data_prep.responses.batch_decoder import Answer, Generator, TopK, uniforms
+from data_prep.responses.batch_decoder import Answer, Generator, uniforms
 from data_prep.responses.directory import (
     SECONDS_FILE,
     SUMMARY_FILE,
@@ -22,15 +20,11 @@ from data_prep.responses.directory import (
     check_run,
     next_number,
     open_run,
-    prompt_id,
     seconds_spent,
     summarise,
 )
 from data_prep.responses.settings import GenerateConfig
-from data_prep.settings import DataConfig
-from data_prep.text.chat import adds_bos, render_prompt
-from data_prep.text.records import Message, Record
-from data_prep.text.sources import read_records
+from data_prep.responses.tasks import Task, Todo, read_tasks, render
 from draft_models.rehearsal import rehearsable
 from draft_models.target.fingerprint import tokenizer_digest
 from draft_models.target.model_files import load_causal_lm
@@ -44,7 +38,6 @@ from outrider.files import require_writable, write_json
 from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 
-_CHARS_A_TOKEN = 32  # at most: no more of a long text is tokenised to find its first tokens
 _WEIGHTS_HASHED = 16  # tensors, evenly spread, by which earlier versions told one target from another
 
 
@@ -99,122 +92,6 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
         if summary["skipped"]:
             print(f"skipped prompts are listed in {folder}/skipped-*.jsonl", flush=True)
     state.wait_for_everyone()
-
-
-# ------------------------------------------------------------------------------------------------- prompts
-
-
-@dataclass
-class Task:
-    """A prompt, and its answers so far.
-
-    source: where the record was found. prompt: token ids to continue now. messages: the conversation up to and
-    with the user's turn to be answered; None for a plain text. upcoming: the user's turns after that.
-    """
-
-    id: str
-    source: str
-    template: str
-    prompt: list[int]
-    messages: list[Message] | None = None
-    upcoming: list[str] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    law: TopK | None = None  # of the answers' tokens, which are at `places` in `sequence`
-    places: list[int] = field(default_factory=list)
-    sequence: list[int] = field(default_factory=list)  # the last prompt that was answered, and the answer
-    problem: str = ""  # why there is no answer, or no further one
-    detail: str = ""
-
-    def keep(self, answer: Answer) -> None:
-        """Add an answer to the current prompt; of earlier ones `law` is kept as far as the prompt repeats them."""
-        same = 0
-        while same < min(len(self.sequence), len(self.prompt)) and self.sequence[same] == self.prompt[same]:
-            same += 1
-        known = sum(place < same for place in self.places)
-        if answer.top is not None:
-            self.law = answer.top if self.law is None else self.law.first(known).then(answer.top)
-        self.sequence = [*self.prompt, *answer.tokens]
-        self.places = [*self.places[:known], *range(len(self.prompt), len(self.sequence))]
-        self.answers.append(answer)
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """What is listed of a prompt without an answer."""
-        return {"id": self.id, "source": self.source, "reason": self.problem, "detail": self.detail}
-
-
-@dataclass
-class Todo:
-    """The prompts of one process, and what the reading of all of them counted."""
-
-    tasks: list[Task] = field(default_factory=list)
-    skipped: list[dict[str, str]] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
-        """Take a task, to be skipped where it has a problem or leaves no room in the target's context."""
-        if task.messages and not task.problem:  # not before: most tasks may be another process's, or done
-            _render(task, tokenizer)
-        if not task.problem and len(task.prompt) >= context:
-            task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {context}"
-        if task.problem:
-            self.skipped.append(task.skipped)
-        else:
-            self.tasks.append(task)
-
-
-def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo: Todo) -> Iterator[Task]:
-    """Each distinct prompt of the training records, in the order of the data; `todo.counts` counts what is read.
-
-    Raises `UserError` where conversations and plain texts are mixed: a shard has one layout.
-    """
-    seen: set[str] = set()
-    parts = [part for _, _, part in config.data.parts()] or [config.data]
-    for data in parts:
-        for record in read_records(data, "train", todo.counts, asking=True):
-            task = _to_task(record, data, config, tokenizer)
-            if task.id in seen:
-                todo.counts["duplicates"] += 1
-                continue
-            seen.add(task.id)
-            todo.counts["prompts"] += 1
-            todo.counts["texts" if "text" in record else "conversations"] += 1
-            if todo.counts["texts"] and todo.counts["conversations"]:
-                raise UserError(f"{task.source}: data has both plain texts and conversations; answer them in two runs")
-            yield task
-
-
-def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    if "text" in record and record.get("asked"):
-        ids = render_prompt((record["text"],), tokenizer, "none")
-        return Task(prompt_id(text=record["text"]), record["id"], data.template, ids)
-    if "text" in record:
-        beginning = record["text"][: config.prefix_tokens * _CHARS_A_TOKEN]
-        ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
-        ids = list(ids[: min(config.prefix_tokens, max(1, len(ids) // 2))])
-        identity = prompt_id(text=str(tokenizer.decode(ids)))
-        problem = "" if ids else "no_question"
-        if adds_bos(tokenizer):
-            ids.insert(0, tokenizer.bos_token_id)
-        return Task(identity, record["id"], data.template, ids, problem=problem)
-    asked = [message for message in record["messages"] if message["role"] != "assistant"]
-    system = [message for message in asked if message["role"] == "system"]
-    turns = [message["content"] for message in asked if message["role"] == "user"]
-    turns = turns[: 1 if config.turns == "first" else None]
-    messages: list[Message] = [*system, *({"role": "user", "content": turn} for turn in turns)]
-    first, problem = messages[: len(system) + 1], "" if turns else "no_question"
-    return Task(prompt_id(messages), record["id"], data.template, [], first, turns[1:], problem=problem)
-
-
-def _render(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the prompt of a task from its messages, or its problem where the chat template refuses them."""
-    assert task.messages is not None
-    try:
-        task.prompt = render_prompt(task.messages, tokenizer, task.template)
-    except UserError as error:
-        if task.template == "tokenizer" and not tokenizer.chat_template:
-            raise
-        task.problem, task.detail = "template", str(error)
 
 
 # --------------------------------------------------------------------------------------------------- answers
@@ -285,7 +162,7 @@ class Responder:
         """Put the user's next turn; False, and the conversation ends before it, where it cannot be answered."""
         assert task.messages is not None
         task.messages.append({"role": "user", "content": task.upcoming.pop(0)})
-        _render(task, self.tokenizer)
+        render(task, self.tokenizer)
         if task.problem or len(task.prompt) >= self.context:
             task.upcoming.insert(0, task.messages.pop()["content"])
             return False

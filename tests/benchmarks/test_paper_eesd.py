@@ -80,6 +80,7 @@ def test_every_row_is_measured_and_nothing_twice(
 
 def test_what_cannot_run_says_why(tables: Callable[..., Any], tiny_models: Path, tmp_path: Path) -> None:
     import paper_eesd
+    from paper_eesd_tables import EXITS_ONLY
 
     headless = tmp_path / "headless"
     shutil.copytree(tiny_models / EARLY_EXIT, headless, ignore=shutil.ignore_patterns("calibration*"))
@@ -87,7 +88,7 @@ def test_what_cannot_run_says_why(tables: Callable[..., Any], tiny_models: Path,
     assert runs == 1
     assert not (tmp_path / "out/skip.json").exists()
     assert found["reports"]["skip_beta"]["settings"]["skip"] == [2]
-    for reason in (paper_eesd.NO_HEAD, paper_eesd.NO_SMALL_LM, paper_eesd.NO_ABLATION, paper_eesd.EXITS_ONLY):
+    for reason in (paper_eesd.NO_HEAD, paper_eesd.NO_SMALL_LM, paper_eesd.NO_ABLATION, EXITS_ONLY):
         assert f"not run: {reason}" in text
     assert text.count("not run") == 13
     assert "- `eesd_cali` over `eesd_beta`: not measured" in text

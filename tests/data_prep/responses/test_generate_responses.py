@@ -18,8 +18,9 @@ from data_prep.responses import batch_decoder, directory
 from data_prep.responses import generate as responses_module
 from data_prep.responses.batch_decoder import Generator, uniforms
 from data_prep.responses.directory import prompt_id
-from data_prep.responses.generate import Responder, Todo, batches, generate_responses, read_tasks
+from data_prep.responses.generate import Responder, batches, generate_responses
 from data_prep.responses.settings import GenerateConfig
+from data_prep.responses.tasks import Todo, read_tasks
 from data_prep.settings import DataConfig, MixPart
 from data_prep.text.chat import render_prompt
 from data_prep.text.rows import load_rows
@@ -276,21 +277,6 @@ def test_the_longest_prompts_come_first_and_answers_stay_within_the_context(make
     monkeypatch.setattr(Generator, "answer", answer)
     generate_responses(make([talk("x" * n) for n in (20, 140, 80, 148, 30)], max_new_tokens=30, batch_size=2))
     assert lengths == [153, 145, 85, 35, 25]
-
-
-def test_only_prompts_that_are_to_be_answered_are_rendered(make, monkeypatch):
-    real, rendered = responses_module.render_prompt, []
-
-    def render(turns, *rest):
-        rendered.append(turns[0]["content"])
-        return real(turns, *rest)
-
-    monkeypatch.setattr(responses_module, "render_prompt", render)
-    generate_responses(make(TALKS[:4], turns="first"))
-    assert sorted(rendered) == [f"question {i}" for i in range(4)]
-    rendered.clear()
-    generate_responses(make(TALKS[:6], turns="first", resume=True))
-    assert sorted(rendered) == ["question 4", "question 5"]
 
 
 def test_a_text_without_tokens_is_no_question(make, target, tmp_path):

@@ -9,7 +9,8 @@ import torch
 
 from data_prep.responses.batch_decoder import Answer, TopK
 from data_prep.responses.directory import Response, law_document
-from data_prep.responses.generate import Task, generate_responses
+from data_prep.responses.generate import generate_responses
+from data_prep.responses.tasks import Task
 from data_prep.text.chat import encode
 from outrider.errors import UserError
 from tests.data_prep.responding import TALKS, letter_tokenizer, read_responses, talk

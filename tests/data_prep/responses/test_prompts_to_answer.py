@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_prep.responses import directory
-from data_prep.responses.generate import Todo, generate_responses, read_tasks
+from data_prep.responses import directory, tasks
+from data_prep.responses.generate import generate_responses
+from data_prep.responses.tasks import Todo, read_tasks
 from data_prep.settings import DataConfig
 from data_prep.text.chat import encode, render_prompt
 from data_prep.text.sources import read_records
 from outrider.errors import UserError
-from tests.data_prep.responding import ENDS, letter_tokenizer, responses
+from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, responses
 from tests.data_prep.text.test_prompts import LAYOUTS
 
 QUESTIONS = [{"id": i, "turns": [f"question {i}", "and more of it?" + "x" * (5 * i), "and at last?"]} for i in range(6)]
@@ -123,3 +124,18 @@ def test_prompts_have_nothing_to_learn_from(make):
         replace(data, column="turns")
     with pytest.raises(UserError, match="cannot tell the layout from columns turns"):  # not guessed when training
         list(read_records(replace(data, layout="auto"), "train"))
+
+
+def test_only_prompts_that_are_to_be_answered_are_rendered(make, monkeypatch):
+    real, rendered = tasks.render_prompt, []
+
+    def render(turns, *rest):
+        rendered.append(turns[0]["content"])
+        return real(turns, *rest)
+
+    monkeypatch.setattr(tasks, "render_prompt", render)
+    generate_responses(make(TALKS[:4], turns="first"))
+    assert sorted(rendered) == [f"question {i}" for i in range(4)]
+    rendered.clear()
+    generate_responses(make(TALKS[:6], turns="first", resume=True))
+    assert sorted(rendered) == ["question 4", "question 5"]
