@@ -46,7 +46,7 @@ from outrider.files import read_json, require_writable, write_json
 from train.time_budget import STEPS_FILE
 
 HERE = Path(__file__).parent
-PEERS = ("transformers_arms.py", "llamacpp_server.py")  # what they do decides what is measured
+PEERS = ("transformers_arms.py", "llamacpp_server.py", "subjects.py")  # what they do decides what is measured
 
 
 def transformers_peers(config: EvaluateConfig, draft_tokens: int, subject: Subject, models: Models) -> ArmsFor:
