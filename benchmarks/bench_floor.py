@@ -51,7 +51,7 @@ ROUNDS: dict[str, MethodConfig | None] = {
     "chain of 4": MethodConfig(stop=StopConfig(rule="fixed", max_draft=DRAFT)),
     "tree of 32": MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=32, delta=0.0)),
 }
-ROUND_TOKENS = 12  # new tokens of a generation whose rounds are timed
+ROUND_TOKENS = 48  # new tokens of a generation whose rounds are timed
 SPARE = 66  # rows of a round at most
 
 
@@ -243,14 +243,15 @@ def against_floor(values: Sequence[float], size: int, bandwidth: float) -> dict[
 
 
 def summarise_rounds(found: Sequence[Any]) -> dict[str, Any]:
-    """Median seconds of a round and of what lies outside of its passes."""
-    outside = [seconds - passes for seconds, passes, _ in found]
+    """Median seconds of a round and of what lies outside of its passes; the share is of these two."""
+    whole = spread([seconds for seconds, *_ in found])
+    outside = spread([seconds - passes for seconds, passes, _ in found])
     return {
         "rounds": len(found),
         "drafted": statistics.fmean(drafted for *_, drafted in found),
-        **spread([seconds for seconds, *_ in found]),
-        "outside_passes": spread(outside),
-        "share_outside": sum(outside) / sum(seconds for seconds, *_ in found),
+        **whole,
+        "outside_passes": outside,
+        "share_outside": outside["seconds"] / whole["seconds"],
     }
 
 

@@ -65,6 +65,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--target", required=True)
     parser.add_argument("--minutes", type=float, required=True, help="of training steps, for each drafter")
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of drafters")
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--both", nargs="*", default=[], help="options of both commands, e.g. data=… teacher=cached")
     parser.add_argument("--eesd", nargs="*", default=[], help="options of train/eesd.py alone")
@@ -77,7 +78,7 @@ def main(arguments: list[str]) -> None:
     options = parse(arguments)
     asked = {key: getattr(options, key) for key in ("target", "minutes", "both", "eesd", "small_lm")}
     require_same(options.out, asked)
-    rows = [measured(kind, objective, options) for kind in KINDS.values() for objective in options.objectives]
+    rows = [measured(KINDS[kind], objective, options) for kind in options.kinds for objective in options.objectives]
     facts = {"command": shlex.join(["python", "benchmarks/compare_objectives.py", *arguments]), **asked}
     facts |= {"common": COMMON, "note": options.note, "machine": describe_machine(), "made_with": provenance()}
     write_json(options.out / "compare_objectives.json", {**facts, "rows": rows})

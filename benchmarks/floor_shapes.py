@@ -34,6 +34,7 @@ SHAPES = {
     "toy": _llama(256, 704, 12, 4, vocabulary=2048),  # make demo's target
     "68m": _llama(768, 3072, 2, 12),
     "8x1024": _llama(1024, 2816, 8, 16, key_heads=8),
+    "smollm2": _llama(576, 1536, 30, 9, key_heads=3, vocabulary=49152),
     "7b": _llama(4096, 11008, 32, 32),
     "13b": _llama(5120, 13824, 40, 40),
 }
