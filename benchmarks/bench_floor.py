@@ -334,6 +334,8 @@ def measure_shape(
         return {**facts, "left_out": reason}
     target = make_target(name, dtype, device)
     runtime = make_runtime(options.runtime, device)
+    longest = max(options.contexts) + 8 * options.repeats + 2 * SPARE
+    runtime.prepare(longest, runtime.choose_kernels([target.stack], longest))
     contexts = [measure_target(target, runtime, c, bandwidth, options.repeats) for c in options.contexts]
     result = {**facts, "runtime": runtime.name, "exit_layer": target.drafter.exit_layer, "contexts": contexts}
     show(result)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draft_models.target.attention import KERNELS, grouped_attention, use_kernel
+from draft_models.target.attention import KERNELS, grouped_attention, kernels_on, use_kernel
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_parallel import own_heads
 from inference.capture import GraphPool
@@ -23,7 +23,7 @@ TRIALS = 20  # replays that choose between kernels
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel, one of `KERNELS`, that was faster where `width` rows see `keys` cache positions.
+    """The kernel, one of `kernels_on` the device, that was fastest where `width` rows see `keys` cache positions.
 
     heads, key_heads, head_dim: of the attention that this holds for.
     """
@@ -84,7 +84,7 @@ def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[Kerne
                     grouped_attention(stack, query, key[:, :, :keys], value[:, :, :keys], mask)
 
             seconds = {}
-            for kernel in KERNELS:
+            for kernel in kernels_on(stack.device):
                 with use_kernel(kernel):
                     seconds[kernel] = _seconds(graphs.capture(attend))
             found.append(KernelChoice(*shape, width, keys, min(seconds, key=seconds.__getitem__)))

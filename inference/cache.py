@@ -15,7 +15,8 @@ class KVCache:
     Speaks the part of transformers' `Cache` protocol that attention modules use (`update`). `length` counts
     the positions that are in; a pass writes its positions behind them, then `advance` makes them count. Inside
     `at` a pass writes to the slots it is given instead, and sees a fixed number of them. clean: for such passes,
-    which see slots behind the text and mask them; there all is zero between rounds.
+    which see slots behind the text and mask them; there all is zero between rounds. fixed: those slots [q], and how
+    many positions are seen, while such a pass runs.
     """
 
     def __init__(self, layers: range, capacity: int, *, clean: bool = False):
@@ -26,13 +27,13 @@ class KVCache:
         self._buffer: Tensor | None = None
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer, [1, heads, capacity, head_dim]
         self._odd: list[Tensor] = []  # of layers of another shape, [1, heads, capacity, head_dim]
-        self._fixed: tuple[Tensor, int] | None = None
+        self.fixed: tuple[Tensor, int] | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write key, value [1, heads, q, head_dim] behind `length`; returns views of all length + q positions."""
-        keys, values = self._views.get(layer_idx) or self._allocate(key, value, layer_idx)
-        if self._fixed is not None:
-            slots, seen = self._fixed
+        keys, values = self.views(key, value, layer_idx)
+        if self.fixed is not None:
+            slots, seen = self.fixed
             keys.index_copy_(2, slots, key)
             values.index_copy_(2, slots, value)
             return keys[:, :, :seen], values[:, :, :seen]
@@ -40,6 +41,13 @@ class KVCache:
         keys[:, :, self.length : stop] = key
         values[:, :, self.length : stop] = value
         return keys[:, :, :stop], values[:, :, :stop]
+
+    def views(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, heads, capacity, head_dim] of a layer, for one that writes by itself where `fixed` says.
+
+        key, value: as for `update`, but only their shapes count.
+        """
+        return self._views.get(layer_idx) or self._allocate(key, value, layer_idx)
 
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Room for a layer: for all in one buffer, where its keys and values are of the shape that the first one's are.
@@ -65,11 +73,11 @@ class KVCache:
     @contextmanager
     def at(self, slots: Tensor, seen: int) -> Iterator[None]:
         """For the pass inside: `update` writes to `slots` [q] and returns views of the first `seen` positions."""
-        self._fixed = slots, seen
+        self.fixed = slots, seen
         try:
             yield
         finally:
-            self._fixed = None
+            self.fixed = None
 
     def advance(self, count: int) -> None:
         """Count the `count` positions that the last pass wrote."""

@@ -6,14 +6,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
-from draft_models.target.attention import grouped_attention
+from draft_models.target.attention import grouped_attention, triton_kernels
 from draft_models.target.stack import LayerCache, LayerStack
+from inference.cache import KVCache
 from inference.packing import can_pack, fastest_layout, pack_linears
 
 # Whose arithmetic is known to be what is fused here. Layers of other architectures run as they are.
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 FUSED_LAYERS = {*(f"{family}DecoderLayer" for family in _FAMILIES), "OPTDecoderLayer"}
+SILU = (nn.SiLU, SiLUActivation)
 FUSED_NORMS = {f"{family}RMSNorm" for family in _FAMILIES}
 
 
@@ -64,6 +67,7 @@ class FusedLayer(nn.Module):
         weight = self.qkv.weight
         signs = head_scale = None
         self.gated = hasattr(layer, "mlp")  # else it is an OPT's
+        self.head_eps = 0.0
         if self.gated:
             self.attention_norm = RMSNorm(layer.input_layernorm)
             self.out = attention.o_proj
@@ -78,6 +82,7 @@ class FusedLayer(nn.Module):
             self.mlp_norm = layer.final_layer_norm
             self.up, self.down = layer.fc1, layer.fc2
             self.activation = layer.activation_fn
+        self.gates_by_silu = self.gated and isinstance(self.activation, SILU)
         if hasattr(attention, "q_norm"):
             self.head_eps = attention.q_norm.variance_epsilon
             query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
@@ -100,6 +105,10 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """As transformers' layers: hidden [B, Q, d] → [B, Q, d]."""
         batch, queries, _ = hidden.shape
+        if hidden.is_cuda and self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed:
+            kernels = triton_kernels()
+            if kernels is not None:
+                return self._in_few_launches(kernels, hidden, attention_mask, position_embeddings, past_key_values)
         attention_norm, qkv, out, mlp_norm, up, activation, down = self._parts
         heads = qkv(attention_norm(hidden)).view(batch, queries, -1, self.head_dim)
         rotated = self._rotate(heads[:, :, : self.rotated], position_embeddings)
@@ -118,6 +127,24 @@ class FusedLayer(nn.Module):
         return hidden + down(inner)
 
     __call__ = forward
+
+    def _in_few_launches(
+        self, kernels: Any, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache
+    ) -> Tensor:
+        """`forward` of a pass of fixed shape on a GPU, by `draft_models.target.triton_kernels`."""
+        assert cache.fixed is not None
+        queries, (slots, seen) = hidden.shape[1], cache.fixed
+        first, second = self.attention_norm, self.mlp_norm
+        hidden = hidden.contiguous()
+        heads = self.qkv(kernels.norm(hidden, first.weight, first.eps)).view(1, queries, -1, self.head_dim)
+        key, value = heads[:, :, self.heads : self.rotated], heads[:, :, self.rotated :]
+        keys, values = cache.views(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
+        query = kernels.place(heads, rotary, self.head_scale, self.head_eps, slots, keys, values)
+        given = (query, keys[:, :, :seen], values[:, :, :seen], mask)
+        mixed, _ = grouped_attention(self, *given, scaling=self.head_dim**-0.5)
+        added = self.out(mixed.reshape(1, queries, -1))
+        hidden, normed = kernels.add_and_norm(hidden, added, second.weight, second.eps)
+        return hidden + self.down(kernels.gate(self.up(normed)))
 
     def _rotate(self, heads: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """heads [B, Q, n, D], queries before keys, normalised (Qwen3) and at their positions (all but OPT)."""

@@ -14,7 +14,7 @@ from data_prep.settings import DataConfig
 from draft_models.checkpoint import from_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target.architectures import load_config
-from draft_models.target.attention import KERNELS
+from draft_models.target.attention import KERNELS, SPLIT
 from draft_models.target.fingerprint import fingerprint_target
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack, load_layers
@@ -86,7 +86,7 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=48) for t in r.tokens] == expected
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, None])
+@pytest.mark.parametrize("kernel", [*KERNELS, SPLIT, None])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_graphs_decode_to_the_same_tokens_and_are_used_again(

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -14,10 +15,13 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from outrider.errors import reason
+
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
 # For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax one by one.
 # Fused kernels for a mask put all keys of a head on one processor of a GPU, which leaves most of it idle then.
 KERNELS = ("fused", "products")
+SPLIT = "split"  # a third one where there is Triton: the keys of a head are split among a GPU's processors
 _kernel = "fused"
 
 
@@ -55,9 +59,29 @@ class Band:
         return (seen & (keys <= keys[begin - start :, None]))[:, None]
 
 
+@cache
+def triton_kernels() -> ModuleType | None:
+    """`draft_models.target.triton_kernels`, where it works: with a GPU, Triton and a C compiler."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from draft_models.target import triton_kernels as kernels
+
+        kernels.norm(torch.ones(1, 16, device="cuda"), torch.ones(16, device="cuda"), 0.0)
+    except Exception as error:  # of whatever kind: without them all goes on, with more launches
+        print(f"warning: passes on this GPU go without Triton ({reason(error)})", flush=True)
+        return None
+    return kernels
+
+
+def kernels_on(device: torch.device) -> tuple[str, ...]:
+    """The kernels that attention over a filled cache may be computed with on `device`."""
+    return (*KERNELS, SPLIT) if device.type == "cuda" and triton_kernels() is not None else KERNELS
+
+
 @contextmanager
 def use_kernel(name: str) -> Iterator[None]:
-    """Attention over a filled cache is computed with `name`, one of `KERNELS`, inside."""
+    """Attention over a filled cache is computed with `name`, one of `kernels_on` its device, inside."""
     global _kernel
     before, _kernel = _kernel, name
     try:
@@ -109,6 +133,11 @@ def grouped_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
         )
         return out.transpose(1, 2), None
+    if _kernel == SPLIT and attention_mask is not None and (batch, value.shape[3]) == (1, width) and not dropout:
+        kernels = triton_kernels()
+        assert kernels is not None
+        scale = scaling if scaling is not None else width**-0.5
+        return kernels.attend(query.contiguous(), key, value, attention_mask, scale), None
     if group > 1:
         query = query.reshape(batch, key_heads, group * queries, width)
         if attention_mask is not None and queries > 1:

@@ -1,0 +1,258 @@
+# mypy: allow-untyped-defs
+"""What lies between the products of a decoder layer, for passes of few rows on a GPU: one launch in the place of many.
+
+Such a pass reads each weight once. The products take as long as that reading. What is between them moves next to
+nothing, but by PyTorch it is some twenty launches a layer, each of which costs a microsecond or two. Rounding is that
+of the operations in the place of which these stand: what was rounded to the model's dtype still is.
+
+Importing this needs Triton, which comes with PyTorch's builds for CUDA.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KEYS = 64  # that a program of `attend` takes at a time
+PROGRAMS = 264  # that keep a GPU of some hundred processors busy: keys are split among so many, if there are as many
+_SMALLEST = 16  # rows, columns and depth of a matrix product on tensor cores
+
+
+@triton.jit
+def _norm_kernel(x, added, weight, summed, normed, eps, size: tl.constexpr, block: tl.constexpr, adds: tl.constexpr):
+    row = tl.program_id(0)
+    places = tl.arange(0, block)
+    inside = places < size
+    kind = x.dtype.element_ty
+    value = tl.load(x + row * size + places, mask=inside, other=0.0)
+    if adds:
+        value = (value.to(tl.float32) + tl.load(added + row * size + places, mask=inside, other=0.0)).to(kind)
+        tl.store(summed + row * size + places, value, mask=inside)
+    wide = value.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / size + eps)
+    rounded = (wide * scale).to(kind)
+    scaled = rounded.to(tl.float32) * tl.load(weight + places, mask=inside, other=0.0)
+    tl.store(normed + row * size + places, scaled.to(kind), mask=inside)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight · round(x / rms(x)) for x [..., d]."""
+    normed = torch.empty_like(x)
+    _launch_norm(x, x, weight, x, normed, eps, adds=False)
+    return normed
+
+
+def add_and_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + added, the `norm` of that), x and added [..., d]."""
+    summed, normed = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm(x, added, weight, summed, normed, eps, adds=True)
+    return summed, normed
+
+
+def _launch_norm(
+    x: Tensor, added: Tensor, weight: Tensor, summed: Tensor, normed: Tensor, eps: float, *, adds: bool
+) -> None:
+    assert all(tensor.is_contiguous() for tensor in (x, added, weight))
+    size = x.shape[-1]
+    block = triton.next_power_of_2(size)
+    given: dict[str, Any] = {"size": size, "block": block, "adds": adds, "num_warps": min(16, max(1, block // 256))}
+    _norm_kernel[(x.numel() // size,)](x, added, weight, summed, normed, eps, **given)
+
+
+@triton.jit
+def _place_kernel(
+    heads, cos, sin, scales, slots, query, keys, values, eps,
+    key_head_stride, key_slot_stride, value_head_stride, value_slot_stride,
+    queries, query_heads: tl.constexpr, key_heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    rotates: tl.constexpr, norms: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    half: tl.constexpr = width // 2
+    places = tl.arange(0, block)
+    inside = places < half
+    every: tl.constexpr = query_heads + 2 * key_heads
+    kind = heads.dtype.element_ty
+    start = heads + (row * every + head) * width
+    low = tl.load(start + places, mask=inside, other=0.0)
+    high = tl.load(start + half + places, mask=inside, other=0.0)
+    if head < query_heads + key_heads:
+        if norms:
+            wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+            squares = tl.sum(wide_low * wide_low, 0) + tl.sum(wide_high * wide_high, 0)
+            scale = 1.0 / tl.sqrt(squares / width + eps)
+            scale_low = tl.load(scales + head * width + places, mask=inside, other=0.0).to(tl.float32)
+            scale_high = tl.load(scales + head * width + half + places, mask=inside, other=0.0).to(tl.float32)
+            low = ((wide_low * scale).to(kind).to(tl.float32) * scale_low).to(kind)
+            high = ((wide_high * scale).to(kind).to(tl.float32) * scale_high).to(kind)
+        if rotates:
+            angle = row * width + places
+            cos_low = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+            cos_high = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
+            sin_low = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+            sin_high = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)
+            wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+            turned_low, turned_high = (wide_high * sin_low).to(kind), (wide_low * sin_high).to(kind)
+            low = ((wide_low * cos_low).to(kind).to(tl.float32) - turned_low.to(tl.float32)).to(kind)
+            high = ((wide_high * cos_high).to(kind).to(tl.float32) + turned_high.to(tl.float32)).to(kind)
+    if head < query_heads:
+        out = query + (head * queries + row) * width
+    else:
+        slot = tl.load(slots + row)
+        if head < query_heads + key_heads:
+            out = keys + (head - query_heads) * key_head_stride + slot * key_slot_stride
+        else:
+            out = values + (head - query_heads - key_heads) * value_head_stride + slot * value_slot_stride
+    tl.store(out + places, low, mask=inside)
+    tl.store(out + half + places, high, mask=inside)
+
+
+def place(
+    heads: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    scales: Tensor | None,
+    eps: float,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Queries [1, H, Q, D], normalised and rotated; keys, as well, and values go to their slots of a cache.
+
+    heads [1, Q, H + 2·G, D]: of queries, keys and values side by side, from one product. rotary: cos and sin [1, Q, D].
+    scales [H + G, D]: weights of the norms of each head, None where there are none. slots [Q]; keys, values
+    [1, G, capacity, D], whose last axis is contiguous.
+    """
+    _, queries, every, width = heads.shape
+    key_heads = keys.shape[1]
+    query_heads = every - 2 * key_heads
+    query = heads.new_empty(1, query_heads, queries, width)
+    cos, sin = rotary if rotary is not None else (heads, heads)
+    assert all(tensor.is_contiguous() for tensor in (heads, cos, sin))
+    _place_kernel[(queries, every)](
+        heads, cos, sin, heads if scales is None else scales, slots, query, keys, values, eps,
+        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
+        queries, query_heads=query_heads, key_heads=key_heads, width=width, block=triton.next_power_of_2(width // 2),
+        rotates=rotary is not None, norms=scales is not None, num_warps=1,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit
+def _gate_kernel(joined, out, size, block: tl.constexpr):
+    row = tl.program_id(0)
+    places = tl.program_id(1) * block + tl.arange(0, block)
+    inside = places < size
+    kind = joined.dtype.element_ty
+    gate = tl.load(joined + row * 2 * size + places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joined + row * 2 * size + size + places, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out + row * size + places, (active * up).to(kind), mask=inside)
+
+
+def gate(joined: Tensor) -> Tensor:
+    """silu(first half) · second half of joined [..., 2·n]: [..., n]."""
+    size, rows = joined.shape[-1] // 2, joined.numel() // joined.shape[-1]
+    assert joined.is_contiguous()
+    out = joined.new_empty(*joined.shape[:-1], size)
+    block = 1024
+    _gate_kernel[(rows, triton.cdiv(size, block))](joined, out, size, block=block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _attend_kernel(
+    query, keys, values, mask, partial, peaks, sums, scale,
+    key_head_stride, key_stride, value_head_stride, value_stride, mask_stride,
+    queries, count, rows, turns: tl.constexpr,
+    group: tl.constexpr, width: tl.constexpr, depth: tl.constexpr, block: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
+    key_head, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(1)
+    row = part * block + tl.arange(0, block)
+    valid = row < rows
+    member, place = row // queries, row % queries
+    across = tl.arange(0, depth)
+    real = across < width
+    own = ((key_head * group + member) * queries + place) * width
+    q = tl.load(query + own[:, None] + across[None, :], mask=valid[:, None] & real[None, :], other=0.0)
+    peak = tl.full([block], float("-inf"), tl.float32)
+    total = tl.zeros([block], tl.float32)
+    mixed = tl.zeros([block, depth], tl.float32)
+    for turn in range(turns):
+        place_of = (split * turns + turn) * step + tl.arange(0, step)
+        seen = place_of < count
+        k = tl.load(
+            keys + key_head * key_head_stride + place_of[None, :] * key_stride + across[:, None],
+            mask=seen[None, :] & real[:, None], other=0.0,
+        )  # fmt: skip
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        hidden = tl.load(
+            mask + place[:, None] * mask_stride + place_of[None, :], mask=valid[:, None] & seen[None, :], other=0.0
+        )
+        scores = tl.where(seen[None, :], scores + hidden.to(tl.float32), float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shrink = tl.exp(peak - higher)
+        weights = tl.exp(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(
+            values + key_head * value_head_stride + place_of[:, None] * value_stride + across[None, :],
+            mask=seen[:, None] & real[None, :], other=0.0,
+        )  # fmt: skip
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        peak = higher
+    at = (key_head * splits + split) * rows + row
+    tl.store(partial + at[:, None] * width + across[None, :], mixed, mask=valid[:, None] & real[None, :])
+    tl.store(peaks + at, peak, mask=valid)
+    tl.store(sums + at, total, mask=valid)
+
+
+@triton.jit
+def _join_kernel(
+    partial, peaks, sums, out, splits, rows, queries, heads,
+    group: tl.constexpr, width: tl.constexpr, depth: tl.constexpr, most: tl.constexpr,
+):  # fmt: skip
+    key_head, row = tl.program_id(0), tl.program_id(1)
+    number = tl.arange(0, most)
+    there = number < splits
+    at = (key_head * splits + number) * rows + row
+    peak = tl.load(peaks + at, mask=there, other=float("-inf"))
+    weight = tl.exp(peak - tl.max(peak, 0))
+    total = tl.sum(tl.load(sums + at, mask=there, other=0.0) * weight, 0)
+    across = tl.arange(0, depth)
+    real = across < width
+    parts = tl.load(partial + at[:, None] * width + across[None, :], mask=there[:, None] & real[None, :], other=0.0)
+    mixed = tl.sum(parts * weight[:, None], 0) / total
+    head, place = key_head * group + row // queries, row % queries
+    tl.store(out + (place * heads + head) * width + across, mixed.to(out.dtype.element_ty), mask=real)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention of few rows over many keys, which are split among programs and joined: [1, Q, H, D].
+
+    query [1, H, Q, D] contiguous; keys, values [1, G, K, D] whose last axis is contiguous; mask [1, 1, Q, K], additive.
+    Scores and sums are in float32; the weights of the values have the dtype of these.
+    """
+    _, heads, queries, width = query.shape
+    key_heads, count = keys.shape[1], keys.shape[2]
+    group, depth = heads // key_heads, max(_SMALLEST, triton.next_power_of_2(width))
+    rows = group * queries
+    block = min(64, max(_SMALLEST, triton.next_power_of_2(rows)))
+    parts, steps = triton.cdiv(rows, block), triton.cdiv(count, KEYS)
+    turns = triton.cdiv(steps, max(1, min(steps, PROGRAMS // (key_heads * parts))))
+    splits = triton.cdiv(steps, turns)
+    partial = query.new_empty(key_heads, splits, rows, width, dtype=torch.float32)
+    peaks = query.new_empty(key_heads, splits, rows, dtype=torch.float32)
+    sums, out = torch.empty_like(peaks), query.new_empty(1, queries, heads, width)
+    assert query.is_contiguous()
+    assert all(tensor.stride(3) == 1 for tensor in (keys, values, mask))
+    _attend_kernel[(key_heads, splits, parts)](
+        query, keys, values, mask, partial, peaks, sums, scale,
+        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), mask.stride(2),
+        queries, count, rows, turns=turns, group=group, width=width, depth=depth, block=block, step=KEYS, num_warps=4,
+    )  # fmt: skip
+    _join_kernel[(key_heads, rows)](
+        partial, peaks, sums, out, splits, rows, queries, heads,
+        group=group, width=width, depth=depth, most=triton.next_power_of_2(splits), num_warps=1,
+    )  # fmt: skip
+    return out
