@@ -122,6 +122,16 @@ def test_a_record_goes_on_and_has_an_entry_a_dtype(tmp_path: Path, monkeypatch: 
     assert found["float32"] == entry
     assert found["bfloat16"]["prompts"] == 1
     assert found["bfloat16"]["arms"]["vanilla"]["judged"]["positions"] > 0
+    (tmp_path / "three.jsonl").write_text(json.dumps({"prompt": "three: "}) + "\n")
+    options += ["--prompts", f"three={tmp_path}/three.jsonl"]
+    options[-6:-2] = []  # the prompts of the others
+    both = record("float32", "--work", str(tmp_path / "elsewhere"), "--beside", str(work), "--out", str(work / "both"))
+    assert both == found  # nothing else was written there
+    both = json.loads((work / "both").read_text())["entries"]["float32"]
+    assert (both["prompts"], both["prompts_asked"]) == (5, 5)
+    assert set(both["arms"]["vanilla"]["by_category"]) == {"one", "two", "three"}
+    with pytest.raises(SystemExit):  # the same prompts
+        record("float32", "--work", str(tmp_path / "elsewhere"), "--beside", str(tmp_path / "elsewhere"))
     page = "a\n<!-- float32 table: begin -->\nold\n<!-- float32 table: end -->\nb\n"
     filled = fill_record(page, found)
     assert filled == fill_record(filled, found)
