@@ -106,7 +106,7 @@ def evaluate_shortly(config: EvaluateConfig) -> None:
 
 @pytest.mark.slow
 def test_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    require_named(folder / TARGET / "config.json", lambda: evaluate_shortly(on_target(folder)), capsys, 100)
+    require_named(folder / TARGET / "config.json", lambda: evaluate_shortly(on_target(folder)), capsys, 40)
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_generation_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         subject = find_subject(config)
         load_plain(subject.target, subject.dtype, subject.device)
 
-    require_named(folder / TARGET / "generation_config.json", read, capsys, 100)
+    require_named(folder / TARGET / "generation_config.json", read, capsys, 50)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -145,7 +145,7 @@ def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) 
         subject.target.layers(dtype=torch.float32)
         load_plain(subject.target, subject.dtype, subject.device)
 
-    require_named(index, read, capsys, 100)
+    require_named(index, read, capsys, 50)
 
 
 @pytest.mark.slow

@@ -5,8 +5,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from filelock import FileLock
@@ -46,25 +51,50 @@ def steps_of(experiment: str) -> set[str]:
     return set(STEPS) - ({"target"} if experiment == "smollm2" else {"fetch", "prompts"})
 
 
-@pytest.mark.parametrize("experiment", ["gpu_validation", "smollm2"])
-@pytest.mark.slow
-def test_one_command_runs_the_whole_mission(tmp_path, experiment):
-    """One test, for it takes a minute: what it leaves, what it says, and that nothing of it is done again."""
-    out_dir, made = tmp_path / "run-debug", steps_of(experiment)
-    command = [sys.executable, str(ROOT / "train/pipeline.py"), f"experiment={experiment}", "debug=true"]
-    command += [f"out_dir={tmp_path / 'run'}", 'steps.report.more=["max_new_tokens=6"]']
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=570, check=False)
+def by_processes(*command: str) -> str:
+    """What the command says, which is run as from a shell."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    return done.stdout
+
+
+def by_this_process(*command: str) -> str:
+    """The same without the seconds that imports take: the pipeline and its steps run here."""
+    said = StringIO()
+
+    def call(command: list[str], log: Path) -> int:
+        script = Path(command[1]).relative_to(ROOT).with_suffix("")
+        with log.open("a") as file, redirect_stdout(file), redirect_stderr(file), patch("sys.argv", command[1:]):
+            print("$", *command)
+            import_module(".".join(script.parts)).main()
+        return 0
+
+    with patch("train.pipeline_run._tee", call), redirect_stdout(said):
+        run_pipeline(compose_and_build("pipeline", command[1:]))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(("experiment", "run"), [("gpu_validation", by_this_process), ("smollm2", by_processes)])
+@pytest.mark.slow
+def test_one_command_runs_the_whole_mission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: str, run: Callable[..., str]
+) -> None:
+    """One test, for it takes a minute: what it leaves, what it says, and that nothing of it is done again."""
+    monkeypatch.chdir(tmp_path)
+    out_dir, made = tmp_path / "run-debug", steps_of(experiment)
+    command = [str(ROOT / "train/pipeline.py"), f"experiment={experiment}", "debug=true"]
+    command += [f"out_dir={tmp_path / 'run'}", 'steps.report.more=["max_new_tokens=6"]']
+    said = run(*command)
     for name in made:
         assert (out_dir / STEPS[name].product).exists()
         assert (out_dir / "logs" / f"{name}.log").read_text().startswith("$ ")
-        assert done.stdout.count(f"pipeline step={name} ") == 2
+        assert said.count(f"pipeline step={name} ") == 2
     check_summary(out_dir, experiment)
     check_own_report(out_dir)
     before = {path: path.stat().st_mtime_ns for path in out_dir.rglob("*.safetensors")}
-    again = subprocess.run([*command, "resume=true"], capture_output=True, text=True, timeout=60, check=True)
-    assert again.stdout.count("state=done-before") == len(made)
-    assert (out_dir / "report/report.md").read_text() in again.stdout
+    again = run(*command, "resume=true")
+    assert again.count("state=done-before") == len(made)
+    assert (out_dir / "report/report.md").read_text() in again
     assert {path: path.stat().st_mtime_ns for path in out_dir.rglob("*.safetensors")} == before
 
 
