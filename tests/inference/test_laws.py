@@ -67,7 +67,8 @@ MARKOV = Tables(
 class Case:
     """A method, and how many tokens a generation has: few where what it learns would hide how it starts.
 
-    draws: of a token and what it is tested after. Many short ones show what depends on how streams begin; of a drafter that learns from the text a few are long.
+    draws: of a token and what it is tested after. Many short ones show what depends on how streams begin; of a drafter
+    that learns from the text a few are long.
     """
 
     method: MethodConfig

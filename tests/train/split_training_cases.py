@@ -80,9 +80,7 @@ def test_an_early_exit_distilled_from_a_split_target(
     assert all(last)
 
 
-def test_an_evaluation_without_decoding_takes_the_whole_group(
-    target: Path, corpus: DataConfig, tmp_path: Path
-) -> None:
+def test_an_evaluation_without_decoding_takes_the_whole_group(target: Path, corpus: DataConfig, tmp_path: Path) -> None:
     """What is watched of a target that runs along needs all the processes that hold it, also where nothing decodes."""
     one = jobs.distilling(target, corpus, tmp_path / "one", objective="kl_tv", fit=replace(jobs.FIT, eval_every=2))
     split = replace(one, tensor_parallel=2, out_dir=str(tmp_path / "split"))

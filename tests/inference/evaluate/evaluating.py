@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from accelerate import PartialState
 
 from data_prep.text.prompts import Prompt
-from inference.evaluate import compare
+from inference.evaluate import compare, report
 from inference.evaluate.prompt_results import append_result, read_results
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
 from outrider.errors import UserError
@@ -34,7 +35,9 @@ METHODS = {
 
 
 def evaluate(config: EvaluateConfig, prompts: Sequence[Prompt] = QUESTIONS) -> None:
-    compare.evaluate_checkpoint(config, prompts)
+    """All of an evaluation but its plots, which take longer to draw than these models to decode."""
+    with patch.object(report, "_save"):
+        compare.evaluate_checkpoint(config, prompts)
 
 
 def tokens(config: EvaluateConfig) -> dict[tuple[str, str], list[int]]:

@@ -70,6 +70,12 @@ def test_the_report_says_how_many(
     assert "2 threads for 1 prompts" in (Path(made.out_dir) / "report.md").read_text()
 
 
+@pytest.mark.parametrize("turn", [1, 2])
+def test_every_test_begins_with_one_thread(turn: int) -> None:
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+
+
 def test_a_number_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     used = torch.get_num_threads()
     monkeypatch.setattr(threads, "choose_threads", lambda: used + 2)
