@@ -238,7 +238,7 @@ def penalised(sampling: SamplingConfig) -> Callable[[Text], Sequence[float]]:
     return law
 
 
-PROCESSED = ("chain, fixed", "k_config, with_replacement", "k_config, without_replacement", "opt_tree")
+PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree")
 
 
 @pytest.mark.parametrize("name", PROCESSED)

@@ -236,11 +236,13 @@ def test_a_sampled_evaluation(config: Callable[..., EvaluateConfig], on_the_cpu:
     options = {"sampling": SamplingConfig(temperature=1.0), "methods": {"chain": METHODS["chain"]}}
     options |= {"compare_transformers": False}
     made, one = config("out", tensor_parallel=2, **options), config("one", **options)
-    assert together(made, 2) == [0, 0]
-    assert together(one, 1) == [0]
+    two = QUESTIONS[:2]
+    assert together(made, 2, prompts=two) == [0, 0]
+    assert together(one, 1, prompts=two) == [0]
     plain = {key: said for key, said in tokens(one).items() if key[1] == "autoregressive"}
     assert {key: said for key, said in tokens(made).items() if key in plain} == plain
-    assert together(config("again", tensor_parallel=2, repeats=2, **options), 2) == [0, 0]  # one of two is kept
+    again = config("again", tensor_parallel=2, repeats=2, **options)
+    assert together(again, 2, prompts=two) == [0, 0]  # one of two repeats is kept
 
 
 def test_what_the_leader_says_holds_for_its_group() -> None:

@@ -77,14 +77,19 @@ def killed_after(config: EvaluateConfig, prompts: int, monkeypatch: pytest.Monke
     assert job.exitcode == -signal.SIGKILL
 
 
-def together(config: EvaluateConfig, count: int, prepare: Callable[[int], object] = lambda rank: None) -> list[int]:
+def together(
+    config: EvaluateConfig,
+    count: int,
+    prepare: Callable[[int], object] = lambda rank: None,
+    prompts: Sequence[Prompt] = QUESTIONS,
+) -> list[int]:
     """Exit statuses of `count` processes that evaluate as under a launcher; `prepare(rank)` runs in each before."""
 
     def work(state: PartialState) -> None:
         compare.join_processes = lambda: state
         prepare(state.process_index)
         try:
-            evaluate(config)
+            evaluate(config, prompts)
         except UserError as error:
             print(error)
             sys.exit(2)

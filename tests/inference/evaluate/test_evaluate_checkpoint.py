@@ -126,7 +126,7 @@ def test_command_samples_when_told_to(checkpoint: Path, command: Callable) -> No
     texts = []
     for number, seed in enumerate((0, 0, 1)):
         options = ("sampling.temperature=0.8", "sampling.top_k=50", f"seed={seed}", f"out_dir=sampled{number}")
-        methods = ["method=[eesd_beta,mcsd_naive]"]
+        methods = ["method=[eesd_beta,mcsd,mcsd_naive]", "methods.mcsd.source=early_exit"]
         methods += ["methods.mcsd_naive.source=early_exit", "methods.mcsd_naive.structure.widths=[3,2]"]
         status, _, errors = command("checkpoint=drafter", "prompt_text=[hello]", *methods, *options)
         assert status == 0, errors
