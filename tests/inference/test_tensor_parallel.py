@@ -37,7 +37,7 @@ from tests.tiers import quick_where
 from tests.tiny import method_of, random_prompt, reference_generate, save_target
 
 CPU = torch.device("cpu")
-TOKENS = 8
+TOKENS = 12
 # Without a plan of splitting in transformers or here, or with heads that do not divide by two.
 UNSPLIT = {
     "bitnet", "cohere", "diffllama", "gpt2", "gpt_bigcode", "gpt_oss", "jetmoe", "mimo_v2_flash", "persimmon",
