@@ -15,11 +15,11 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP)
-	$(RUN)python -m pytest -n auto
+	$(RUN)python -m pytest -n auto --dist worksteal
 
 # The quick tier: every subject, without what is marked slow.
 test-fast: $(STAMP)
-	$(RUN)python -m pytest -n auto -m "not slow and not gpu"
+	$(RUN)python -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 test-gpu: $(STAMP)
 	$(RUN)python -m pytest -m gpu

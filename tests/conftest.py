@@ -3,6 +3,7 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for a network
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: the workers share the cores
 
 from pathlib import Path
 
@@ -24,10 +25,20 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test begins with one thread, whatever the one before it left.
+
+    The models are tiny, and a fork would wait for ever for the other threads, which it has not.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
-    torch.set_num_threads(1)  # tiny models; workers share the cores
     for item in beyond_one_case(items):
         item.add_marker(pytest.mark.slow)
     config.stash[COLLECTED] = [(str(item.path), {mark.name for mark in item.iter_markers()}) for item in items]

@@ -2,11 +2,15 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-Path = tuple[str | int, ...]
+from conf import reported
+
+Keys = tuple[str | int, ...]  # where in a JSON file
 VALUES: tuple[Any, ...] = (
     None, True, "", "x", "\ud800", -1, 0, 1, 2.5, 10**30, 1e308, float("nan"), float("inf"), [], {}, [None], ["x"],
     {"x": 1}, [[0]], "0", json.loads("[" * 200 + "]" * 200),
@@ -26,6 +30,30 @@ def mutants(content: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, by
         yield f"{'.'.join(map(str, path))}: {name}", json.dumps(damaged, indent=1).encode()
     for path in paths[:20]:
         yield f"{'.'.join(map(str, path))}: twice", _twice(value, path)
+
+
+def require_named(file: Path, run: Callable[[], Any], capsys: pytest.CaptureFixture[str], count: int) -> None:
+    """Damage `file` in many ways, one after the other, and `run` what reads it."""
+    whole, statuses = file.read_bytes(), set()
+    run()
+    for name, content in mutants(whole, count):
+        file.write_bytes(content)
+        capsys.readouterr()
+        status = 0
+        try:
+            with reported():
+                run()
+        except SystemExit as ended:
+            status = ended.code
+        except Exception as error:
+            raise AssertionError(f"{file.name}, {name}: {type(error).__name__}: {error}") from error
+        statuses.add(status)
+        if status:
+            errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+            assert (status, len(errors)) == (2, 1), name
+    file.write_bytes(whole)
+    run()
+    assert 2 in statuses
 
 
 def _damaged_bytes(content: bytes) -> Iterator[tuple[str, bytes]]:
@@ -62,14 +90,14 @@ def _damaged_bytes(content: bytes) -> Iterator[tuple[str, bytes]]:
     yield "two of it", content + content
 
 
-def _paths(value: Any, path: Path = ()) -> Iterator[Path]:
+def _paths(value: Any, path: Keys = ()) -> Iterator[Keys]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
         yield from _paths(inner, (*path, key))
 
 
-def _parent(value: Any, path: Path) -> Any:
+def _parent(value: Any, path: Keys) -> Any:
     for key in path[:-1]:
         value = value[key]
     return value
@@ -100,7 +128,7 @@ def _wrap(parent: Any, key: Any) -> None:
 _CHANGES = (("deleted", _delete), ("renamed", _rename), ("wrapped", _wrap))
 
 
-def _twice(value: Any, path: Path) -> bytes:
+def _twice(value: Any, path: Keys) -> bytes:
     """With the key at the end of `path` a second time, as a text."""
     marked = json.loads(json.dumps(value))
     parent = _parent(marked, path)

@@ -19,7 +19,7 @@ from inference.settings import EvaluateConfig, MethodConfig, StopConfig
 from outrider.errors import UserError
 from tests.draft_models.target.test_bin_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf
-from tests.inference.evaluate.evaluating import evaluate
+from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import reference_generate
 from tests.train.jobs import distilling, finetuning, write_corpus
 from train.early_exit import train_early_exit
@@ -57,13 +57,13 @@ def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], 
         methods={"exit": MethodConfig(stop=stop), "small": MethodConfig(source="small_lm", stop=stop)},
         out_dir=str(tmp_path / "report"),
     )  # fmt: skip
-    evaluate(config)
+    evaluate(config, QUESTIONS[:2])
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     judged = {one["method"]: one["lossless"] for one in report["reports"] if one["method"] in config.methods}
     assert judged.keys() == config.methods.keys()
     assert all(one["identical"] == one["checked"] > 0 for one in judged.values())
     assert read_meta(tmp_path / "eesd").fingerprint.target == str(target)
-    evaluate(replace(config, resume=True))
+    evaluate(replace(config, resume=True), QUESTIONS[:2])
 
 
 @pytest.mark.parametrize("form", ["plain", "gguf", "gguf Q4_0", "bin"])

@@ -164,17 +164,19 @@ def test_layers_to_skip_are_a_list_or_null() -> None:
             compose_and_build("evaluate_checkpoint", [*options, f"{skip}={wrong}"])
 
 
-@pytest.mark.parametrize("command", quick_where(lambda command: command == "eesd", COMMANDS))
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
+OF_A_TYPE = ("{typed}=many", "Expected {kind}")
+BAD_OVERRIDES = [  # of any command, as one function reads them; every command has its own options
+    *(("eesd", *bad) for bad in (
         ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
-        ("{typed}=many", "Expected {kind}"),
         ("data=nowhere", "data"),
         ("experiment=nowhere", "Could not find 'experiment/nowhere'"),
         ("out_dir=~/runs", "out_dir=~/runs: not an option; give key=VALUE, a value with ~"),
-    ],
-)
+    )),
+    *((command, *OF_A_TYPE) for command in COMMANDS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "override", "message"), quick_where(lambda case: case[0] == "eesd", BAD_OVERRIDES))
 def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: str, override: str, message: str) -> None:
     typed = {
         "build_trigrams": "min_count",

@@ -21,7 +21,7 @@ from inference.memory_plan import Place
 from inference.packing import PackedLinear, can_pack
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
 from outrider.errors import UserError
-from tests.inference.evaluate.evaluating import evaluate
+from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import LAYERS, VOCABULARY, random_prompt, save_target
 from tests.train import jobs
 from train.early_exit import train_early_exit
@@ -174,7 +174,7 @@ def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sa
         sampling=SamplingConfig(temperature=float(sampled)),
         out_dir=str(tmp_path / "report"),
     )
-    evaluate(config)
+    evaluate(config, QUESTIONS[:2])
     report = json.loads((tmp_path / "report/report.json").read_text())
     report = report.get("reports", [report])[0]
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0 or sampled

@@ -256,7 +256,7 @@ def test_graphs_replay_to_the_same_tokens(
     chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack), 1, 16, kernel)]
     runtime.prepare(50, chosen or runtime.choose_kernels([stack, small], 50))
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
-        for turn, (length, count) in enumerate(((20, 30), (20, 30), (9, 16))):
+        for turn, (length, count) in enumerate(((20, 16), (20, 16), (9, 12))):
             prompt, before = random_prompt(length), runtime.captures
             expected = tokens_of(autoregressive(stack, prompt, max_new_tokens=count))
             assert decode(stack, source, method, runtime, prompt, count) == expected

@@ -65,7 +65,7 @@ class Known:
     stack: LayerStack
 
     def text_after(self, prompt: Sequence[int]) -> list[int]:
-        return reference_generate(self.model, prompt, 48)
+        return reference_generate(self.model, prompt, 32)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +89,9 @@ def test_greedy_equals_generate(
 ) -> None:
     target, prompt = known(architecture, tied, kv_heads), random_prompt(length)
     expected = target.text_after(prompt)
-    assert tokens_of(list(autoregressive(target.stack, prompt, max_new_tokens=48))) == expected
+    assert tokens_of(list(autoregressive(target.stack, prompt, max_new_tokens=32))) == expected
     drafter = make_drafter(target.path, exit_layer, noise=0.1)
-    assert tokens_of(decode(target.stack, drafter, RULES[rule](), prompt, max_new_tokens=48)) == expected
+    assert tokens_of(decode(target.stack, drafter, RULES[rule](), prompt, max_new_tokens=32)) == expected
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_max_new_tokens_at_every_offset(tmp_path: Path, rule: str) -> None:
     model, stack = open_stack(path)
     drafter = make_drafter(path, LAYERS - 1, noise=0.05)
     prompt = random_prompt(7)
-    full = reference_generate(model, prompt, 24)
-    for count in range(1, 25):
+    full = reference_generate(model, prompt, 14)
+    for count in range(1, 15):
         rounds = decode(stack, drafter, RULES[rule](), prompt, max_new_tokens=count)
         assert tokens_of(rounds) == full[:count]
         assert all(r.drafted <= count for r in rounds)

@@ -1,9 +1,10 @@
 """The law of sampled text is the target's, whatever drafts it.
 
 What runs is what evaluate-checkpoint builds (`make_arms`), over a target that is a table; what comes out is compared
-with the table by χ². Every method draws 20,000 times a token and the three before it. A law that holds in pieces only
-does not pass: a token's law is tested apart after every context of up to three tokens, so that a token that depends on
-anything else than the one before it, such as how the round went, shows. Seeds are fixed, so a pass is a pass.
+with the table by χ². Every method draws thousands of times a token and the three before it: as often as the faults
+below need that could be in it. A law that holds in pieces only does not pass: a token's law is tested apart after every
+context of up to three tokens, so that a token that depends on anything else than the one before it, such as how the
+round went, shows. Seeds are fixed, so a pass is a pass.
 """
 
 from collections import Counter
@@ -30,7 +31,8 @@ from tests.inference.ngram_cases import make_documents
 from tests.table_target import TableHead, TableModel, TableRuntime
 from tests.tiers import quick_where
 
-DRAWS, LEVEL = 20_000, 1e-4  # as many as the faults below need
+DRAWS, LEVEL = 8_000, 1e-4  # as many as the faults of drafts by chance need
+MATCHED = 3_000  # the faults of drafts that nothing is drawn for
 ORDER = 3  # tokens before a token that its law is tested apart after
 PLAIN = SamplingConfig(temperature=1.0)
 Text = tuple[int, ...]
@@ -65,12 +67,14 @@ MARKOV = Tables(
 class Case:
     """A method, and how many tokens a generation has: few where what it learns would hide how it starts.
 
-    Many short ones show what depends on how streams begin; of a drafter that learns from the text a few are long.
+    draws: of a token and what it is tested after. Many short ones show what depends on how streams begin; of a drafter
+    that learns from the text a few are long.
     """
 
     method: MethodConfig
     tokens: int = 43
     tables: Tables = MARKOV
+    draws: int = DRAWS
 
 
 def chain(rule: str, source: str = "small_lm", **settings: float) -> MethodConfig:
@@ -103,7 +107,7 @@ CASES = {
     "chain, calibrated": Case(chain("calibrated", "early_exit"), 5),
     "k_config, with_replacement": Case(tree("k_config", source="eagle3", widths=(2, 2), draw="with_replacement")),
     "k_config, without_replacement": Case(tree("k_config", widths=(2, 2))),
-    "k_config, top_k": Case(tree("k_config", widths=(2, 2), draw="top_k")),
+    "k_config, top_k": Case(tree("k_config", widths=(2, 2), draw="top_k"), draws=MATCHED),
     "k_config, naive": Case(tree("k_config", "naive", widths=(2, 2))),
     "k_config, beta": Case(
         tree("k_config", source="skip_layers", stop="beta", widths=(2, 1, 1)),
@@ -116,14 +120,14 @@ CASES = {
     "k_config, some tokens": Case(
         tree("k_config", widths=(4, 1)), tables=Tables(MARKOV.p, OfSome(MARKOV.q.law.tolist()))
     ),
-    "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0)),
-    "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1)),
-    "binary": Case(tree("static", shape="binary", nodes=6)),
-    "eagle": Case(tree("static", source="early_exit")),
-    "prompt_lookup": Case(MethodConfig("prompt_lookup", stop=StopConfig(max_draft=3)), 403),
-    "ngrams, best_first": Case(ngrams(), 403),
-    "ngrams, puct": Case(ngrams(search="puct", iterations=20, sentences=6), 403),
-    "ngrams, mixed": Case(ngrams(evidence="mixed"), 403),
+    "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0), draws=MATCHED),
+    "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1), draws=MATCHED),
+    "binary": Case(tree("static", shape="binary", nodes=6), draws=MATCHED),
+    "eagle": Case(tree("static", source="early_exit"), draws=MATCHED),
+    "prompt_lookup": Case(MethodConfig("prompt_lookup", stop=StopConfig(max_draft=3)), 403, draws=MATCHED),
+    "ngrams, best_first": Case(ngrams(), 403, draws=MATCHED),
+    "ngrams, puct": Case(ngrams(search="puct", iterations=20, sentences=6), 403, draws=MATCHED),
+    "ngrams, mixed": Case(ngrams(evidence="mixed"), 403, draws=MATCHED),
 }
 
 
@@ -212,15 +216,15 @@ def test_the_tail_of_chi_square() -> None:
 @pytest.mark.slow
 def test_law(name: str) -> None:
     case = CASES[name]
-    texts = draw(make_arm(case), case.tokens, DRAWS)
-    assert sum(len(text) - 1 - ORDER for text in texts) >= DRAWS
+    texts = draw(make_arm(case), case.tokens, case.draws)
+    assert sum(len(text) - 1 - ORDER for text in texts) >= case.draws
     assert min(p_values(texts, table_law(case.tables))) > LEVEL
 
 
 @pytest.mark.slow
 def test_law_of_plain_sampling() -> None:
     case = CASES["chain, fixed"]
-    texts = draw(make_arm(case, name=AUTOREGRESSIVE), case.tokens, DRAWS)
+    texts = draw(make_arm(case, name=AUTOREGRESSIVE), case.tokens, MATCHED)
     assert min(p_values(texts, table_law(case.tables))) > LEVEL
 
 
@@ -234,7 +238,7 @@ def penalised(sampling: SamplingConfig) -> Callable[[Text], Sequence[float]]:
     return law
 
 
-PROCESSED = ("chain, fixed", "k_config, with_replacement", "k_config, without_replacement", "opt_tree")
+PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree")
 
 
 @pytest.mark.parametrize("name", PROCESSED)
@@ -243,7 +247,7 @@ def test_law_behind_processors_that_read_the_text(name: str) -> None:
     """Temperature, top-k and a repetition penalty, by which the law depends on all tokens that the text has had."""
     sampling = SamplingConfig(temperature=0.8, top_k=3, repetition_penalty=1.5)
     case = Case(CASES[name].method, tokens=7)
-    texts = draw(make_arm(case, sampling), case.tokens, 6_000)
+    texts = draw(make_arm(case, sampling), case.tokens, MATCHED)
     seen = p_value(texts, penalised(sampling), lambda text: (text[-1], frozenset(text)))
     assert seen > LEVEL
     assert p_value(texts, table_law(MARKOV), lambda text: text[-1]) < LEVEL  # which is another law
@@ -351,21 +355,21 @@ def reading_the_row_above(patch: pytest.MonkeyPatch) -> None:
 
 WIDE = Case(tree("k_config", widths=(3,)))
 FAULTS: dict[str, tuple[Case, Plant, int]] = {  # where, how, and the draws that show it
-    "stop and verification share, as they did": (CASES["chain, beta"], choosing_by_the_same_words, 20_000),
-    "stop and verification share": (CASES["chain, beta"], stopping_by_the_verifiers_coins, 10_000),
-    "stop and verification share, calibrated": (CASES["chain, calibrated"], stopping_by_the_verifiers_coins, 3_000),
-    "all uses share": (CASES["chain, fixed"], streams_known_by("prompt", "repeat"), 10_000),
-    "all uses share, in a tree": (CASES["k_config, without_replacement"], streams_known_by("prompt", "repeat"), 10_000),
+    "stop and verification share, as they did": (CASES["chain, beta"], choosing_by_the_same_words, DRAWS),
+    "stop and verification share": (CASES["chain, beta"], stopping_by_the_verifiers_coins, DRAWS),
+    "stop and verification share, calibrated": (CASES["chain, calibrated"], stopping_by_the_verifiers_coins, 2_000),
+    "all uses share": (CASES["chain, fixed"], streams_known_by("prompt", "repeat"), DRAWS),
+    "all uses share, in a tree": (CASES["k_config, without_replacement"], streams_known_by("prompt", "repeat"), DRAWS),
     "prompts share": (CASES["chain, beta"], streams_known_by("repeat", "purpose"), 200),
-    "withdrawn": (CASES["chain, confidence"], withdrawing, 4_000),
-    "residual forgotten": (CASES["chain, fixed"], forgetting_the_residual, 4_000),
+    "withdrawn": (CASES["chain, confidence"], withdrawing, 1_000),
+    "residual forgotten": (CASES["chain, fixed"], forgetting_the_residual, MATCHED),
     "residual forgotten, in a tree": (CASES["k_config, without_replacement"], forgetting_the_residual, 4_000),
-    "residual mirrored": (CASES["chain, fixed"], mirroring_the_residual, 4_000),
-    "accepted too easily": (CASES["chain, fixed"], accepting_more, 4_000),
-    "drawn from another q": (CASES["k_config, with_replacement"], drawing_from_another_q, 10_000),
-    "draws taken for independent": (WIDE, taking_draws_for_independent, 10_000),
-    "matching forgets": (CASES["opt_tree"], matching_what_was_rejected, 4_000),
-    "row above": (CASES["chain, fixed"], reading_the_row_above, 4_000),
+    "residual mirrored": (CASES["chain, fixed"], mirroring_the_residual, 500),
+    "accepted too easily": (CASES["chain, fixed"], accepting_more, 2_000),
+    "drawn from another q": (CASES["k_config, with_replacement"], drawing_from_another_q, DRAWS),
+    "draws taken for independent": (WIDE, taking_draws_for_independent, DRAWS),
+    "matching forgets": (CASES["opt_tree"], matching_what_was_rejected, MATCHED),
+    "row above": (CASES["chain, fixed"], reading_the_row_above, 500),
 }
 
 

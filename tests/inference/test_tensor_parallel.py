@@ -53,23 +53,27 @@ def in_group(size: int, work: Callable[[Group], None], processes: int | None = N
     assert launched(count, lambda state: work(join_group(state, size))) == [0] * count
 
 
-def texts(stack: LayerStack, drafter: EarlyExit, prompt: list[int]) -> Iterator[tuple[str, list[int]]]:
-    """What each way of decoding says."""
-    tree = method_of(StructureConfig(kind="opt_tree", nodes=8, delta=0.0, max_depth=4))
-    for runtime in (Eager(), Graphed()):
+def texts(stack: LayerStack, drafter: EarlyExit, prompt: list[int], every: bool) -> Iterator[tuple[str, list[int]]]:
+    """What each way of decoding says; if not in `every` runtime, in one that another way does not use."""
+    method = method_of(StructureConfig(kind="opt_tree", nodes=8, delta=0.0, max_depth=4))
+    tree, lookup = Shaped(EarlyExitSource(drafter), make_structure(method, Streams(0))), PromptLookup()
+    for runtime, ways in ((Eager(), ("plain", "lookup")), (Graphed(), ("tree",))):
         options: Any = {"max_new_tokens": TOKENS, "runtime": runtime}
-        yield f"plain {runtime.name}", [t for r in autoregressive(stack, prompt, **options) for t in r.tokens]
-        shaped = Shaped(EarlyExitSource(drafter), make_structure(tree, Streams(0)))
-        for name, each in (("tree", shaped), ("lookup", PromptLookup())):
-            yield f"{name} {runtime.name}", [t for r in speculative(stack, each, prompt, **options) for t in r.tokens]
+        for name in ("plain", "lookup", "tree") if every else ways:
+            if name == "plain":
+                rounds = autoregressive(stack, prompt, **options)
+            else:
+                rounds = speculative(stack, tree if name == "tree" else lookup, prompt, **options)
+            yield f"{name} {runtime.name}", [t for r in rounds for t in r.tokens]
 
 
+IN_EVERY_RUNTIME = ("llama", "mixtral", "phi3")
 CASES = [(family, 2) for family in SPLIT] + [(family, 4) for family in ("llama", "gpt_neox", "mixtral", "phi3")]
 
 
 @pytest.mark.parametrize(("family", "size"), quick_where(lambda case: case in (("llama", 2), ("qwen3_moe", 2)), CASES))
 def test_its_tokens_are_those_of_one_process(tmp_path: Path, family: str, size: int) -> None:
-    """Eager and in fixed shapes; plainly, by an early exit's tree on the split layers, and by prompt lookup."""
+    """Eager or in fixed shapes; plainly, by an early exit's tree on the split layers, and by prompt lookup."""
     settings = json.loads((save_family(tmp_path / "plain", family) / "config.json").read_text())
     changes = {name: value for name, value in FOUR.items() if size == 4 and name in settings}
     target = open_target(str(save_family(tmp_path / "model", family, **changes)))
@@ -89,7 +93,7 @@ def test_its_tokens_are_those_of_one_process(tmp_path: Path, family: str, size: 
         ).requires_grad_(False)  # fmt: skip
         drafter.use_head(stack.head)
         assert torch.equal(whole_head(stack.head)[0], whole.head.weight)
-        for name, said in texts(stack, drafter, prompt):
+        for name, said in texts(stack, drafter, prompt, family in IN_EVERY_RUNTIME):
             assert said == expected, name
 
     in_group(size, work)
@@ -232,11 +236,13 @@ def test_a_sampled_evaluation(config: Callable[..., EvaluateConfig], on_the_cpu:
     options = {"sampling": SamplingConfig(temperature=1.0), "methods": {"chain": METHODS["chain"]}}
     options |= {"compare_transformers": False}
     made, one = config("out", tensor_parallel=2, **options), config("one", **options)
-    assert together(made, 2) == [0, 0]
-    assert together(one, 1) == [0]
+    two = QUESTIONS[:2]
+    assert together(made, 2, prompts=two) == [0, 0]
+    assert together(one, 1, prompts=two) == [0]
     plain = {key: said for key, said in tokens(one).items() if key[1] == "autoregressive"}
     assert {key: said for key, said in tokens(made).items() if key in plain} == plain
-    assert together(config("again", tensor_parallel=2, repeats=2, **options), 2) == [0, 0]  # one of two is kept
+    again = config("again", tensor_parallel=2, repeats=2, **options)
+    assert together(again, 2, prompts=two) == [0, 0]  # one of two repeats is kept
 
 
 def test_what_the_leader_says_holds_for_its_group() -> None:

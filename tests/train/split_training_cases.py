@@ -56,8 +56,7 @@ def corpus(tmp_path: Path) -> DataConfig:
     return jobs.write_corpus(tmp_path)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("train_head", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("processes", "train_head"), [(2, True), (4, False)])
 def test_an_early_exit_distilled_from_a_split_target(
     target: Path, corpus: DataConfig, tmp_path: Path, processes: int, train_head: bool
 ) -> None:
@@ -81,15 +80,12 @@ def test_an_early_exit_distilled_from_a_split_target(
     assert all(last)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_an_evaluation_without_decoding_takes_the_whole_group(
-    target: Path, corpus: DataConfig, tmp_path: Path, processes: int
-) -> None:
+def test_an_evaluation_without_decoding_takes_the_whole_group(target: Path, corpus: DataConfig, tmp_path: Path) -> None:
     """What is watched of a target that runs along needs all the processes that hold it, also where nothing decodes."""
     one = jobs.distilling(target, corpus, tmp_path / "one", objective="kl_tv", fit=replace(jobs.FIT, eval_every=2))
     split = replace(one, tensor_parallel=2, out_dir=str(tmp_path / "split"))
     run(train_early_exit, one, 1)
-    run(train_early_exit, split, processes)
+    run(train_early_exit, split, 4)
     found = []
     for folder in (tmp_path / "one", tmp_path / "split"):
         lines = [line for line in jobs.log(folder) if "eval_top1" in line]

@@ -44,8 +44,7 @@ def weights(out_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(out_dir / WEIGHTS_FILE)
 
 
-@pytest.mark.parametrize("train_head", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize(("architecture", "train_head"), [("llama", True), ("qwen3", False)])
 def test_a_trained_drafter_is_lossless_and_better(
     tmp_path: Path, corpus: DataConfig, architecture: str, train_head: bool, capsys: pytest.CaptureFixture
 ) -> None:

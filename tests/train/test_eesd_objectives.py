@@ -88,7 +88,7 @@ def test_every_objective_makes_the_drafter_like_the_target(tmp_path: Path, objec
     """By the acceptance of held-out tokens. The target is sure, so that its top-k is most of its law."""
     target = save_target(tmp_path / "target", kv_heads=2, peak=8.0)
     data = save_responses(target, tmp_path / "responses")
-    fit = replace(FIT, steps=40, lr=5e-3, log_every=5, eval_every=20, save_every=None)
+    fit = replace(FIT, steps=24, lr=5e-3, log_every=4, eval_every=12, save_every=None)
     train_early_exit(distilling(target, data, tmp_path / "out", objective=objective, teacher=teacher, fit=fit))
     lines = log(tmp_path / "out")
     losses = [line["loss"] for line in lines if "loss" in line]

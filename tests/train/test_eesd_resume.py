@@ -17,7 +17,7 @@ from outrider.run_dirs import LOCK_FILE, recorded_at_first
 from outrider.versions import code_version
 from tests.tiny import save_target
 from tests.train import jobs
-from tests.train.jobs import distilling, finish, kill_when, launch, same
+from tests.train.jobs import distilling, kill_when, launch, same
 from train import run_dir
 from train.early_exit import train_early_exit
 from train.settings import EesdConfig
@@ -30,9 +30,11 @@ def weights(out_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_sigkill_then_resume_ends_with_the_same_bits(tmp_path: Path, corpus: DataConfig) -> None:
+def test_sigkill_then_resume_ends_with_the_same_bits(
+    tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture
+) -> None:
     path = save_target(tmp_path / "target")
-    long = replace(FIT, steps=120, save_every=20)
+    long = replace(FIT, steps=60, save_every=10)
     killed = tmp_path / "killed"
     job = launch("train/eesd.py", distilling(path, corpus, killed, fit=long))
     refused: list[str] = []
@@ -48,8 +50,9 @@ def test_sigkill_then_resume_ends_with_the_same_bits(tmp_path: Path, corpus: Dat
     kill_when(second_is_refused, job)
     assert refused
     assert not (killed / META_FILE).exists()
-    said = finish(launch("train/eesd.py", distilling(path, corpus, killed, fit=long, resume=True)))
-    assert f"taken over from a run that did not end by itself: process {job.pid} on " in said
+    capsys.readouterr()
+    train_early_exit(distilling(path, corpus, killed, fit=long, resume=True))
+    assert f"taken over from a run that did not end by itself: process {job.pid} on " in capsys.readouterr().out
     assert {path.name for path in killed.glob(".*")} == {LOCK_FILE}
     train_early_exit(distilling(path, corpus, tmp_path / "whole", fit=long))
     assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))

@@ -27,18 +27,18 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, lora: int
 ) -> None:
     """With on-policy steps, and with the best weights after the stop or before it."""
-    fit = replace(FIT, steps=16, save_every=4, eval_every=5)
+    fit = replace(FIT, steps=8, save_every=2, eval_every=3)
     run = finetuning(target, corpus, tmp_path / "stopped", fit=fit, lora_rank=lora, on_policy=0.5,
                      drafter=DrafterConfig(path=str(small)))  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
-        interrupted_at(12, lambda: finetune_drafter(run))
+        interrupted_at(6, lambda: finetune_drafter(run))
     assert not (tmp_path / "stopped" / "config.json").exists()
     finetune_drafter(replace(run, resume=True))
     finetune_drafter(replace(run, out_dir=str(tmp_path / "whole")))
     assert same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
     reports = [json.loads((tmp_path / name / TRAINING_FILE).read_text()) for name in ("stopped", "whole")]
     assert reports[0]["step"] == reports[1]["step"]
-    last = [load_file(tmp_path / name / "checkpoint-16" / "model.safetensors") for name in ("stopped", "whole")]
+    last = [load_file(tmp_path / name / "checkpoint-8" / "model.safetensors") for name in ("stopped", "whole")]
     assert same(*last)
 
 

@@ -5,22 +5,24 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from importlib import import_module
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from filelock import FileLock
 
 from outrider.errors import UserError
 from outrider.run_dirs import only_run
-from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
-from tests.tiers import quick_where
+from tests.conf.test_configs import compose_and_build
+from tests.train.test_pipeline_options import steps_of
 from train.pipeline_run import give_report, run_pipeline
-from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, Step, StepConfig
-from train.shipping import SHIPPED
+from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
 
 ROOT = Path(__file__).parents[2]
-EXPERIMENTS = ("demo", "gpu_validation", "smollm2", "smollm2_demo")
 STAND_IN = """
 import sys
 from pathlib import Path
@@ -40,32 +42,53 @@ with open(given["calls"], "a") as calls:
 # ---------------------------------------------------------------------------------------------- the real commands
 
 
-def steps_of(experiment: str) -> set[str]:
-    if experiment == "smollm2_demo":
-        return {"fetch", "prompts", "report"}
-    return set(STEPS) - ({"target"} if experiment == "smollm2" else {"fetch", "prompts"})
+def run_here(*words: str) -> str:
+    """What the command says; it and its steps run in this process, without the seconds that imports take."""
+    said = StringIO()
+
+    def call(command: list[str], log: Path) -> int:
+        script = Path(command[1]).relative_to(ROOT).with_suffix("")
+        with log.open("a") as file, redirect_stdout(file), redirect_stderr(file), patch("sys.argv", command[1:]):
+            print("$", *command)
+            import_module(".".join(script.parts)).main()
+        return 0
+
+    with patch("train.pipeline_run._tee", call), redirect_stdout(said):
+        run_pipeline(compose_and_build("pipeline", list(words)))
+    return said.getvalue()
 
 
 @pytest.mark.parametrize("experiment", ["gpu_validation", "smollm2"])
 @pytest.mark.slow
-def test_one_command_runs_the_whole_mission(tmp_path, experiment):
-    """One test, for it takes a minute: what it leaves, what it says, and that nothing of it is done again."""
+def test_one_command_runs_the_whole_mission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: str) -> None:
+    """One test, for it takes long: what it leaves, what it says, and that nothing of it is done again."""
+    monkeypatch.chdir(tmp_path)
     out_dir, made = tmp_path / "run-debug", steps_of(experiment)
-    command = [sys.executable, str(ROOT / "train/pipeline.py"), f"experiment={experiment}", "debug=true"]
-    command += [f"out_dir={tmp_path / 'run'}", 'steps.report.more=["max_new_tokens=6"]']
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=570, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    words = [f"experiment={experiment}", "debug=true", f"out_dir={tmp_path / 'run'}"]
+    words += ['steps.report.more=["max_new_tokens=6"]']
+    said = run_here(*words)
     for name in made:
         assert (out_dir / STEPS[name].product).exists()
         assert (out_dir / "logs" / f"{name}.log").read_text().startswith("$ ")
-        assert done.stdout.count(f"pipeline step={name} ") == 2
+        assert said.count(f"pipeline step={name} ") == 2
     check_summary(out_dir, experiment)
     check_own_report(out_dir)
     before = {path: path.stat().st_mtime_ns for path in out_dir.rglob("*.safetensors")}
-    again = subprocess.run([*command, "resume=true"], capture_output=True, text=True, timeout=60, check=True)
-    assert again.stdout.count("state=done-before") == len(made)
-    assert (out_dir / "report/report.md").read_text() in again.stdout
+    again = run_here(*words, "resume=true")
+    assert again.count("state=done-before") == len(made)
+    assert (out_dir / "report/report.md").read_text() in again
     assert {path: path.stat().st_mtime_ns for path in out_dir.rglob("*.safetensors")} == before
+
+
+@pytest.mark.slow
+def test_steps_are_processes(tmp_path: Path) -> None:
+    """Started as from a shell, in a directory of the user's: scripts that no other test starts."""
+    left_out = [f"~steps.{name}" for name in ("trigrams", "eesd", "calibrate", "report")]
+    command = [sys.executable, ROOT / "train/pipeline.py", "experiment=smollm2", "debug=true", "own_report=null"]
+    done = subprocess.run([*command, *left_out], capture_output=True, text=True, cwd=tmp_path, timeout=570, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    made = json.loads((tmp_path / "runs/smollm2-debug/pipeline.json").read_text())
+    assert (made["complete"], set(made["steps"])) == (True, {"fetch", "prompts", "responses", "small_lm"})
 
 
 def check_summary(out_dir: Path, experiment: str) -> None:
@@ -98,128 +121,6 @@ def check_own_report(out_dir: Path) -> None:
     for drafter in ("eesd", "small_lm"):
         _, _, measured = (out_dir / drafter / "README.md").read_text().partition("## Measured")
         assert "| eesd_beta |" in measured
-
-
-# --------------------------------------------------------------------------------------------------------- options
-
-
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("name", quick_where(lambda name: name == "demo", EXPERIMENTS))
-def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
-    config = compose_and_build("pipeline", [f"experiment={name}", f"debug={str(debug).lower()}"])
-    assert set(config.to_do) == steps_of(name)
-    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
-    for step in config.steps:
-        options = [option.replace(HERE, "o").replace(REPOSITORY, "r") for option in config.options(step)]
-        built = compose_and_build(scripts[STEPS[step].script], [*options, f"out_dir=o/{step}", "resume=true"])
-        if hasattr(built, "data"):
-            sources = [part.source for _, _, part in built.data.parts()] or [built.data.source]
-            assert set(sources) <= {"python_stdlib", "local"}  # no network
-        if hasattr(built, "fit"):
-            assert built.fit.wandb.mode == "disabled"
-        if debug:
-            assert "python_packages" not in " ".join(options)
-            assert not hasattr(built, "fit") or built.data.cache_dir == "o/cache"
-    if not debug:
-        assert config.out_dir == f"runs/{name}"
-
-
-def test_the_laptops_two_hours_are_mostly_by_time() -> None:
-    """Of the two hours 75 minutes; fetching, calibration and the report take what they take."""
-    config = compose_and_build("pipeline", ["experiment=smollm2"])
-    minutes = [option for name in config.to_do for option in config.options(name) if option.startswith("minutes=")]
-    assert sum(float(option.partition("=")[2]) for option in minutes) == 75
-
-
-def test_the_demo_has_so_many_minutes_on_any_machine() -> None:
-    """Whatever takes longer on a slower machine is limited: all but reading, counting and loading."""
-    config = compose_and_build("pipeline", ["experiment=demo"])
-    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
-    minutes = {}
-    for step in set(config.to_do) - {"trigrams"}:
-        options = [option.replace(HERE, "o") for option in config.options(step)]
-        built = compose_and_build(scripts[STEPS[step].script], options)
-        minutes[step] = built.minutes
-        assert not hasattr(built, "decode_prompts") or built.fit.eval_every is None  # one evaluation, at the end
-    assert sum(minutes.values()) <= 8
-    assert minutes["target"] == max(minutes.values())
-
-
-def test_drafters_that_no_step_trains_are_given() -> None:
-    """A link to what a step would leave is no option where the step is left out."""
-    config = compose_and_build("pipeline", ["experiment=smollm2_demo"])
-    options = config.options("report")
-    shipped = {f"{REPOSITORY}/drafters/smollm2/{name}" for name in SHIPPED}
-    assert {option.partition("=")[2] for option in options if "drafters/" in option} == shipped
-    assert "target={out_dir}/fetch" in options
-    assert not any(f"{HERE}/{name}" in option for name in SHIPPED for option in options)
-    mine = compose_and_build("pipeline", ["experiment=smollm2_demo", 'steps.report.more=["small_lm=m"]'])
-    assert "small_lm=m" in mine.options("report")
-    assert "table={out_dir}/trigrams" in compose_and_build("pipeline", ["experiment=demo"]).options("report")
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: str) -> None:
-    config = compose_and_build("pipeline", [f"experiment={name}", "target=mine"])
-    assert set(config.to_do) == steps_of(name) - {"target", "fetch"}
-    given = {step for step in config.to_do if "target=mine" in config.options(step)}
-    if name == "smollm2_demo":
-        assert given == {"report"}
-    else:
-        assert given == {"responses", "eesd", "small_lm"}
-        assert "tokenizer=mine" in config.options("trigrams")
-    assert not any("{target}" in option for step in config.to_do for option in config.options(step))
-
-
-def test_the_experiments_in_no_folder_are_the_pipelines() -> None:
-    assert {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} == set(EXPERIMENTS)
-    assert set(GROUPS["experiment"]) == set(EXPERIMENTS)
-
-
-def test_gpu_validation_is_of_the_size_it_says() -> None:
-    options = dict(
-        o.split("=", 1) for o in compose_and_build("pipeline", ["experiment=gpu_validation"]).options("target")
-    )
-    layers, hidden, middle, vocabulary, heads, kv_heads = (
-        int(options[key]) for key in ("layers", "hidden", "intermediate", "vocabulary", "heads", "kv_heads")
-    )
-    layer = (2 + 2 * kv_heads / heads) * hidden**2 + 3 * hidden * middle + 2 * hidden
-    assert 300e6 < layers * layer + 2 * vocabulary * hidden + hidden < 400e6
-
-
-def test_a_later_option_replaces_an_earlier_one() -> None:
-    step = StepConfig(["a=1", "data=x", "+c=3"], ["a=2", "b=2"], ["++c=4", "data=y"])
-    config = PipelineConfig(steps={"trigrams": step})
-    assert config.options("trigrams") == ["tokenizer={out_dir}/target", "a=1", "data=y", "++c=4"]
-    taken_back = StepConfig(["a=1", "b=2"], ["~b"], ["~c", "~tokenizer"])  # of c nothing is known here: Hydra's own
-    assert PipelineConfig(steps={"trigrams": taken_back}, debug=True).options("trigrams") == ["a=1", "~c"]
-    debug = replace(config, debug=True).options("trigrams")
-    assert debug == ["tokenizer={out_dir}/target", "a=2", "data=y", "++c=4", "b=2"]
-    assert "tokenizer=mine" in replace(config, steps={"trigrams": StepConfig(more=["tokenizer=mine"])}).options(
-        "trigrams"
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": {}}, "steps=.*expected at least one step"),
-        ({"steps": {"target": StepConfig(), "fetch": StepConfig()}}, "steps=.*expected one of target, fetch"),
-        ({"steps": {"evaluate": StepConfig()}}, "steps='evaluate': expected one of target"),
-        ({"steps": {"eesd": StepConfig()}, "own_report": "eesd_beta"}, "own_report='eesd_beta': expected null"),
-    ],
-)
-def test_impossible_pipelines_name_the_key(changes, message) -> None:
-    with pytest.raises(UserError, match=message):
-        PipelineConfig(**changes)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"), [("fit.steps", "expected KEY=VALUE"), ("out_dir=x", "expected none of")]
-)
-def test_impossible_options_are_refused(option: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        StepConfig(more=[option])
 
 
 # ------------------------------------------------------------------------------------------ order, skipping, failing

@@ -20,7 +20,7 @@ from inference.drafters.small_lm import MAKER
 from inference.memory_plan import Place
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
 from outrider.errors import UserError
-from tests.inference.evaluate.evaluating import evaluate
+from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import VOCABULARY, save_target
 from tests.train.jobs import finetuning, save_responses, write_corpus
 from train.settings import DrafterConfig
@@ -141,7 +141,7 @@ def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: 
         target=str(target), small_lm=str(out), device="cpu", max_new_tokens=12, methods=methods,
         sampling=SamplingConfig(temperature=float(finished)), out_dir=str(tmp_path / "report"),
     )  # fmt: skip
-    evaluate(config)
+    evaluate(config, QUESTIONS[:2])
     for report in json.loads((tmp_path / "report/report.json").read_text())["reports"]:
         assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0 or finished
         assert report["draft_vocabularies"]["small_lm"]["tokens"] == 24

@@ -27,6 +27,8 @@ from tests.gguf_files import (
 )
 from tests.tiny import random_prompt, reference_generate
 
+KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", *UNQUANTISABLE)
+
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -95,8 +97,10 @@ def test_rows_left_as_llama_cpp_permutes_them_are_another_model(tmp_path: Path, 
     assert open_target(str(path)).fingerprint.tensors != open_target(str(source)).fingerprint.tensors
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", *UNQUANTISABLE])
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [*(("llama", kind) for kind in KINDS), ("qwen2", "BF16"), ("qwen2", "Q4_0")],
+)
 def test_a_quantised_model_is_that_of_the_dequantised_weights(tmp_path: Path, architecture: str, kind: str) -> None:
     source = save_plain_target(tmp_path / "model", architecture)
     path = write_gguf(source, tmp_path / "model.gguf", kind)

@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from accelerate import PartialState
 
 from data_prep.text.prompts import Prompt
-from inference.evaluate import compare
+from inference.evaluate import compare, report
 from inference.evaluate.prompt_results import append_result, read_results
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
 from outrider.errors import UserError
@@ -34,7 +35,9 @@ METHODS = {
 
 
 def evaluate(config: EvaluateConfig, prompts: Sequence[Prompt] = QUESTIONS) -> None:
-    compare.evaluate_checkpoint(config, prompts)
+    """All of an evaluation but its plots, which take longer to draw than these models to decode."""
+    with patch.object(report, "_save"):
+        compare.evaluate_checkpoint(config, prompts)
 
 
 def tokens(config: EvaluateConfig) -> dict[tuple[str, str], list[int]]:
@@ -74,14 +77,19 @@ def killed_after(config: EvaluateConfig, prompts: int, monkeypatch: pytest.Monke
     assert job.exitcode == -signal.SIGKILL
 
 
-def together(config: EvaluateConfig, count: int, prepare: Callable[[int], object] = lambda rank: None) -> list[int]:
+def together(
+    config: EvaluateConfig,
+    count: int,
+    prepare: Callable[[int], object] = lambda rank: None,
+    prompts: Sequence[Prompt] = QUESTIONS,
+) -> list[int]:
     """Exit statuses of `count` processes that evaluate as under a launcher; `prepare(rank)` runs in each before."""
 
     def work(state: PartialState) -> None:
         compare.join_processes = lambda: state
         prepare(state.process_index)
         try:
-            evaluate(config)
+            evaluate(config, prompts)
         except UserError as error:
             print(error)
             sys.exit(2)

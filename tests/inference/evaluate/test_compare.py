@@ -76,12 +76,15 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
 
 
 @pytest.mark.slow
-def test_half_precision_and_sampling_are_judged(config: Callable[..., EvaluateConfig]) -> None:
+def test_half_precision_and_sampling_are_judged(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every arm of this runtime on evenly spread prompts, all turns; what was found decides verdict and exit status."""
+    monkeypatch.setattr(compare, "JUDGED", 3)
     half = config("half", dtype="bfloat16")
     sampled = config("sampled", sampling=SamplingConfig(temperature=1.0))
     for made in (half, sampled):
-        evaluate(made, QUESTIONS * 4)
+        evaluate(made, QUESTIONS * 2)
         judged = [bool(r.deviations) for found in read_results(Path(made.out_dir)).values() for r in found.turns[:1]]
         assert compare.JUDGED <= sum(judged) <= compare.JUDGED + (5 if made is half else 0)  # those with a mismatch
         for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
@@ -90,7 +93,7 @@ def test_half_precision_and_sampling_are_judged(config: Callable[..., EvaluateCo
         assert "No fault" in (Path(made.out_dir) / "report.md").read_text()
     for made in (replace(half, out_dir=half.out_dir + "!"), replace(sampled, out_dir=sampled.out_dir + "!")):
         with rope_scaled(1.01), unproven(), pytest.raises(SystemExit) as left:
-            evaluate(made)
+            evaluate(made, QUESTIONS[:3])
         assert left.value.code == 1
         for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
             assert report["verdict"] == "not lossless"

@@ -11,14 +11,7 @@ from inference.evaluate import threads
 from inference.evaluate.threads import choose_threads, thread_counts, time_product, use_threads
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
-from tests.inference.evaluate.evaluating import evaluate
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> object:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 
 
 @pytest.mark.parametrize(
@@ -69,12 +62,18 @@ def test_the_report_says_how_many(
 
     monkeypatch.setattr(threads, "choose_threads", choose)
     made = config("out", threads="auto")
-    evaluate(made)
+    evaluate(made, QUESTIONS[:3])
     report = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]
     counts = {int(count): prompts for count, prompts in report["threads"].items()}
     assert counts[2] == 1
     assert sum(counts.values()) == report["prompts"]
     assert "2 threads for 1 prompts" in (Path(made.out_dir) / "report.md").read_text()
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_every_test_begins_with_one_thread(turn: int) -> None:
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
 
 
 def test_a_number_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:

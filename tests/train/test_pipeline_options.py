@@ -1,0 +1,140 @@
+"""What every experiment of the pipeline asks of its steps: options that their commands take, minutes, targets."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import UserError
+from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
+from tests.tiers import quick_where
+from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, StepConfig
+from train.shipping import SHIPPED
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENTS = ("demo", "gpu_validation", "smollm2", "smollm2_demo")
+
+
+def steps_of(experiment: str) -> set[str]:
+    if experiment == "smollm2_demo":
+        return {"fetch", "prompts", "report"}
+    return set(STEPS) - ({"target"} if experiment == "smollm2" else {"fetch", "prompts"})
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("name", quick_where(lambda name: name == "demo", EXPERIMENTS))
+def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
+    config = compose_and_build("pipeline", [f"experiment={name}", f"debug={str(debug).lower()}"])
+    assert set(config.to_do) == steps_of(name)
+    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
+    for step in config.steps:
+        options = [option.replace(HERE, "o").replace(REPOSITORY, "r") for option in config.options(step)]
+        built = compose_and_build(scripts[STEPS[step].script], [*options, f"out_dir=o/{step}", "resume=true"])
+        if hasattr(built, "data"):
+            sources = [part.source for _, _, part in built.data.parts()] or [built.data.source]
+            assert set(sources) <= {"python_stdlib", "local"}  # no network
+        if hasattr(built, "fit"):
+            assert built.fit.wandb.mode == "disabled"
+        if debug:
+            assert "python_packages" not in " ".join(options)
+            assert not hasattr(built, "fit") or built.data.cache_dir == "o/cache"
+    if not debug:
+        assert config.out_dir == f"runs/{name}"
+
+
+def test_the_laptops_two_hours_are_mostly_by_time() -> None:
+    """Of the two hours 75 minutes; fetching, calibration and the report take what they take."""
+    config = compose_and_build("pipeline", ["experiment=smollm2"])
+    minutes = [option for name in config.to_do for option in config.options(name) if option.startswith("minutes=")]
+    assert sum(float(option.partition("=")[2]) for option in minutes) == 75
+
+
+def test_the_demo_has_so_many_minutes_on_any_machine() -> None:
+    """Whatever takes longer on a slower machine is limited: all but reading, counting and loading."""
+    config = compose_and_build("pipeline", ["experiment=demo"])
+    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
+    minutes = {}
+    for step in set(config.to_do) - {"trigrams"}:
+        options = [option.replace(HERE, "o") for option in config.options(step)]
+        built = compose_and_build(scripts[STEPS[step].script], options)
+        minutes[step] = built.minutes
+        assert not hasattr(built, "decode_prompts") or built.fit.eval_every is None  # one evaluation, at the end
+    assert sum(minutes.values()) <= 8
+    assert minutes["target"] == max(minutes.values())
+
+
+def test_drafters_that_no_step_trains_are_given() -> None:
+    """A link to what a step would leave is no option where the step is left out."""
+    config = compose_and_build("pipeline", ["experiment=smollm2_demo"])
+    options = config.options("report")
+    shipped = {f"{REPOSITORY}/drafters/smollm2/{name}" for name in SHIPPED}
+    assert {option.partition("=")[2] for option in options if "drafters/" in option} == shipped
+    assert "target={out_dir}/fetch" in options
+    assert not any(f"{HERE}/{name}" in option for name in SHIPPED for option in options)
+    mine = compose_and_build("pipeline", ["experiment=smollm2_demo", 'steps.report.more=["small_lm=m"]'])
+    assert "small_lm=m" in mine.options("report")
+    assert "table={out_dir}/trigrams" in compose_and_build("pipeline", ["experiment=demo"]).options("report")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: str) -> None:
+    config = compose_and_build("pipeline", [f"experiment={name}", "target=mine"])
+    assert set(config.to_do) == steps_of(name) - {"target", "fetch"}
+    given = {step for step in config.to_do if "target=mine" in config.options(step)}
+    if name == "smollm2_demo":
+        assert given == {"report"}
+    else:
+        assert given == {"responses", "eesd", "small_lm"}
+        assert "tokenizer=mine" in config.options("trigrams")
+    assert not any("{target}" in option for step in config.to_do for option in config.options(step))
+
+
+def test_the_experiments_in_no_folder_are_the_pipelines() -> None:
+    assert {path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")} == set(EXPERIMENTS)
+    assert set(GROUPS["experiment"]) == set(EXPERIMENTS)
+
+
+def test_gpu_validation_is_of_the_size_it_says() -> None:
+    options = dict(
+        o.split("=", 1) for o in compose_and_build("pipeline", ["experiment=gpu_validation"]).options("target")
+    )
+    layers, hidden, middle, vocabulary, heads, kv_heads = (
+        int(options[key]) for key in ("layers", "hidden", "intermediate", "vocabulary", "heads", "kv_heads")
+    )
+    layer = (2 + 2 * kv_heads / heads) * hidden**2 + 3 * hidden * middle + 2 * hidden
+    assert 300e6 < layers * layer + 2 * vocabulary * hidden + hidden < 400e6
+
+
+def test_a_later_option_replaces_an_earlier_one() -> None:
+    step = StepConfig(["a=1", "data=x", "+c=3"], ["a=2", "b=2"], ["++c=4", "data=y"])
+    config = PipelineConfig(steps={"trigrams": step})
+    assert config.options("trigrams") == ["tokenizer={out_dir}/target", "a=1", "data=y", "++c=4"]
+    taken_back = StepConfig(["a=1", "b=2"], ["~b"], ["~c", "~tokenizer"])  # of c nothing is known here: Hydra's own
+    assert PipelineConfig(steps={"trigrams": taken_back}, debug=True).options("trigrams") == ["a=1", "~c"]
+    debug = replace(config, debug=True).options("trigrams")
+    assert debug == ["tokenizer={out_dir}/target", "a=2", "data=y", "++c=4", "b=2"]
+    assert "tokenizer=mine" in replace(config, steps={"trigrams": StepConfig(more=["tokenizer=mine"])}).options(
+        "trigrams"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": {}}, "steps=.*expected at least one step"),
+        ({"steps": {"target": StepConfig(), "fetch": StepConfig()}}, "steps=.*expected one of target, fetch"),
+        ({"steps": {"evaluate": StepConfig()}}, "steps='evaluate': expected one of target"),
+        ({"steps": {"eesd": StepConfig()}, "own_report": "eesd_beta"}, "own_report='eesd_beta': expected null"),
+    ],
+)
+def test_impossible_pipelines_name_the_key(changes, message) -> None:
+    with pytest.raises(UserError, match=message):
+        PipelineConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("fit.steps", "expected KEY=VALUE"), ("out_dir=x", "expected none of")]
+)
+def test_impossible_options_are_refused(option: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        StepConfig(more=[option])
