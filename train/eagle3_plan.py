@@ -13,6 +13,7 @@ from draft_models.losses import OVERLAPS
 from draft_models.target.empty_models import empty_model
 from inference.memory_plan import GB
 from train.eagle3_settings import Eagle3Config
+from train.eagle3_student import rows_at_once
 from train.plan import BYTES_PER_TRAINED
 
 CHUNK_COPIES = 6  # of a chunk's logits, that a loss makes of them on the way
@@ -32,7 +33,8 @@ def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConf
     trained = every - own - (0 if config.train_head else matrix)
     rows = config.fit.micro_batch_rows or config.fit.batch_rows
     tokens = rows * config.seq_len
-    logits = 4 * 1024 * max(target.vocab_size if config.objective in OVERLAPS else 0, reading.draft_vocabulary)
+    columns = reading.vocabulary if config.objective in OVERLAPS else reading.draft_vocabulary
+    logits = 4 * rows_at_once(reading, config.objective) * columns
     memory = {
         "the target's weights": width // 8 * whole,
         "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained + 4 * (every - trained),

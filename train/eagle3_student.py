@@ -11,10 +11,13 @@ from torch.utils.checkpoint import checkpoint
 from draft_models.acceptance import judge, whole_law
 from draft_models.draft_vocabulary import places
 from draft_models.eagle3.model import Eagle3, Mask
+from draft_models.eagle3.reading import Reading
 from draft_models.eagle3.step_attention import Steps
-from draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
+from draft_models.losses import IGNORE, OVERLAPS, head_product, rows_cross_entropy, rows_divergence
 from draft_models.target.attention import Band, packed_mask
 from draft_models.target.stack import LayerStack
+
+LOGITS_AT_ONCE = 2**25  # 134 MB in float32
 
 
 class Judged(NamedTuple):
@@ -42,12 +45,16 @@ class Eagle3Student(nn.Module):
     objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from the target.
     """
 
+    counts: Tensor
+
     def __init__(
         self, stack: LayerStack, head: Eagle3, *, objective: str, steps: int, decay: float, train_head: bool
     ) -> None:
         super().__init__()
         self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
-        self.objective, self.steps, self.decay = objective, steps, decay
+        self.objective, self.steps = objective, steps
+        counts = torch.tensor([decay**step for step in range(steps)], device=stack.device)
+        self.register_buffer("counts", counts / counts.sum(), persistent=False)
         head.lm_head.requires_grad_(train_head)
         if head.embed_tokens is not None:
             head.embed_tokens.requires_grad_(False)
@@ -68,8 +75,7 @@ class Eagle3Student(nn.Module):
         kept = _supervised(labels)
         taps, target = self.target_states(input_ids, positions, documents)
         guesses = self.guesses(input_ids, positions, documents, taps, kept, self.steps)
-        counted = torch.tensor([self.decay**step for step in range(self.steps)], device=labels.device)
-        shares = self.valid(positions, kept, self.steps) * counted / counted.sum()
+        shares = self.valid(positions, kept, self.steps) * self.counts
         return {"loss_sum": self.loss(guesses, target.flatten(0, 1)[kept], labels.flatten()[kept], shares)}
 
     @torch.no_grad()
@@ -126,15 +132,16 @@ class Eagle3Student(nn.Module):
         """
         head, steps = self.head, guesses.shape[1]
         rows, weight = head.normed(guesses).flatten(0, 1), head.lm_head.weight
+        chunk = rows_at_once(head.reading, self.objective)
         if self.objective == "cross_entropy":
             if head.draft_tokens is not None:
                 labels = places(labels, head.draft_tokens, head.reading.vocabulary)
             counted = (shares * (labels != IGNORE)[:, None]).flatten()
             wanted = labels.clamp(min=0).repeat_interleave(steps)
-            return rows_cross_entropy(rows, weight, wanted, shares=counted)
+            return rows_cross_entropy(rows, weight, wanted, chunk, shares=counted)
         states, matrix = head_product(self.stack.head, target)
         return rows_divergence(
-            rows, weight, states, matrix, self.objective, target_rule=self.stack.anatomy.logits,
+            rows, weight, states, matrix, self.objective, chunk, target_rule=self.stack.anatomy.logits,
             tokens=head.draft_tokens, shares=shares.flatten(),
         )  # fmt: skip
 
@@ -157,6 +164,12 @@ class Eagle3Student(nn.Module):
         by_place = accepted[0].new_full((labels.numel(), steps), torch.nan)
         by_place[kept] = torch.stack(accepted, 1)
         return Judged(valid.sum(0), torch.stack(loss), torch.stack(right), by_place.unflatten(0, labels.shape))
+
+
+def rows_at_once(reading: Reading, objective: str) -> int:
+    """Guesses whose logits exist at a time, so many that a GPU is busy with them."""
+    columns = reading.vocabulary if objective in OVERLAPS else reading.draft_vocabulary
+    return max(1024, LOGITS_AT_ONCE // columns)
 
 
 def _supervised(labels: Tensor) -> Tensor:

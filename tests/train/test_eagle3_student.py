@@ -1,5 +1,6 @@
 """Training-time test, all places at once, is what a draft does place by place: values and gradients."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from draft_models.target.attention import Band
 from tests.eagle3_heads import Facts, Row, reference
+from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
 from train.eagle3_head import tau_of_rounds
 from train.eagle3_student import Eagle3Student
@@ -205,6 +207,24 @@ def _last_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
     """Later steps see the step before in the place of the first one."""
     real = step_attention.join
     patch.setattr(step_attention, "join", lambda m, q, first, own, *rest: real(m, q, own[-1], own, *rest))
+
+
+@pytest.mark.parametrize("version", ["3", "3.1"])
+def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: str) -> None:
+    """Its outputs after a text and the tokens that follow in it are those of the steps at that place."""
+    case = make_case(target, version, None)
+    head, stack = copy.deepcopy(case.student.head).requires_grad_(False), case.student.stack
+    head.use_embedding(stack.embed_tokens.weight)
+    text = case.batch["input_ids"][0, :7].tolist()  # the first document
+    row = {name: value[:1] for name, value in case.batch.items()}
+    with torch.no_grad():
+        taps, _ = case.student.target_states(row["input_ids"], row["positions"], row["documents"])
+        for place in (0, 2, 3):
+            kept = torch.arange(STEPS) + place + 1
+            learnt = case.student.guesses(row["input_ids"], row["positions"], row["documents"], taps, kept, STEPS)
+            drafted = hidden_of(stack, head, text[: place + 1], text[place + 1 : place + 1 + STEPS])
+            for step, hidden in enumerate(drafted):
+                torch.testing.assert_close(learnt[step, step], hidden, rtol=1e-4, atol=1e-4)
 
 
 FAULTS: list[Callable[[Eagle3Student, pytest.MonkeyPatch], None]] = [
