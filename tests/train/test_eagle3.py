@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,24 +22,14 @@ from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
-from tests.train.jobs import FIT, finish, interrupted_at, launch, log, same
+from tests.train.jobs import FIT, finish, heading, interrupted_at, launch, log, same
 from train.eagle3_head import train_eagle3
-from train.eagle3_settings import Eagle3Config
 
 
 @pytest.fixture(scope="module")
 def sure(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target that is sure of its next token."""
     return save_target(tmp_path_factory.mktemp("models") / "target", kv_heads=2, peak=8.0)
-
-
-def training(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> Eagle3Config:
-    """Four steps of a head; `changes` say what is otherwise."""
-    settings = Eagle3Config(
-        target=str(target), data=corpus, fit=FIT, frozen_dtype="float32", seq_len=48, intermediate=48, draft_steps=3,
-        eval_rows=2, decode_prompts=2, decode_tokens=8, out_dir=str(out_dir),
-    )  # fmt: skip
-    return replace(settings, **changes)
 
 
 def weights(out_dir: Path) -> dict[str, Tensor]:
@@ -50,7 +39,7 @@ def weights(out_dir: Path) -> dict[str, Tensor]:
 def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
     """Its file is loaded as anybody's; every step agrees more with the target than it did."""
     fit = replace(FIT, steps=36, lr=5e-3, eval_every=12, log_every=6, save_every=None)
-    train_eagle3(training(sure, corpus, tmp_path / "out", fit=fit, draft_vocabulary=60))
+    train_eagle3(heading(sure, corpus, tmp_path / "out", fit=fit, draft_vocabulary=60))
     lines = log(tmp_path / "out")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
@@ -77,7 +66,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
-    whole, cut = (training(sure, corpus, tmp_path / name) for name in ("whole", "cut"))
+    whole, cut = (heading(sure, corpus, tmp_path / name) for name in ("whole", "cut"))
     train_eagle3(whole)
 
     def interrupted() -> None:
@@ -94,14 +83,14 @@ def test_an_interrupted_run_ends_with_the_same_bits(sure: Path, tmp_path: Path, 
 @pytest.mark.slow
 def test_sigkill_in_a_process_of_its_own(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
     """As the command is started; a finished run is left alone."""
-    run = training(sure, corpus, tmp_path / "out", fit=replace(FIT, steps=3))
+    run = heading(sure, corpus, tmp_path / "out", fit=replace(FIT, steps=3))
     assert "saved drafter=" in finish(launch("train/eagle3.py", run))
     assert "finished already" in finish(launch("train/eagle3.py", replace(run, resume=True)))
 
 
 def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
     """Version 3 has other tensors; the matrix of logits begins as the target's and stays so where it is not trained."""
-    run = training(
+    run = heading(
         sure, corpus, tmp_path / "out", fit=replace(FIT, steps=2), version="3", taps=(1, 3), intermediate=40,
         dialect="modelopt", train_head=False,
     )  # fmt: skip
@@ -117,8 +106,8 @@ def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> N
 
 def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
     """It has its own taps and tokens; with a learning rate of next to nothing it stays what it was."""
-    train_eagle3(training(sure, corpus, tmp_path / "one", draft_vocabulary=50, taps=(1, 2, 4)))
-    on = training(sure, corpus, tmp_path / "two", start=str(tmp_path / "one"), intermediate=None)
+    train_eagle3(heading(sure, corpus, tmp_path / "one", draft_vocabulary=50, taps=(1, 2, 4)))
+    on = heading(sure, corpus, tmp_path / "two", start=str(tmp_path / "one"), intermediate=None)
     train_eagle3(replace(on, fit=replace(FIT, lr=1e-12)))
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert one.keys() == two.keys()
@@ -149,11 +138,11 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
         ({"data": replace(corpus, heldout_fraction=0.0)}, r"data\.heldout_fraction=0"),
     ):
         with pytest.raises(UserError, match=message):
-            train_eagle3(replace(training(sure, corpus, tmp_path / "out"), **changes))
+            train_eagle3(replace(heading(sure, corpus, tmp_path / "out"), **changes))
 
 
 def test_a_plan_reads_no_weight(sure: Path, corpus: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run = training(tmp_path / "bare", corpus, tmp_path / "out", plan=True)
+    run = heading(tmp_path / "bare", corpus, tmp_path / "out", plan=True)
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_bytes((sure / "config.json").read_bytes())
     train_eagle3(run)
