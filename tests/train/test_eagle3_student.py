@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
 from train.eagle3_head import tau_of_rounds
+from train.eagle3_plan import kept_bytes
 from train.eagle3_student import Eagle3Student
 
 TOKENS = torch.arange(0, VOCABULARY, 3)
@@ -241,6 +243,32 @@ def test_a_planted_fault_is_found(
     fault(case.student, monkeypatch)
     with pytest.raises(AssertionError, match=r"Tensor-likes are not close|Scalars are not close"):
         assert_same(case)
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -> None:
+    """No less than they do, and less than twice as much; what they keep grows with the steps."""
+    case = make_case(target, "3.1", TOKENS)
+    if recomputed:
+        case.student.gradient_checkpointing_enable()
+    ids = torch.randint(256, (2, 64))
+    rows = {"input_ids": ids, "labels": ids.roll(-1, 1), "documents": torch.zeros_like(ids)}
+    rows["positions"] = torch.arange(64).expand(2, -1)
+    weights = {p.untyped_storage().data_ptr() for p in case.student.parameters()}
+    kept = dict[int, torch.UntypedStorage]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _loss = case.student(**rows)["loss_sum"]
+    taken = sum(storage.nbytes() for storage in kept.values()) / ids.numel()
+    fit = SimpleNamespace(gradient_checkpointing=recomputed)
+    config: Any = SimpleNamespace(draft_steps=STEPS, fit=fit)
+    assert taken < kept_bytes(config, case.student.head.reading) < 2 * taken
 
 
 def test_the_analytic_tau_is_of_drafts_that_begin_at_one_place() -> None:
