@@ -211,6 +211,21 @@ def _last_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_attention, "join", lambda m, q, first, own, *rest: real(m, q, own[-1], own, *rest))
 
 
+def test_in_bfloat16_the_gradient_points_the_same_way(target: Path) -> None:
+    """Under autocast, which rounds keys and queries after their rotation."""
+    found = []
+    for on in (False, True):
+        case = make_case(target, "3.1", TOKENS)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            loss = case.student(**case.batch)["loss_sum"]
+        loss.backward()
+        found.append((loss.item(), {name: p.grad for name, p in case.student.head.named_parameters()}))
+    (exact, wanted), (rounded, given) = found
+    assert exact != rounded == pytest.approx(exact, rel=0.02)
+    for name, gradient in wanted.items():
+        assert torch.cosine_similarity(given[name].flatten(), gradient.flatten(), dim=0) > 0.98, name
+
+
 @pytest.mark.parametrize("version", ["3", "3.1"])
 def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: str) -> None:
     """Its outputs after a text and the tokens that follow in it are those of the steps at that place."""
