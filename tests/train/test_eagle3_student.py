@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import train.eagle3_student as module
 from draft_models.eagle3 import step_attention
@@ -51,12 +51,9 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
     reading = new_reading(model.config, taps=TAPS, version=version, draft_vocabulary=size, intermediate=24)
     head = new_head(reading, stack, tokens, seed=1)
     torch.manual_seed(5)
-    for parameter in head.parameters():  # norms of one would hide which is which
-        parameter.data += (
-            0.2 * torch.randn_like(parameter) * parameter.std()
-            if parameter.ndim > 1
-            else 0.2 * torch.randn_like(parameter)
-        )
+    for parameter in head.parameters():  # norms of 1 would hide which is which
+        size = parameter.std() if parameter.ndim > 1 else 1.0
+        parameter.data += 0.2 * size * torch.randn_like(parameter)
     student = Eagle3Student(stack, head, objective=objective, steps=STEPS, decay=DECAY, train_head=True)
     documents = torch.tensor(DOCUMENTS)
     ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
@@ -68,19 +65,8 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
             where = [i for i, owner in enumerate(row) if owner == document]
             positions[b, where] = torch.arange(len(where))
             labels[b, where[:-1]] = ids[b, where[1:]]
-            with torch.no_grad():
-                out = whole(ids[b, where][None], output_hidden_states=True)
-            logits[b, where] = out.logits[0]
-            # transformers norms the last of its hidden states
-            inner = whole.model.layers[-1](
-                out.hidden_states[-2],
-                position_embeddings=whole.model.rotary_emb(
-                    out.hidden_states[-2], position_ids=torch.arange(len(where))[None]
-                ),
-                attention_mask=causal(len(where)),
-            )
-            states = [*out.hidden_states[:-1], inner if isinstance(inner, Tensor) else inner[0]]
-            taps[b, where] = torch.stack([states[tap][0] for tap in TAPS], 1).detach()
+            states, logits[b, where] = boundaries(whole, ids[b, where])
+            taps[b, where] = torch.stack([states[tap] for tap in TAPS], 1)
     labels[0, 2] = IGNORE  # a place that is not learnt from, between others
     batch = {"input_ids": ids, "labels": labels, "positions": positions, "documents": documents}
     newer = frozenset({"tap norms", "norm output"}) if version == "3.1" else frozenset[str]()
@@ -89,6 +75,19 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
         draft_tokens=tuple(range(VOCABULARY) if tokens is None else tokens.tolist()), on=newer, prefix="layers.0.",
     )  # fmt: skip
     return Case(student, batch, taps, logits, facts)
+
+
+@torch.no_grad()
+def boundaries(whole: PreTrainedModel, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Hidden states [T, H] that each layer of transformers' own forward takes, what the last one gives, and logits."""
+    found: list[Tensor] = []
+    inner: Any = whole.model
+    hooks = [layer.register_forward_pre_hook(lambda _, given: found.append(given[0][0])) for layer in inner.layers]
+    hooks.append(inner.norm.register_forward_pre_hook(lambda _, given: found.append(given[0][0])))
+    logits = whole(ids[None]).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return found, logits
 
 
 def causal(length: int) -> Tensor:
