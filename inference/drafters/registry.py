@@ -155,6 +155,7 @@ register(
         "inference.drafters.eagle3:MAKER",
         option="eagle3",
         needs="a directory or Hub name of an EAGLE-3 head",
+        card=True,
         tiny="eagle3",
         layers=True,
     )
