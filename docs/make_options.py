@@ -14,6 +14,7 @@ from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.settings import EvaluateConfig
+from train.eagle3_settings import Eagle3Config
 from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ShipConfig, ToyTargetConfig
 
@@ -23,6 +24,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "eesd": ("train/eesd.py", EesdConfig),
     "calibrate": ("train/calibrate.py", CalibrateConfig),
     "finetune_drafter": ("train/finetune_drafter.py", FinetuneConfig),
+    "eagle3": ("train/eagle3.py", Eagle3Config),
     "build_trigrams": ("data_prep/build_trigrams.py", TrigramConfig),
     "generate_responses": ("data_prep/generate_responses.py", GenerateConfig),
     "write_prompts": ("data_prep/write_prompts.py", PromptsConfig),

@@ -18,7 +18,7 @@ DIVERGENCES = get_args(Divergence)
 OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # those that are made of α = Σ min(p, q)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
 
-# (logits of some rows, which rows, whether a gradient is wanted) → (summed loss, its gradient by the logits)
+# (logits of some rows, which rows, whether a gradient is wanted) → (each row's loss, their gradients by the logits)
 _Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -26,7 +26,9 @@ class _LinearLoss(torch.autograd.Function):
     """A loss of hidden · weightᵀ whose forward computes the gradients chunk by chunk, so that no logits are kept."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, objective: _Objective, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, objective: _Objective, chunk: int, shares: Tensor | None
+    ) -> Tensor:
         compute = hidden.dtype
         matrix = weight.to(compute)
         exact = torch.promote_types(compute, torch.float32)
@@ -37,10 +39,10 @@ class _LinearLoss(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             value, grad = objective((hidden[rows] @ matrix.T).to(exact), rows, need_hidden or need_weight)
-            loss += value
+            loss += value.sum() if shares is None else (value * shares[rows]).sum()
             if grad is None:
                 continue
-            grad = grad.to(compute)
+            grad = (grad if shares is None else grad * shares[rows, None]).to(compute)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ matrix
             if grad_weight is not None:
@@ -55,6 +57,7 @@ class _LinearLoss(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype),
             None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype),
+            None,
             None,
             None,
         )
@@ -81,18 +84,33 @@ def linear_cross_entropy(
     `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
     keep = labels != IGNORE
-    wanted = labels[keep]
+    return rows_cross_entropy(hidden[keep], weight, labels[keep], chunk, rule=rule)
+
+
+def rows_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    wanted: Tensor,
+    chunk: int = 1024,
+    *,
+    rule: LogitRule = PLAIN,
+    shares: Tensor | None = None,
+) -> Tensor:
+    """`linear_cross_entropy` of rows [n, d] whose labels [n] are all wanted.
+
+    shares [n]: what each row's loss counts; None: 1.
+    """
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
         log_q, picked = logits.log_softmax(-1), wanted[rows, None]
-        value = -log_q.gather(-1, picked).sum()
+        value = -log_q.gather(-1, picked)[:, 0]
         if not need_grad:
             return value, None
         grad = log_q.exp_()
         grad.scatter_add_(-1, picked, grad.new_full((1, 1), -1.0).expand_as(picked))
         return value, grad
 
-    return _apply(hidden, weight, keep, objective, chunk, rule)
+    return _apply(hidden, weight, objective, chunk, rule, shares)
 
 
 def linear_divergence(
@@ -129,23 +147,49 @@ def linear_divergence(
     and dtypes are those of `linear_cross_entropy`.
     """
     keep = labels != IGNORE
+    sides = (hidden[keep], weight, target_hidden[keep], target_weight)
+    return rows_divergence(*sides, kind, chunk, rule=rule, target_rule=target_rule, tokens=tokens)
+
+
+def rows_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    target_hidden: Tensor,
+    target_weight: Tensor,
+    kind: str,
+    chunk: int = 1024,
+    *,
+    rule: LogitRule = PLAIN,
+    target_rule: LogitRule = PLAIN,
+    tokens: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> Tensor:
+    """`linear_divergence` of rows [n, d] that all count, from a target's [m, d'] where n is a multiple of m.
+
+    Where n > m, n / m rows on end are guesses of one token, whose law is computed once for all of them. shares [n]:
+    what each row's divergence counts.
+    """
     if tokens is not None and kind not in OVERLAPS:
         target_weight, tokens = target_weight[tokens], None
     shared = min(weight.shape[0], target_weight.shape[0])
     target_matrix = target_weight.detach()[: shared if tokens is None else None]
-    known, padding = target_hidden[keep].detach(), weight.shape[0] - shared
+    known, padding = target_hidden.detach(), weight.shape[0] - shared
+    guesses = len(hidden) // len(known) if len(known) else 1
+    chunk = max(1, chunk // guesses) * guesses
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
         log_q = logits[:, :shared].log_softmax(-1)
-        log_p = target_rule((known[rows] @ target_matrix.T).to(logits.dtype)).log_softmax(-1)
+        own = known[rows.start // guesses : rows.stop // guesses]
+        log_p = target_rule((own @ target_matrix.T).to(logits.dtype)).log_softmax(-1)
         log_p = log_p if tokens is None else log_p[:, tokens]
+        log_p = log_p if guesses == 1 else log_p.repeat_interleave(guesses, 0)
         value, slope = _divergence(kind, log_p, log_q)
         if not need_grad:
             return value, None
         grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
         return value, F.pad(grad, (0, padding)) if padding else grad
 
-    return _apply(hidden, weight, keep, objective, chunk, rule)
+    return _apply(hidden, weight, objective, chunk, rule, shares)
 
 
 def linear_topk_divergence(
@@ -200,11 +244,11 @@ def linear_topk_divergence(
         share = (others - log_q[:, -1:]).exp_().mul_(slope[:, -1:]).scatter_(-1, picked, slope[:, :-1])
         return value, (share - log_all.exp_() * slope.sum(-1, keepdim=True))[:, :own]
 
-    return _apply(hidden, weight, keep, objective, chunk, rule)
+    return _apply(hidden[keep], weight, objective, chunk, rule)
 
 
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed divergence of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q, the q taken as free.
+    """The divergence [n] of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q, the q taken as free.
 
     Of `OVERLAPS`, p may add up to less than 1: the rest is where q has nothing.
     By the logits z of q the gradient is slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j.
@@ -213,27 +257,27 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
         overlap = torch.minimum(log_p, log_q)  # logarithms: α itself may underflow
         log_alpha = overlap.logsumexp(-1, keepdim=True)
         # α grows with q where q is the smaller; a token's part in it is its share of α, and shares add to 1.
-        return -log_alpha.sum(), -(overlap - log_alpha).exp_() * (log_q < log_p)
+        return -log_alpha[:, 0], -(overlap - log_alpha).exp_() * (log_q < log_p)
     if kind == "reverse_kl":
         slope = log_q.exp() * (log_q - log_p)
-        return slope.sum(), slope
+        return slope.sum(-1), slope
     p = log_p.exp()
     if kind == "forward_kl":
-        return (p * (log_p - log_q)).sum(), -p
+        return (p * (log_p - log_q)).sum(-1), -p
     q = log_q.exp()
     if kind == "kl_tv":
         share = (-KL_FADES * acceptance(log_p, log_q)).exp_()[:, None]  # λ
         log_given = log_p - log_p.logsumexp(-1, keepdim=True)
         given = log_given.exp()
         value = share * given * (log_given - log_q) + (1 - share) * (q - p).clamp_min(0)
-        return value.sum(), (1 - share) * q * (q - p).sign() / 2 - share * given
+        return value.sum(-1), (1 - share) * q * (q - p).sign() / 2 - share * given
     if kind == "jensen_shannon":
         log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         slope = q * (log_q - log_m) / 2
-        return slope.sum() + (p * (log_p - log_m)).sum() / 2, slope
+        return slope.sum(-1) + (p * (log_p - log_m)).sum(-1) / 2, slope
     if kind == "total_variation":
         difference = q - p  # what q has too much is what it lacks elsewhere: 1 − Σ min(p, q)
-        return difference.clamp_min(0).sum(), q * difference.sign() / 2
+        return difference.clamp_min(0).sum(-1), q * difference.sign() / 2
     raise ValueError(f"kind={kind!r}: expected one of {', '.join(DIVERGENCES)}")
 
 
@@ -250,7 +294,12 @@ def _ruled(objective: _Objective, rule: LogitRule) -> _Objective:
 
 
 def _apply(
-    hidden: Tensor, weight: Tensor, keep: Tensor, objective: _Objective, chunk: int, rule: LogitRule = PLAIN
+    hidden: Tensor,
+    weight: Tensor,
+    objective: _Objective,
+    chunk: int,
+    rule: LogitRule = PLAIN,
+    shares: Tensor | None = None,
 ) -> Tensor:
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -258,4 +307,4 @@ def _apply(
     if not torch.is_grad_enabled():  # a Function is told what requires a gradient, not whether one is wanted
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
-        return _LinearLoss.apply(hidden[keep], weight, _ruled(objective, rule), chunk)
+        return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), chunk, shares)

@@ -117,7 +117,7 @@ class EesdConfig(TargetConfig):
             "adamw for train_layer=false: muon is for a layer's matrices",
         )
         _require_cache(self)
-        _require_heldout(self.data, "training is watched on held-out text")
+        require_heldout(self.data, "training is watched on held-out text")
 
     @property
     def loss(self) -> str:
@@ -191,7 +191,7 @@ class CalibrateConfig(RehearsedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_heldout(self.data, "the head is judged on held-out text")
+        require_heldout(self.data, "the head is judged on held-out text")
 
     def small(self, models: Path) -> Self:
         """Two steps for a tiny drafter."""
@@ -307,7 +307,7 @@ class FinetuneConfig(TargetConfig):
             "0 for a drafter from random weights, which adapters cannot train; or drafter.path",
         )
         _require_cache(self)
-        _require_heldout(self.data, "the drafter is chosen on held-out text")
+        require_heldout(self.data, "the drafter is chosen on held-out text")
 
     def small(self, models: Path) -> Self:
         """Two steps of a tiny drafter: a finished one where one was given, else a new one."""
@@ -351,7 +351,7 @@ def _require_cache(config: EesdConfig | FinetuneConfig) -> None:
     )
 
 
-def _require_heldout(data: DataConfig, why: str) -> None:
+def require_heldout(data: DataConfig, why: str) -> None:
     fraction = data.heldout_fraction
     require(fraction > 0, "data.heldout_fraction", fraction, f"more than 0: {why}")
 

@@ -55,10 +55,10 @@ def save_head(
     target, target_name: what it was trained for. drafted: tokens a round that a server may begin with. Raises
     `UserError` naming what the dialect cannot say of this head.
     """
+    require_said(head, dialect, target)
     tensors = {their_name(name, dialect): tensor for name, tensor in _tensors(head, dialect).items()}
     config = _config(head.reading, dialect, target, target_name, drafted)
     config["dtype"] = config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
-    _require_said(head, dialect, config, target)
     require_writable(path)
     write_atomically(path / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
     write_json(path / CONFIG_FILE, config)
@@ -147,8 +147,12 @@ def _windows(reading: Reading) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": kinds}
 
 
-def _require_said(head: Eagle3, dialect: Dialect, config: dict[str, Any], target: PreTrainedConfig) -> None:
-    """Raise `UserError` unless `config`, read again, is the head's reading, in words that its readers know."""
+def require_said(head: Eagle3, dialect: Dialect, target: PreTrainedConfig) -> None:
+    """Raise `UserError` unless what `save_head` would write, read again, is the head's reading, in its readers' words.
+
+    Of the head only names and shapes are looked at, so it may be on the meta device.
+    """
+    config = _config(head.reading, dialect, target, "", 1)
     reading = replace(head.reading, draft_ids="offset")  # as they are written, whatever they were read from
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     lost = [name for name, plain in _PLAIN.items()

@@ -11,15 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from draft_models.draft_vocabulary import spread
 from draft_models.eagle3.reading import Reading
+from draft_models.eagle3.step_attention import Steps
 from draft_models.target.attention import Band, grouped_attention
 from draft_models.target.stack import LayerCache, Rotary
 from outrider.errors import UserError, reason
 
 Mask = Tensor | Band | None
+Cache = LayerCache | Steps | None
 
 
 class HeadAttention(nn.Module):
@@ -40,14 +43,18 @@ class HeadAttention(nn.Module):
         self.q_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
         self.k_norm = LlamaRMSNorm(reading.head_dim, reading.epsilon) if reading.head_norms else nn.Identity()
 
-    def forward(self, x: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, rotary: Rotary, cache: Cache) -> Tensor:
         """x [B, Q, width] → [B, Q, H]."""
         query = self._rotated(self.q_norm(self._by_head(self.q_proj(x))), rotary)
         key = self._rotated(self.k_norm(self._by_head(self.k_proj(x))), rotary)
         value = self._by_head(self.v_proj(x))
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        mixed, _ = grouped_attention(self, query, key, value, mask, scaling=self.head_dim**-0.5)
+        scaling = self.head_dim**-0.5
+        if isinstance(cache, Steps):
+            mixed = cache.attend(self, query, (key, value), mask, self.layer_idx, scaling)
+        else:
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx)
+            mixed, _ = grouped_attention(self, query, key, value, mask, scaling=scaling)
         out: Tensor = self.o_proj(mixed.flatten(2))
         return out
 
@@ -77,8 +84,11 @@ class HeadMLP(nn.Module):
         return out
 
 
-class HeadLayer(nn.Module):
-    """A decoder layer of the head. The first one also takes the embedding of the token after the feature."""
+class HeadLayer(GradientCheckpointingLayer):
+    """A decoder layer of the head. The first one also takes the embedding of the token after the feature.
+
+    Of transformers' class it has only the mark by which optimizers and launchers know a layer.
+    """
 
     def __init__(self, reading: Reading, layer_idx: int):
         super().__init__()
@@ -91,9 +101,7 @@ class HeadLayer(nn.Module):
         self.hidden_norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if first else None
         self.post_attention_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon)
 
-    def forward(
-        self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None
-    ) -> Tensor:
+    def forward(self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: Cache) -> Tensor:
         """embedding, hidden [B, Q, H] → [B, Q, H]; a later layer does not look at the embedding."""
         if self.hidden_norm is None:
             attended = self.input_layernorm(hidden)
@@ -209,13 +217,12 @@ class Eagle3(nn.Module):
         features: Tensor,
         masks: Mapping[int | None, Mask],
         rotary: Rotary,
-        cache: LayerCache | None = None,
+        cache: Cache = None,
     ) -> Tensor:
         """The layers on tokens [B, Q] and, each of the place before its token, features [B, Q, H]: [B, Q, H].
 
         A feature is one of the target, or what this gave for its place. masks: by window (see `windows`); they say what
-        a row sees of all that the cache gives, so a step of training may see the causal past of another one and of the
-        steps between its own index only.
+        a row sees of all that the cache gives. With `Steps` in a cache's place it is a step of training.
         """
         return self.run_embedded(self.embed(tokens), features, masks, rotary, cache)
 
@@ -225,7 +232,7 @@ class Eagle3(nn.Module):
         features: Tensor,
         masks: Mapping[int | None, Mask],
         rotary: Rotary,
-        cache: LayerCache | None = None,
+        cache: Cache = None,
     ) -> Tensor:
         """`run` on the tokens' embeddings [B, Q, H]."""
         hidden = features
@@ -234,9 +241,14 @@ class Eagle3(nn.Module):
         normed: Tensor = self.norm(hidden) if self.reading.norm_output else hidden
         return normed
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What `run` gave [..., H] → what its matrix of logits is given [..., H]."""
+        normed: Tensor = hidden if self.reading.norm_output else self.norm(hidden)
+        return normed
+
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """What `run` gave [..., H] → logits of the draft tokens [..., V_d]."""
-        logits: Tensor = self.lm_head(hidden if self.reading.norm_output else self.norm(hidden))
+        logits: Tensor = self.lm_head(self.normed(hidden))
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.checkpoint import head_shapes, holds_head, load_head, open_head, stored_tokens
 from draft_models.eagle3.model import Eagle3
 from draft_models.target.model_identity import model_identity
@@ -17,7 +19,7 @@ from draft_models.target.tensor_files import open_tensors
 from draft_models.target.tensor_parallel import whole_embedding
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
-from inference.drafters.registry import Maker
+from inference.drafters.registry import Maker, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fixed_shapes import WIDTHS
 from inference.fused_layers import lay_out
@@ -26,6 +28,7 @@ from inference.session import TargetSession, View
 from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
 from inference.tree import chain_parents
+from outrider.files import read_json
 from outrider.streams import Streams
 
 
@@ -133,6 +136,12 @@ class Eagle3Maker(Maker):
         if not model.reading.own_embedding:
             model.use_embedding(whole_embedding(stack.embed_tokens, model.reading.vocabulary))
         lay_out(model, stack)
+
+    def trained_seconds(self, where: str) -> float | None:
+        file = Path(where) / TRAINING_FILE
+        if not file.is_file():  # trained elsewhere
+            return None
+        return recorded_seconds(read_json(file, "record of a training", "remove it, or restore it"))
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         return stored_tokens(where)

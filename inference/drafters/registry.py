@@ -184,6 +184,7 @@ register(
         needs="a directory or Hub name of an EAGLE-3 head",
         file="config.json",
         preset="eagle3",
+        card=True,
         tiny="eagle3",
         layers=True,
     )

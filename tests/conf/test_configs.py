@@ -19,6 +19,7 @@ from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiers import quick_where
+from train.eagle3_settings import Eagle3Config
 from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ShipConfig, ToyTargetConfig
 
@@ -33,6 +34,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "eesd": (EesdConfig, "train/eesd.py", ["target=t"]),
     "calibrate": (CalibrateConfig, "train/calibrate.py", ["checkpoint=c"]),
     "finetune_drafter": (FinetuneConfig, "train/finetune_drafter.py", ["target=t"]),
+    "eagle3": (Eagle3Config, "train/eagle3.py", ["target=t"]),
     "toy_target": (ToyTargetConfig, "train/toy_target.py", []),
     "generate_responses": (GenerateConfig, "data_prep/generate_responses.py", ["target=t"]),
     "write_prompts": (PromptsConfig, "data_prep/write_prompts.py", []),
@@ -64,6 +66,7 @@ def choices() -> list[tuple[str, str]]:
         "evaluate_checkpoint": ("method",),
         "eesd": ("data",),
         "calibrate": ("data",),
+        "eagle3": ("data",),
         "toy_target": ("data",),
         "finetune_drafter": ("data", "drafter"),
         "generate_responses": ("data",),

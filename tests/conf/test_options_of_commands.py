@@ -18,7 +18,7 @@ GIVEN = {
     "pipeline": ["experiment=demo"],
 }
 # Marked for what holds in general; with these the command itself chooses among the weights, or has it on record.
-BESIDES = {"eesd": {"fit.eval_every"}, "finetune_drafter": {"fit.eval_every", "revision"}}
+BESIDES = {"eesd": {"fit.eval_every"}, "eagle3": {"fit.eval_every"}, "finetune_drafter": {"fit.eval_every", "revision"}}
 
 
 def made(command: str) -> Any:

@@ -28,6 +28,7 @@ from draft_models.target.open_target import load_tokenizer
 from draft_models.target.tensor_files import open_tensors
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, save_target
 from train import run_dir
+from train.eagle3_settings import Eagle3Config
 from train.fit_settings import FitConfig, WandbConfig
 from train.settings import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
 
@@ -106,6 +107,15 @@ def distilling(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) 
         eval_rows=4,
         out_dir=str(out_dir),
     )
+    return replace(settings, **changes)
+
+
+def heading(target: Path, corpus: DataConfig, out_dir: Path, **changes: Any) -> Eagle3Config:
+    """Four steps of an EAGLE-3 head; `changes` say what is otherwise."""
+    settings = Eagle3Config(
+        target=str(target), data=corpus, fit=FIT, frozen_dtype="float32", seq_len=48, intermediate=48, draft_steps=3,
+        eval_rows=2, decode_prompts=2, decode_tokens=8, out_dir=str(out_dir),
+    )  # fmt: skip
     return replace(settings, **changes)
 
 

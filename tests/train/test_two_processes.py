@@ -20,12 +20,14 @@ from tests.train.jobs import (
     distilling,
     finetuning,
     finish,
+    heading,
     log,
     options_of,
     save_for_calibration,
     start,
 )
 from train.calibration import calibrate
+from train.eagle3_head import train_eagle3
 from train.early_exit import train_early_exit
 from train.row_order import own_share, step_rows
 from train.settings import DrafterConfig
@@ -55,14 +57,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small: Path, corpus: DataConf
         Path(target), corpus, folder / "adapters-alone", drafter=DrafterConfig(path=str(small)), on_policy=0.5,
         lora_rank=2,
     )  # fmt: skip
+    steps = heading(Path(target), corpus, folder / "steps-alone")
     head = calibrating(drafted, folder / "head-alone", fit=replace(CALIBRATING, epochs=None, steps=8))
     fit_tiny(folder / "fit-alone", optimizer="adamw")
     train_early_exit(exits)
     finetune_drafter(adapters)
+    train_eagle3(steps)
     calibrate(head)
     alone = load_file(drafted / "drafter" / calibration.WEIGHTS_FILE)
     (drafted / "drafter" / calibration.WEIGHTS_FILE).unlink()
     modules = {"exit": ("train.eesd", exits), "adapters": ("train.finetune_drafter", adapters)}
+    modules["steps"] = ("train.eagle3", steps)
     modules["head"] = ("train.calibrate", head)
     commands = [
         [module, *options_of(replace(config, out_dir=str(folder / name)))] for name, (module, config) in modules.items()
@@ -98,6 +103,13 @@ def test_adapters(runs: Runs, small: Path) -> None:
     )
     assert any((one[name] - start[name]).abs().max() > 1e-3 for name in one)
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
+
+
+@pytest.mark.slow
+def test_an_eagle3_head(runs: Runs) -> None:
+    two, one = (load_file(runs.folder / name / "model.safetensors") for name in ("steps", "steps-alone"))
+    assert (one["norm.weight"] - one["midlayer.hidden_norm.weight"]).abs().max() > 1e-3  # it did train
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

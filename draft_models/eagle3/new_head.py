@@ -1,0 +1,93 @@
+"""EAGLE-3 heads to begin a training with: their sizes from the target's, their weights random but for the logits'."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
+from draft_models.eagle3.model import Eagle3
+from draft_models.eagle3.reading import Reading
+from draft_models.target.anatomy import context_limit
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_parallel import whole_head
+
+
+def new_reading(
+    target: PreTrainedConfig,
+    *,
+    taps: tuple[int, ...],
+    version: str,
+    draft_vocabulary: int | None,
+    intermediate: int | None,
+) -> Reading:
+    """A head of one layer for a target of that config, as wide as it; it shares the target's embedding.
+
+    taps: boundaries, none for `default_taps`. version: 3, or 3.1, in which taps and what steps hand on are normed.
+    draft_vocabulary: tokens that it has logits of, None for all. intermediate: width inside its MLP, None for the
+    target's. Raises `UserError` for what is impossible.
+    """
+    heads, width = target.num_attention_heads, target.hidden_size
+    newer = version == "3.1"
+    return Reading(
+        taps=taps or default_taps(target.num_hidden_layers),
+        target_hidden=width,
+        hidden=width,
+        intermediate=intermediate or getattr(target, "intermediate_size", None) or 4 * width,
+        layers=1,
+        heads=heads,
+        key_heads=getattr(target, "num_key_value_heads", None) or heads,
+        head_dim=getattr(target, "head_dim", None) or width // heads,
+        epsilon=getattr(target, "rms_norm_eps", None) or 1e-5,
+        activation="silu",
+        vocabulary=target.vocab_size,
+        draft_vocabulary=draft_vocabulary or target.vocab_size,
+        rope={"rope_type": "default", "rope_theta": _theta(target)},
+        max_positions=context_limit(target),
+        windows=(None,),
+        tap_norms=newer,
+        norm_output=newer,
+    )
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """A low, a middle and a high boundary: EAGLE's own three, or of a target too small for them the nearest."""
+    chosen = (2, layers // 2, layers - 3) if layers >= 7 else (1, layers // 2, layers - 1)
+    return tuple(sorted(set(chosen)))
+
+
+@torch.no_grad()
+def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: int) -> Eagle3:
+    """The head before training, in float32 on the target's device: a function of its arguments.
+
+    tokens [k]: the only ones that it has logits of. Its logits begin as the target's do: with the rows of the target's
+    head, and with what the target's last norm multiplies by. Other matrices keep the size of what they are given.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, shape in head_shapes(reading).items():
+        made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
+        weights[name] = made.to(stack.device)
+    rows, _ = whole_head(stack.head)
+    rows = rows[: reading.vocabulary] if tokens is None else rows[tokens]
+    weights["lm_head.weight"] = rows.detach().float().clone()  # the target keeps its own
+    weights["norm.weight"] = _scale_of(stack.norm, reading.hidden, stack)
+    if tokens is not None:
+        weights[DRAFT_TOKENS] = tokens.to(stack.device)
+    return Eagle3.of(reading, weights)
+
+
+def _scale_of(norm: nn.Module, width: int, stack: LayerStack) -> Tensor:
+    """What a norm multiplies each of `width` dimensions by, whatever its weight means."""
+    signs = torch.ones(width, dtype=stack.dtype, device=stack.device)
+    signs[::2] = -1  # of mean 0 and mean square 1, so that norms of either kind leave it as it is
+    found: Tensor = norm(signs) * signs
+    return found.float()
+
+
+def _theta(target: PreTrainedConfig) -> float:
+    """The base of the target's rotary embedding, where it has one of the plain kind; else the usual one."""
+    rope: Any = getattr(target, "rope_parameters", None) or {}
+    plain = isinstance(rope.get("rope_theta"), int | float)
+    return float(rope["rope_theta"]) if plain else 10000.0

@@ -1,0 +1,130 @@
+"""Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): steps of a draft, all places at once.
+
+Step 0 runs on the target's features, every later one on what the step before gave for the same place. Place i of step t
+stands for the t-th drafted token after place i, so it sees what a draft's cache would hold: the entries of step 0 up to
+i, and its own place's entries of steps 1 to t.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from draft_models.target.attention import Band, grouped_attention
+
+Entry = tuple[Tensor, Tensor]  # keys and values [B, Hk, T, D] of a step
+EXTRA = 8  # columns that `_joined` adds; fused kernels want widths that are multiples of this
+
+
+class Steps:
+    """The entries of all steps so far, by layer. A cache's place is taken by it while a head trains.
+
+    `now` is the step that runs. A step may run twice, as it does where activations are computed again.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._entries: dict[int, dict[int, Entry]] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, entry: Entry, mask: Tensor | Band | None, layer: int, scaling: float
+    ) -> Tensor:
+        """query [B, H, T, D] of step `now`, whose keys and values are `entry` → [B, T, H, D].
+
+        mask: what a place sees of step 0, as in `grouped_attention`.
+        """
+        steps = self._entries.setdefault(layer, {})
+        steps[self.now] = entry
+        if self.now == 0:
+            return grouped_attention(module, query, *entry, mask, scaling=scaling)[0]
+        own = [steps[step] for step in range(1, self.now + 1)]
+        return join(module, query, steps[0], own, mask, scaling)
+
+
+def join(
+    module: nn.Module, query: Tensor, first: Entry, own: Sequence[Entry], mask: Tensor | Band | None, scaling: float
+) -> Tensor:
+    """One softmax over the entries `first`, by `mask`, and over those of `own` at the query's place: [B, T, H, D].
+
+    query [B, H, T, D]. The entries of a place are one more key to the others: its score is the logarithm of the sum of
+    their exponentials, and it has their mean as its value. So no scores beyond those of `first` are ever made.
+    """
+    scores = torch.stack([_by_place(query, key) for key, _ in own], -1) * scaling  # [B, H, T, steps]
+    weights = scores.softmax(-1)
+    group = query.shape[1] // first[0].shape[1]
+    mean = torch.zeros_like(query)
+    for step, (_, value) in enumerate(own):
+        mean = mean + weights[..., step, None] * value.repeat_interleave(group, 1)
+    if mask is None:
+        length = query.shape[2]
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+    query, key, value = _widened(query, *first, scores.logsumexp(-1) / scaling)
+    if isinstance(mask, Band):
+        out = _by_blocks(module, query, key, value, mask, scaling)
+    else:
+        out = _attend(module, mask, scaling, query, key, value)
+    found, share = out[..., :-EXTRA], out[..., -EXTRA, None]
+    return found + share * mean.transpose(1, 2).to(out.dtype)
+
+
+def _by_place(query: Tensor, key: Tensor) -> Tensor:
+    """Scores [B, H, T] of queries [B, H, T, D] and the keys [B, Hk, T, D] of the same places, in float32 or better."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.unflatten(1, (key.shape[1], -1)).to(exact)
+    return (grouped * key[:, :, None].to(exact)).sum(-1).flatten(1, 2)
+
+
+def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All three `EXTRA` columns wider, and a key in front that every query gives its own `score` [B, H, T].
+
+    A query has its score in two columns, what the dtype holds of it and what it leaves: 16 bits alone would err by 0.4
+    %. The key's value is 1 in a column where the others' is 0, so that the softmax says its share.
+    """
+    dtype = value.dtype
+    held = score.to(dtype)
+    left = (score - held).to(dtype)
+    query = F.pad(torch.cat([query.to(dtype), held[..., None], left[..., None]], -1), (0, EXTRA - 2))
+    wide = key.shape[-1] + EXTRA
+    front = key.new_zeros(wide, dtype=dtype)
+    front[-EXTRA : 2 - EXTRA] = 1
+    ahead = value.new_zeros(wide)
+    ahead[-EXTRA] = 1
+
+    def with_front(part: Tensor, row: Tensor) -> Tensor:
+        padded = F.pad(part.to(dtype), (0, EXTRA))
+        return torch.cat([row.expand(*part.shape[:2], 1, wide), padded], 2)
+
+    return query, with_front(key, front), with_front(value, ahead)
+
+
+def _attend(module: nn.Module, mask: Tensor, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """mask [B or 1, 1, Q, K] of all keys but the one in front, which every query sees."""
+    return grouped_attention(module, query, key, value, F.pad(mask, (1, 0), value=True), scaling=scaling)[0]
+
+
+def _by_blocks(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, band: Band, scaling: float) -> Tensor:
+    """The same under a `Band`, a block of queries after the other, whose mask is made again in the backward pass."""
+    length, parts = query.shape[2], []
+    for begin, start in zip(range(0, length, band.BLOCK), band.starts, strict=True):
+        end = min(begin + band.BLOCK, length)
+        keys, values = (torch.cat([part[:, :, :1], part[:, :, start + 1 : end + 1]], 2) for part in (key, value))
+        attend = partial(_attend_block, module, band, (begin, end, start), scaling)
+        if torch.is_grad_enabled() and query.requires_grad:
+            attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+        parts.append(attend(query[:, :, begin:end], keys, values))
+    return torch.cat(parts, dim=1)
+
+
+def _attend_block(
+    module: nn.Module,
+    band: Band,
+    place: tuple[int, int, int],
+    scaling: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    return _attend(module, band.block(*place), scaling, query, key, value)

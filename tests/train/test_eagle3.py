@@ -1,0 +1,155 @@
+"""EAGLE-3 training end to end on a tiny target: from a config to a head that decodes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from data_prep.settings import DataConfig
+from draft_models.card import CARD_FILE
+from draft_models.eagle3.card import TRAINING_FILE
+from draft_models.eagle3.checkpoint import load_head, open_head, stored_tokens
+from draft_models.target.architectures import load_config
+from inference.decode import speculative
+from inference.drafters.eagle3 import MAKER, Eagle3Source
+from inference.drafters.shaped import Shaped
+from inference.stopping import FixedLength
+from inference.structures.factory import Chain
+from outrider.errors import UserError
+from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+from tests.train.jobs import FIT, finish, heading, interrupted_at, launch, log, same
+from train.eagle3_head import train_eagle3
+
+
+@pytest.fixture(scope="module")
+def sure(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that is sure of its next token."""
+    return save_target(tmp_path_factory.mktemp("models") / "target", kv_heads=2, peak=8.0)
+
+
+def weights(out_dir: Path) -> dict[str, Tensor]:
+    return load_file(out_dir / "model.safetensors")
+
+
+def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
+    """Its file is loaded as anybody's; every step agrees more with the target than it did."""
+    fit = replace(FIT, steps=36, lr=5e-3, eval_every=12, log_every=6, save_every=None)
+    train_eagle3(heading(sure, corpus, tmp_path / "out", fit=fit, draft_vocabulary=60))
+    lines = log(tmp_path / "out")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    evaluated = [line for line in lines if "eval_tau" in line]
+    assert len(evaluated) == 3
+    for step in (1, 2, 3, 4):
+        assert evaluated[-1][f"eval_loss_{step}"] < evaluated[0][f"eval_loss_{step}"]
+    assert evaluated[-1]["eval_agree_1"] > evaluated[0]["eval_agree_1"] > 0
+    assert 1 < evaluated[0]["eval_tau_analytic"] < evaluated[-1]["eval_tau_analytic"] <= 5
+    record = json.loads((tmp_path / "out" / TRAINING_FILE).read_text())
+    assert record["metrics"]["tau"] == max(line["eval_tau"] for line in evaluated)
+    assert MAKER.trained_seconds(str(tmp_path / "out")) == record["training_seconds"] > 0
+    assert "evaluate-checkpoint target=" in (tmp_path / "out" / CARD_FILE).read_text()
+
+    head = load_head(str(tmp_path / "out"), load_config(str(sure)), dtype=torch.float32)
+    assert head.draft_tokens is not None
+    assert head.draft_tokens.tolist() == stored_tokens(str(tmp_path / "out"))
+    assert len(head.draft_tokens) == 60
+    model, stack = open_stack(sure)
+    head.use_embedding(stack.embed_tokens.weight)
+    prompt = random_prompt(20)
+    rounds = list(speculative(stack, Shaped(Eagle3Source(head), Chain(FixedLength(4))), prompt, max_new_tokens=20))
+    assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
+    whole, cut = (heading(sure, corpus, tmp_path / name) for name in ("whole", "cut"))
+    train_eagle3(whole)
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            train_eagle3(cut)
+
+    interrupted_at(4, interrupted)
+    train_eagle3(replace(cut, resume=True))
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    with pytest.raises(UserError, match=r"step_decay=0\.5 \(was 0\.8\)"):
+        train_eagle3(replace(cut, resume=True, step_decay=0.5))
+
+
+@pytest.mark.slow
+def test_sigkill_in_a_process_of_its_own(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
+    """As the command is started; a finished run is left alone."""
+    run = heading(sure, corpus, tmp_path / "out", fit=replace(FIT, steps=3))
+    assert "saved drafter=" in finish(launch("train/eagle3.py", run))
+    assert "finished already" in finish(launch("train/eagle3.py", replace(run, resume=True)))
+
+
+def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
+    """Version 3 has other tensors; the matrix of logits begins as the target's and stays so where it is not trained."""
+    run = heading(
+        sure, corpus, tmp_path / "out", fit=replace(FIT, steps=2), version="3", taps=(1, 3), intermediate=40,
+        dialect="modelopt", train_head=False,
+    )  # fmt: skip
+    train_eagle3(run)
+    stored = open_head(str(tmp_path / "out"), load_config(str(sure)))
+    assert (stored.dialect, stored.reading.taps, stored.reading.intermediate) == ("modelopt", (1, 3), 40)
+    assert not stored.reading.tap_norms
+    assert not stored.reading.norm_output
+    saved, target = stored.tensors(), AutoModelForCausalLM.from_pretrained(sure)
+    assert torch.equal(saved["lm_head.weight"], target.lm_head.weight)
+    assert not torch.equal(saved["norm.weight"], target.model.norm.weight)
+
+
+def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
+    """It has its own taps and tokens; with a learning rate of next to nothing it stays what it was."""
+    train_eagle3(heading(sure, corpus, tmp_path / "one", draft_vocabulary=50, taps=(1, 2, 4)))
+    on = heading(sure, corpus, tmp_path / "two", start=str(tmp_path / "one"), intermediate=None)
+    train_eagle3(replace(on, fit=replace(FIT, lr=1e-12)))
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-9)
+    for changes, message in (
+        ({"draft_vocabulary": 50}, "draft_vocabulary=50: expected None, its default: start="),
+        ({"start": str(sure)}, "no tensor midlayer.hidden_norm.weight"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train_eagle3(replace(on, **changes))
+
+
+def test_what_cannot_be_is_refused_before_a_weight_is_read(
+    sure: Path, corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.eagle3_head.make_student", None)
+    for changes, message in (
+        ({"taps": (3, 2, 1)}, r"taps=\(3, 2, 1\): expected boundaries in ascending order"),
+        ({"taps": (1, 2, 9)}, r"taps=\[1, 2, 9\]: expected 0 to 4, the target's layers"),
+        ({"taps": (1, 2)}, "dialect=specforge: has no word for taps"),
+        ({"dialect": "eagle"}, "dialect=eagle: has no word for tap_norms=True"),
+        ({"draft_steps": 47}, r"draft_steps=47: expected at most seq_len - 2 \(46\)"),
+        ({"draft_vocabulary": 1000}, "draft_vocabulary=1000: expected at most vocabulary=260"),
+        ({"seq_len": 300}, "seq_len=300: the target's context is 256"),
+        ({"decode_tokens": 256}, "decode_tokens=256: the target's context is 256"),
+        ({"step_decay": 1.5}, "step_decay=1.5: expected"),
+        ({"data": replace(corpus, heldout_fraction=0.0)}, r"data\.heldout_fraction=0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train_eagle3(replace(heading(sure, corpus, tmp_path / "out"), **changes))
+
+
+def test_a_plan_reads_no_weight(sure: Path, corpus: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = heading(tmp_path / "bare", corpus, tmp_path / "out", plan=True)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_bytes((sure / "config.json").read_bytes())
+    train_eagle3(run)
+    plan = capsys.readouterr().out.splitlines()
+    assert not (tmp_path / "out").exists()
+    train_eagle3(replace(run, plan=False, target=str(sure)))
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("eagle3 start=new"))
+    for word in ("trained_parameters=", "frozen_parameters="):
+        (planned,) = [part for part in plan[0].split() if part.startswith(word)]
+        assert planned in said.split()

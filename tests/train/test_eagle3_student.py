@@ -1,0 +1,252 @@
+"""Training-time test, all places at once, is what a draft does place by place: values and gradients."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import train.eagle3_student as module
+from draft_models.eagle3 import step_attention
+from draft_models.eagle3.new_head import new_head, new_reading
+from draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
+from draft_models.target.attention import Band
+from tests.eagle3_heads import Facts, Row, reference
+from tests.fitted_heads import hidden_of
+from tests.tiny import VOCABULARY, open_stack
+from train.eagle3_head import tau_of_rounds
+from train.eagle3_student import Eagle3Student
+
+TOKENS = torch.arange(0, VOCABULARY, 3)
+STEPS, DECAY, TAPS = 3, 0.5, (1, 2, 4)
+DOCUMENTS = [[0] * 7 + [1] * 5, [0] * 9 + [1] * 1 + [-1] * 2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A student, rows for it, and what its target says in each document: taps [k, T, H] and logits [T, V]."""
+
+    student: Eagle3Student
+    batch: dict[str, Tensor]
+    taps: Tensor  # [B, T, k, H]
+    logits: Tensor  # [B, T, V]
+    facts: Facts
+
+
+@pytest.fixture(params=["3", "3.1"])
+def case(request: pytest.FixtureRequest, target: Path) -> Case:
+    return make_case(target, request.param, TOKENS)
+
+
+def make_case(target: Path, version: str, tokens: Tensor | None, objective: str = "forward_kl") -> Case:
+    model, stack = open_stack(target)
+    size = None if tokens is None else len(tokens)
+    reading = new_reading(model.config, taps=TAPS, version=version, draft_vocabulary=size, intermediate=24)
+    head = new_head(reading, stack, tokens, seed=1)
+    torch.manual_seed(5)
+    for parameter in head.parameters():  # norms of one would hide which is which
+        parameter.data += (
+            0.2 * torch.randn_like(parameter) * parameter.std()
+            if parameter.ndim > 1
+            else 0.2 * torch.randn_like(parameter)
+        )
+    student = Eagle3Student(stack, head, objective=objective, steps=STEPS, decay=DECAY, train_head=True)
+    documents = torch.tensor(DOCUMENTS)
+    ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
+    positions, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
+    taps, logits = torch.zeros(*ids.shape, len(TAPS), 64), torch.zeros(*ids.shape, VOCABULARY)
+    whole = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
+    for b, row in enumerate(DOCUMENTS):
+        for document in set(row) - {-1}:
+            where = [i for i, owner in enumerate(row) if owner == document]
+            positions[b, where] = torch.arange(len(where))
+            labels[b, where[:-1]] = ids[b, where[1:]]
+            with torch.no_grad():
+                out = whole(ids[b, where][None], output_hidden_states=True)
+            logits[b, where] = out.logits[0]
+            # transformers norms the last of its hidden states
+            inner = whole.model.layers[-1](
+                out.hidden_states[-2],
+                position_embeddings=whole.model.rotary_emb(
+                    out.hidden_states[-2], position_ids=torch.arange(len(where))[None]
+                ),
+                attention_mask=causal(len(where)),
+            )
+            states = [*out.hidden_states[:-1], inner if isinstance(inner, Tensor) else inner[0]]
+            taps[b, where] = torch.stack([states[tap][0] for tap in TAPS], 1).detach()
+    labels[0, 2] = IGNORE  # a place that is not learnt from, between others
+    batch = {"input_ids": ids, "labels": labels, "positions": positions, "documents": documents}
+    newer = frozenset({"tap norms", "norm output"}) if version == "3.1" else frozenset[str]()
+    facts = Facts(
+        taps=TAPS, config={}, width=64, head_dim=16, theta=reading.rope["rope_theta"], epsilon=reading.epsilon,
+        draft_tokens=tuple(range(VOCABULARY) if tokens is None else tokens.tolist()), on=newer, prefix="layers.0.",
+    )  # fmt: skip
+    return Case(student, batch, taps, logits, facts)
+
+
+def causal(length: int) -> Tensor:
+    return torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
+
+
+def drafts(case: Case, weights: dict[str, Tensor]) -> dict[tuple[int, int, int], Tensor]:
+    """Logits [V_d] of (row, place, step), each document alone, each draft as the runtime makes it."""
+    found = {}
+    embedding = case.student.stack.embed_tokens.weight.detach()
+    for b, owners in enumerate(DOCUMENTS):
+        for document in set(owners) - {-1}:
+            where = [i for i, owner in enumerate(owners) if owner == document]
+            ids = case.batch["input_ids"][b, where].tolist()
+            rows, names = [], []
+            number: dict[tuple[int, int], int] = {}
+            for step in range(STEPS):
+                for place in range(len(where) - 1 - step):
+                    own = [number[place, before] for before in range(1, step)]
+                    sees = [*(number[at, 0] for at in range(place + (step > 0))), *own]
+                    feature = case.taps[b, where[place]] if step == 0 else number[place, step - 1]
+                    number[place, step] = len(rows)
+                    rows.append(Row(ids[place + 1 + step], place + step, sees, feature))
+                    names.append((b, where[place], step))
+            found |= dict(zip(names, reference(case.facts, weights, embedding, rows), strict=True)) if rows else {}
+    return found
+
+
+def expected(case: Case, objective: str, weights: dict[str, Tensor]) -> Tensor:
+    """The loss, one guess after the other."""
+    total, all_shares = torch.zeros(()), sum(DECAY**step for step in range(STEPS))
+    tokens = torch.tensor(case.facts.draft_tokens)
+    every, own = torch.eye(VOCABULARY), torch.eye(len(tokens))
+    for (b, place, step), logits in drafts(case, weights).items():
+        at = place + 1 + step  # whose label the guess is of
+        label = case.batch["labels"][b, at]
+        if label == IGNORE:
+            continue
+        one = torch.zeros(1, dtype=torch.long)
+        if objective == "cross_entropy":
+            if label not in tokens:
+                continue
+            loss = linear_cross_entropy(logits[None], own, (tokens == label).nonzero()[:, 0])
+        else:
+            given = (logits[None], own, case.logits[b, at][None], every, one, objective)
+            loss = linear_divergence(*given, tokens=tokens)
+        total = total + DECAY**step / all_shares * loss
+    return total
+
+
+def leaves(case: Case) -> dict[str, Tensor]:
+    """Copies of the head's weights by their names."""
+    state = case.student.head.state_dict()
+    return {name: value.clone().requires_grad_() for name, value in state.items() if value.is_floating_point()}
+
+
+def assert_same(case: Case, objective: str = "forward_kl") -> None:
+    weights = leaves(case)
+    wanted = expected(case, objective, weights)
+    wanted.backward()
+    loss = case.student(**case.batch)["loss_sum"]
+    loss.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
+    for name, parameter in case.student.head.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, weights[name].grad, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_loss_and_gradients_are_those_of_drafts_place_by_place(case: Case) -> None:
+    assert_same(case)
+
+
+def test_long_rows_and_recomputed_steps_are_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Band, "BLOCK", 5)
+    case.student.gradient_checkpointing_enable()
+    assert_same(case)
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", *DIVERGENCES])
+@pytest.mark.parametrize("some", [True, False])
+def test_every_objective_is_what_it_says(target: Path, objective: str, some: bool) -> None:
+    case = make_case(target, "3.1", TOKENS if some else None, objective)
+    with torch.no_grad():
+        wanted = expected(case, objective, leaves(case))
+        torch.testing.assert_close(case.student(**case.batch)["loss_sum"], wanted, rtol=1e-4, atol=1e-5)
+
+
+def _no_offset(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+    """Every step is rotated as the first one."""
+    first: list[Any] = []
+    real = student.head.rotary
+    patch.setattr(student.head, "rotary", lambda positions: (first or first.append(real(positions)) or first)[0])
+
+
+def _no_own_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+    """A step sees itself, and not those between it and the first one."""
+    real = step_attention.join
+    patch.setattr(step_attention, "join", lambda m, q, first, own, *rest: real(m, q, first, own[-1:], *rest))
+
+
+def _no_documents(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+    """A document sees the one before it."""
+    patch.setattr(module, "packed_mask", lambda documents: causal(documents.shape[1]) == 0)
+
+
+def _across_documents(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+    """A draft goes on into the next document."""
+    patch.setattr(student, "valid", lambda positions, kept, steps: torch.ones(len(kept), steps))
+
+
+def _old_mask(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+    """Labels and masks are of the token that step 0 is given, not of the one that it predicts."""
+    patch.setattr(module, "_supervised", lambda labels: (labels.roll(1, 1) != IGNORE).flatten().nonzero()[:, 0])
+
+
+def _last_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+    """Later steps see the step before in the place of the first one."""
+    real = step_attention.join
+    patch.setattr(step_attention, "join", lambda m, q, first, own, *rest: real(m, q, own[-1], own, *rest))
+
+
+@pytest.mark.parametrize("version", ["3", "3.1"])
+def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: str) -> None:
+    """Its outputs after a text and the tokens that follow in it are those of the steps at that place."""
+    case = make_case(target, version, None)
+    head, stack = copy.deepcopy(case.student.head).requires_grad_(False), case.student.stack
+    head.use_embedding(stack.embed_tokens.weight)
+    text = case.batch["input_ids"][0, :7].tolist()  # the first document
+    row = {name: value[:1] for name, value in case.batch.items()}
+    with torch.no_grad():
+        taps, _ = case.student.target_states(row["input_ids"], row["positions"], row["documents"])
+        for place in (0, 2, 3):
+            kept = torch.arange(STEPS) + place + 1
+            learnt = case.student.guesses(row["input_ids"], row["positions"], row["documents"], taps, kept, STEPS)
+            drafted = hidden_of(stack, head, text[: place + 1], text[place + 1 : place + 1 + STEPS])
+            for step, hidden in enumerate(drafted):
+                torch.testing.assert_close(learnt[step, step], hidden, rtol=1e-4, atol=1e-4)
+
+
+FAULTS: list[Callable[[Eagle3Student, pytest.MonkeyPatch], None]] = [
+    _no_offset, _no_own_entries, _no_documents, _across_documents, _old_mask, _last_entries,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(
+    target: Path, fault: Callable[[Eagle3Student, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(target, "3", TOKENS)
+    fault(case.student, monkeypatch)
+    with pytest.raises(AssertionError, match=r"Tensor-likes are not close|Scalars are not close"):
+        assert_same(case)
+
+
+def test_the_analytic_tau_is_of_drafts_that_begin_at_one_place() -> None:
+    accepted = torch.full((1, 7, 5), torch.nan)
+    for step in range(4):  # the draft after place 1
+        accepted[0, 2 + step, step] = 0.5 + 0.1 * step
+    accepted[0, 1, 0] = 0.9  # the beginning of one that has no second token
+    wanted = 1 + 0.5 + 0.5 * 0.6 + 0.5 * 0.6 * 0.7 + 0.5 * 0.6 * 0.7 * 0.8
+    assert tau_of_rounds(accepted).tolist() == [pytest.approx(wanted)]
+    assert len(tau_of_rounds(accepted[:, :4])) == 0

@@ -1,0 +1,19 @@
+"""Train an EAGLE-3 head for a target.
+
+accelerate launch train/eagle3.py target=MODEL data=ultrachat out_dir=runs/eagle3
+"""
+
+from conf import entry
+from train.eagle3_settings import Eagle3Config
+
+
+@entry("eagle3", Eagle3Config)
+def main(config: Eagle3Config) -> None:
+    # Imported once the config is known to be good: torch and transformers take seconds.
+    from train.eagle3_head import train_eagle3
+
+    train_eagle3(config)
+
+
+if __name__ == "__main__":
+    main()

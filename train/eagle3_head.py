@@ -1,0 +1,241 @@
+"""Training an EAGLE-3 head: make or open one, fit it beside its target, choose the best by real decoding, save it."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from torch.utils.data import default_collate
+from transformers import PreTrainedConfig
+
+from data_prep.text.rows import Rows, load_rows
+from draft_models.card import write_card
+from draft_models.checkpoint import provenance
+from draft_models.eagle3.card import TRAINING_FILE, USE
+from draft_models.eagle3.checkpoint import StoredHead, make_head, open_head
+from draft_models.eagle3.export import require_said, save_head
+from draft_models.eagle3.model import Eagle3
+from draft_models.eagle3.new_head import new_head, new_reading
+from draft_models.eagle3.reading import Reading, require_target
+from draft_models.rehearsal import rehearsable
+from draft_models.target.anatomy import context_limit
+from draft_models.target.model_identity import model_identity
+from draft_models.target.open_target import OpenTarget, fast_dtype, open_target
+from draft_models.target.stack import LayerStack
+from inference.drafters.eagle3 import Eagle3Source
+from outrider.errors import UserError
+from outrider.files import require_writable, write_json
+from outrider.groups import join_group
+from outrider.processes import from_main, join_processes, only_run_of
+from outrider.streams import Streams
+from train import run_dir
+from train.best import BEST_FOLDER, Best
+from train.draft_tokens import pick_tokens
+from train.eagle3_plan import describe_plan
+from train.eagle3_settings import Eagle3Config
+from train.eagle3_student import Eagle3Student
+from train.export import served_dtype
+from train.fit import fit
+from train.time_budget import within_minutes
+from train.watch import WATCHED_DRAFT, MovedNorms, decode_metrics, heldout_prompts
+
+
+@rehearsable
+def train_eagle3(config: Eagle3Config) -> None:
+    """Train a head as `config` says. It is `config.out_dir` itself, a directory that serving engines read.
+
+    It holds the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
+    target, head, data set or directory, before any weight is read.
+    """
+    target = open_target(config.target, config.revision)
+    stored = None if config.start is None else open_head(config.start, target.config)
+    reading = reading_of(config, stored, target.config)
+    if config.plan:
+        print(describe_plan(config, reading, target.config), flush=True)
+        return
+    state, out_dir = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, out_dir, "a training"):
+        _train(config, target, stored, reading, out_dir, state)
+
+
+def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrainedConfig) -> Reading:
+    """What the head that is trained is. Raises `UserError` where it cannot be trained so, or not be written."""
+    if stored is not None:
+        reading = stored.reading
+    else:
+        shape = {name: getattr(config, name) for name in ("taps", "version", "draft_vocabulary", "intermediate")}
+        reading = new_reading(target, **shape)
+        if reading.taps[-1] > target.num_hidden_layers:
+            raise UserError(f"taps={list(reading.taps)}: expected 0 to {target.num_hidden_layers}, the target's layers")
+    if set(reading.windows) != {None}:
+        raise UserError(f"start={config.start}: its layers see {list(reading.windows)} positions; only heads that see "
+                        "all of them are trained here")  # fmt: skip
+    empty = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
+    require_said(empty, config.dialect, target)
+    limit = context_limit(target)
+    for name in ("seq_len", "decode_tokens"):
+        if getattr(config, name) + (name == "decode_tokens") > limit:
+            raise UserError(f"{name}={getattr(config, name)}: the target's context is {limit} tokens")
+    return reading
+
+
+def _train(
+    config: Eagle3Config,
+    target: OpenTarget,
+    stored: StoredHead | None,
+    reading: Reading,
+    out_dir: Path,
+    state: PartialState,
+) -> None:
+    run_dir.require_free(out_dir, config.resume)
+    rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
+    heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
+    tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
+    fingerprint = from_main(state, lambda: target.fingerprint)
+
+    def build() -> Eagle3Student:
+        return make_student(config, target, stored, reading, tokens, state.device)
+
+    settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume)
+    student = build()
+    if state.is_main_process:
+        print(describe(student, config), flush=True)
+    identity = config.deciding() | {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
+    identity["start_model"] = None if stored is None else from_main(state, lambda: model_identity(stored.files))
+    best = Best(out_dir / BEST_FOLDER, identity, config)
+    watch = None
+    if join_group(state, 1).is_first:
+        watch = Watch(config, target.config, heldout, student, best)
+    result = fit(
+        student,
+        rows,
+        settings,
+        out_dir,
+        resume=config.resume,
+        identity=identity,
+        settings=config,
+        evaluate=watch or (lambda *_: {}),
+    )
+    if state.is_main_process and result.was_finished and (out_dir / TRAINING_FILE).exists():  # the card may have more
+        print(f"{out_dir}: finished already", flush=True)
+    elif state.is_main_process:
+        step, metrics = best.restore(student)
+        head = copy.deepcopy(student.head).to(served_dtype(target.config)).requires_grad_(False)
+        save_head(out_dir, head, config.dialect, target.config, config.target, drafted=min(config.draft_steps, 7))
+        facts: dict[str, Any] = {"taps": list(reading.taps), "objective": config.objective}
+        facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len, "data": config.data.source}
+        facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
+        facts |= {"steps": result.steps, "chosen step": step, "tau": round(metrics["tau"], 3)}
+        write_card(out_dir, USE, config.target, facts)
+        report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
+        report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}
+        report |= {"settings": identity, "fit": asdict(settings)}
+        write_json(out_dir / TRAINING_FILE, report | {"made_with": provenance()})
+        print(f"saved drafter={out_dir} step={step} tau={metrics['tau']:.4f}", flush=True)
+    state.wait_for_everyone()
+
+
+def make_student(
+    config: Eagle3Config,
+    target: OpenTarget,
+    stored: StoredHead | None,
+    reading: Reading,
+    tokens: Tensor | None,
+    device: torch.device,
+) -> Eagle3Student:
+    """What is trained: `stored`, or a new head of `tokens`, beside the whole target."""
+    dtype = fast_dtype(device) if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)
+    stack = target.stack(dtype=dtype, device=device)
+    if stored is None:
+        tokens = None if tokens is None else tokens.to(device)
+        head = new_head(reading, stack, tokens, Streams(config.fit.seed).number("weights", bits=63))
+    else:
+        require_target(reading, target.config, stored.source)
+        head = make_head(reading, stored.tensors(torch.float32, device), stored.source)
+    return Eagle3Student(
+        stack, head, objective=config.objective, steps=config.draft_steps, decay=config.step_decay,
+        train_head=config.train_head,
+    )  # fmt: skip
+
+
+def describe(student: Eagle3Student, config: Eagle3Config) -> str:
+    """One greppable line: what is trained, on what, and by how many processes."""
+    reading = student.head.reading
+    trained, frozen = (sum(p.numel() for p in student.parameters() if p.requires_grad == on) for on in (True, False))
+    return (
+        f"eagle3 start={config.start or 'new'} taps={','.join(map(str, reading.taps))} "
+        f"draft_steps={config.draft_steps} draft_vocabulary={reading.draft_vocabulary} trained_parameters={trained} "
+        f"frozen_parameters={frozen} "
+        f"processes={PartialState().num_processes} objective={config.objective}"
+    )
+
+
+class Watch:
+    """Evaluation while training, on the main process: decodes with what would be served, and keeps the best.
+
+    loss_<i>, agree_<i>: of the i-th token of a draft on held-out text, the loss and the share of places where the
+    head's likeliest token is the target's own. tau_analytic: what sampling would come to (see `expected_tau`). Besides,
+    those of `decode_metrics` and `MovedNorms`.
+
+    Make it before `fit`: DeepSpeed shares out every module made after it has begun.
+    """
+
+    def __init__(
+        self, config: Eagle3Config, target: PreTrainedConfig, heldout: Rows, student: Eagle3Student, best: Best
+    ) -> None:
+        self.best, self.new_tokens = best, config.decode_tokens
+        self.steps = max(config.draft_steps, WATCHED_DRAFT)
+        self.norms = MovedNorms(student, served_dtype(target))
+        size = config.eval_batch_rows
+        self.batches = [
+            default_collate([heldout[i] for i in range(start, min(start + size, len(heldout)))])
+            for start in range(0, len(heldout), size)
+        ]
+        self.prompts = heldout_prompts(heldout, config.decode_prompts, context_limit(target) - config.decode_tokens)
+
+    def __call__(self, student: torch.nn.Module, step: int) -> dict[str, float]:
+        assert isinstance(student, Eagle3Student)
+        metrics = judge_steps(student, self.batches, self.steps)
+        metrics |= decode_student(student, self.prompts, self.new_tokens)
+        metrics |= self.norms(student, step)
+        self.best.offer(student, step, metrics)
+        return metrics
+
+
+def judge_steps(student: Eagle3Student, batches: Sequence[dict[str, Tensor]], steps: int) -> dict[str, float]:
+    """loss_<i>, agree_<i> and tau_analytic of `Watch`, over `batches` of rows."""
+    device = student.stack.device
+    found = [student.judged(**{key: value.to(device) for key, value in batch.items()}, steps=steps)
+             for batch in batches]  # fmt: skip
+    metrics = dict[str, float]()
+    for i, count in enumerate(torch.stack([one.guesses for one in found]).sum(0).tolist()):
+        if count:
+            metrics[f"loss_{i + 1}"] = sum(float(one.loss[i]) for one in found) / count
+            metrics[f"agree_{i + 1}"] = sum(int(one.right[i]) for one in found) / count
+    rounds = torch.cat([tau_of_rounds(one.accepted) for one in found])
+    return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
+
+
+def tau_of_rounds(accepted: Tensor) -> Tensor:
+    """1 + Σ_k Π_{i≤k} α_i of every draft of `WATCHED_DRAFT` tokens on the text, [drafts].
+
+    accepted [B, T, S]: α by label's position and step, NaN where there is none. Step i of the draft that begins after
+    place t has the label of position t + 1 + i. A draft counts that has every α.
+    """
+    count = accepted.shape[1] - WATCHED_DRAFT
+    by_step = [accepted[:, step + 1 : step + 1 + max(0, count), step] for step in range(WATCHED_DRAFT)]
+    drafts = torch.stack(by_step, -1)
+    return 1 + drafts[~drafts.isnan().any(-1)].cumprod(-1).sum(-1)
+
+
+def decode_student(student: Eagle3Student, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
+    """What `decode_metrics` says of the student's head, over continuations of `prompts` by its target."""
+    stack: LayerStack = student.stack
+    head = copy.deepcopy(student.head).to(stack.dtype).requires_grad_(False)
+    if not head.reading.own_embedding:
+        head.use_embedding(stack.embed_tokens.weight)
+    return decode_metrics(stack, Eagle3Source(head), prompts, new_tokens)

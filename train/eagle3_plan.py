@@ -1,0 +1,70 @@
+"""What an EAGLE-3 training would hold and compute, from configs alone: no weight is read."""
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from draft_models.eagle3.checkpoint import head_shapes
+from draft_models.eagle3.reading import Reading
+from draft_models.losses import OVERLAPS
+from draft_models.target.empty_models import empty_model
+from inference.memory_plan import GB
+from train.eagle3_settings import Eagle3Config
+from train.eagle3_student import rows_at_once
+from train.plan import BYTES_PER_TRAINED
+
+CHUNK_COPIES = 6  # of a chunk's logits, that a loss makes of them on the way
+
+
+def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> str:
+    """A greppable line, and one for each part of what a device holds.
+
+    A matrix costs 2 operations a parameter and token forward, 4 backward. Attention is left out.
+    """
+    model = empty_model(target)
+    width = torch.finfo(torch.bfloat16 if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)).bits
+    whole = _count({id(p): p for p in model.parameters()}.values())
+    shapes = head_shapes(reading)
+    every, matrix = sum(map(prod, shapes.values())), prod(shapes["lm_head.weight"])
+    own = prod(shapes.get("embed_tokens.weight", (0,)))
+    trained = every - own - (0 if config.train_head else matrix)
+    rows = config.fit.micro_batch_rows or config.fit.batch_rows
+    tokens = rows * config.seq_len
+    columns = reading.vocabulary if config.objective in OVERLAPS else reading.draft_vocabulary
+    logits = 4 * rows_at_once(reading, config.objective) * columns
+    memory = {
+        "the target's weights": width // 8 * whole,
+        "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained + 4 * (every - trained),
+        f"activations of {rows} rows × {config.seq_len} tokens × {config.draft_steps} steps": tokens
+        * kept_bytes(config, reading),
+        "logits, a chunk at a time": CHUNK_COPIES * logits,
+    }
+    embedding = target.vocab_size * target.hidden_size
+    body = whole - embedding * (1 if target.tie_word_embeddings else 2)
+    fc = prod(shapes["fc.weight"])
+    layer = every - own - fc - matrix
+    seen = matrix if config.objective not in OVERLAPS else embedding  # rows of the target's head that its law takes
+    flops = 2 * body + 2 * seen + 6 * fc + config.draft_steps * (6 * layer + (6 if config.train_head else 4) * matrix)
+    lines = [
+        f"plan taps={','.join(map(str, reading.taps))} draft_steps={config.draft_steps} trained_parameters={trained} "
+        f"frozen_parameters={whole} device_gb={sum(memory.values()) / GB:.2f} gflops_per_token={flops / GB:.2f}"
+    ]
+    return "\n".join([*lines, *(f"  memory, {name}: {size / GB:.2f} GB" for name, size in memory.items())])
+
+
+def kept_bytes(config: Eagle3Config, reading: Reading) -> int:
+    """About how many bytes of a token all steps keep for the backward pass."""
+    width, heads, keys = reading.hidden, reading.heads * reading.head_dim, reading.key_heads * reading.head_dim
+    taps = 4 * len(reading.taps) * reading.target_hidden
+    handed_on = 3 * 4 * width + 2 * 4 * keys  # a step's output, its guesses with their gradient, keys and values
+    inside = (
+        0 if config.fit.gradient_checkpointing else 4 * (12 * width + 4 * heads + 4 * keys + 5 * reading.intermediate)
+    )
+    return 2 * taps + config.draft_steps * (handed_on + inside)
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

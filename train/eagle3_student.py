@@ -1,0 +1,177 @@
+"""What is trained of an EAGLE-3 head, by training-time test on the states of a frozen target."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from draft_models.acceptance import judge, whole_law
+from draft_models.draft_vocabulary import places
+from draft_models.eagle3.model import Eagle3, Mask
+from draft_models.eagle3.reading import Reading
+from draft_models.eagle3.step_attention import Steps
+from draft_models.losses import IGNORE, OVERLAPS, head_product, rows_cross_entropy, rows_divergence
+from draft_models.target.attention import Band, packed_mask
+from draft_models.target.stack import LayerStack
+
+LOGITS_AT_ONCE = 2**25  # 134 MB in float32
+
+
+class Judged(NamedTuple):
+    """What a head makes of the supervised tokens of a batch [B, T] in each of S steps.
+
+    guesses: how many there are, [S]. loss: of the objective, summed over them, [S]. right: at how many the likeliest
+    token is the target's, [S]. accepted: the probability that its token is accepted, by the position whose label it is,
+    [B, T, S], NaN where there is no guess.
+    """
+
+    guesses: Tensor
+    loss: Tensor
+    right: Tensor
+    accepted: Tensor
+
+
+class Eagle3Student(nn.Module):
+    """A head, float32 and trained, on the frozen layers of a whole target, with the contract of `fit`.
+
+    Step t of `steps` guesses token j at place j − 2 − t of its document: from the target's feature there and the token
+    after it in step 0, later from what the step before gave there and the next token of the text. So every token is
+    guessed `steps` times, by drafts that began 0, 1, … tokens earlier. A step counts `decay` times what the one before
+    counts, and all of them add up to 1.
+
+    objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from the target.
+    """
+
+    counts: Tensor
+
+    def __init__(
+        self, stack: LayerStack, head: Eagle3, *, objective: str, steps: int, decay: float, train_head: bool
+    ) -> None:
+        super().__init__()
+        self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
+        self.objective, self.steps = objective, steps
+        counts = torch.tensor([decay**step for step in range(steps)], device=stack.device)
+        self.register_buffer("counts", counts / counts.sum(), persistent=False)
+        head.lm_head.requires_grad_(train_head)
+        if head.embed_tokens is not None:
+            head.embed_tokens.requires_grad_(False)
+        self.recomputed = False
+
+    def train(self, mode: bool = True) -> "Eagle3Student":
+        """What is frozen is the target as it decodes."""
+        super().train(mode)
+        self.stack.eval()
+        return self
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Keep what each step gives and compute what is inside it again in the backward pass."""
+        self.recomputed = True
+
+    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`)."""
+        kept = _supervised(labels)
+        taps, target = self.target_states(input_ids, positions, documents)
+        guesses = self.guesses(input_ids, positions, documents, taps, kept, self.steps)
+        shares = self.valid(positions, kept, self.steps) * self.counts
+        return {"loss_sum": self.loss(guesses, target.flatten(0, 1)[kept], labels.flatten()[kept], shares)}
+
+    @torch.no_grad()
+    def target_states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's taps side by side [B, T, k · H_t], and its states after the last norm [B, T, H_t]."""
+        stack = self.stack
+        with torch.autocast(input_ids.device.type, enabled=False):
+            stack.reserve(positions.shape[1])
+            given = (stack.rotary(positions), stack.packed_masks(positions, documents), self.head.reading.taps)
+            hidden, taps = stack.run_tapped(stack.embed(input_ids, positions), 0, len(stack.layers), *given)
+            return torch.cat(taps, -1), stack.norm(hidden)
+
+    def guesses(
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor, taps: Tensor, kept: Tensor, steps: int
+    ) -> Tensor:
+        """What the head gives where step t of `steps` guesses the label of position kept[i], [n, steps, H].
+
+        kept [n]: flat indices into [B, T]. Where a document has no such place the values say nothing (see `valid`).
+        """
+        head, length = self.head, positions.shape[1]
+        head.reserve(length + steps)
+        mask: Mask = Band.packed(documents) if length > Band.BLOCK else packed_mask(documents)
+        cache, found = Steps(), []
+        features = head.features(taps.float()).float()
+        for step in range(steps):
+            tokens = F.pad(input_ids[:, step + 1 :], (0, min(step + 1, length)))
+            run = partial(self._step, cache, step, mask, positions)
+            if self.recomputed and torch.is_grad_enabled():
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            features = run(self._embedded(tokens), features)
+            found.append(features.flatten(0, 1)[(kept - 1 - step).clamp(min=0)])
+        return torch.stack(found, 1)
+
+    def _step(
+        self, cache: Steps, step: int, mask: Mask, positions: Tensor, embedding: Tensor, features: Tensor
+    ) -> Tensor:
+        cache.now = step
+        masks = dict.fromkeys(self.head.windows, mask)
+        return self.head.run_embedded(embedding, features, masks, self.head.rotary(positions + step), cache)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """As `Eagle3.embed`; a launcher that shares the weights out expects them to be asked of their module."""
+        own = self.head.embed_tokens
+        return F.embedding(tokens, self.stack.embed_tokens.weight if own is None else own.weight)
+
+    def valid(self, positions: Tensor, kept: Tensor, steps: int) -> Tensor:
+        """bool [n, steps]: whether a step's guess at kept[i] lies in its document, whose positions begin at 0."""
+        return positions.flatten()[kept][:, None] > torch.arange(steps, device=positions.device)
+
+    def loss(self, guesses: Tensor, target: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        """The sum over guesses [n, S, H] of n tokens, each counted by its share [n, S].
+
+        target [n, H_t]: after its last norm, where it predicts them. labels [n].
+        """
+        head, steps = self.head, guesses.shape[1]
+        rows, weight = head.normed(guesses).flatten(0, 1), head.lm_head.weight
+        chunk = rows_at_once(head.reading, self.objective)
+        if self.objective == "cross_entropy":
+            if head.draft_tokens is not None:
+                labels = places(labels, head.draft_tokens, head.reading.vocabulary)
+            counted = (shares * (labels != IGNORE)[:, None]).flatten()
+            wanted = labels.clamp(min=0).repeat_interleave(steps)
+            return rows_cross_entropy(rows, weight, wanted, chunk, shares=counted)
+        states, matrix = head_product(self.stack.head, target)
+        return rows_divergence(
+            rows, weight, states, matrix, self.objective, chunk, target_rule=self.stack.anatomy.logits,
+            tokens=head.draft_tokens, shares=shares.flatten(),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def judged(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, steps: int) -> Judged:
+        """How good it is in each of `steps` steps. Other arguments as in `forward`."""
+        kept = _supervised(labels)
+        taps, target = self.target_states(input_ids, positions, documents)
+        guesses = self.guesses(input_ids, positions, documents, taps, kept, steps)
+        target, wanted, valid = target.flatten(0, 1)[kept], labels.flatten()[kept], self.valid(positions, kept, steps)
+        law = whole_law(self.stack.logits_after_norm, target)
+        choices, _ = judge(self.stack.logits_after_norm, target, None)
+        loss, right, accepted = [], [], []
+        for step in range(steps):
+            said, found = judge(self.head.logits, guesses[:, step], law)
+            assert found is not None
+            loss.append(self.loss(guesses[:, step, None], target, wanted, valid[:, step, None].float()))
+            right.append(((said == choices) & valid[:, step]).sum())
+            accepted.append(found.masked_fill(~valid[:, step], torch.nan))
+        by_place = accepted[0].new_full((labels.numel(), steps), torch.nan)
+        by_place[kept] = torch.stack(accepted, 1)
+        return Judged(valid.sum(0), torch.stack(loss), torch.stack(right), by_place.unflatten(0, labels.shape))
+
+
+def rows_at_once(reading: Reading, objective: str) -> int:
+    """Guesses whose logits exist at a time, so many that a GPU is busy with them."""
+    columns = reading.vocabulary if objective in OVERLAPS else reading.draft_vocabulary
+    return max(1024, LOGITS_AT_ONCE // columns)
+
+
+def _supervised(labels: Tensor) -> Tensor:
+    """Flat indices [n] of the supervised positions of labels [B, T]."""
+    return (labels != IGNORE).flatten().nonzero()[:, 0]
