@@ -198,14 +198,14 @@ def row_of(name: str, contest: Contest, arms: Mapping[str, Any], options: argpar
 def table(rows: Mapping[str, Any]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| drafter | parameters | tokens seen | minutes | agreement 1, 2, 3 | as | identical | τ | tokens/s "
+        "| drafter | 10⁶ parameters | tokens seen | minutes | agreement 1, 2, 3 | as | identical | τ | tokens/s "
         "| over plain decoding [95 %] | GB, host | GB, device |",
         "|---" * 12 + "|",
     ]
     for row in rows.values():
         known = row["trained"]
         agreed = ", ".join(f"{place['accepted']:.2f}" for place in row["agreement_by_position"][:3])
-        size = number(known["parameters"] and known["parameters"] / 1e6, 1) + " M"
+        size = number(known["parameters"] and known["parameters"] / 1e6, 2)
         for shape in SHAPES:
             arm, taken = row[shape], row["memory"][shape]
             held = (number(taken[name] and taken[name] / 1e9, 2) for name in ("host_bytes", "device_bytes"))

@@ -25,7 +25,7 @@ STATUS = Path("/proc/self/status")
 def run_measured(facts: Path, script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
     """The same in a process of its own. Raises `subprocess.CalledProcessError` where it fails."""
     line = [sys.executable, __file__, str(facts), script, *arguments]
-    print("+", *line[3:], flush=True)
+    print(f"+ {facts.stem}:", *line[3:], flush=True)
     subprocess.run(line, check=True, env=environment)
 
 
