@@ -10,14 +10,14 @@ of layers: a config copied from the target's has that of the target (EAGLE3-Vicu
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from draft_models.eagle3.reading import Reading
+from draft_models.settings import Dialect
 from outrider.errors import UserError, reason
 
-Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]
 Shapes = Mapping[str, tuple[int, ...]]
 MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
 TAPS = "eagle_aux_hidden_state_layer_ids"
