@@ -44,6 +44,7 @@ from draft_models.ngrams.table_files import TABLE_FILE
 from draft_models.small_lm import TRAINING_FILE
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
+from inference.evaluate.compare import JUDGED
 from inference.evaluate.report import describe_machine
 from inference.evaluate.speed import speedup
 from inference.evaluate.statistics import acceptance_by_position
@@ -222,7 +223,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     require(bool(options.prompts), "prompts", options.prompts, "NAME=FILE with --measure")
     configs = [decoders(name, options) for name in options.drafters]
     prompts = read_categories(options.prompts, options.per_category)
-    contest = measure_all(configs, prompts, options.work / "measured", options.minutes)
+    contest = measure_all(configs, prompts, options.work / "measured", options.minutes, judged=JUDGED)
     first = configs[0]
     arms = all_figures(contest.results, first.seed)
     rows = {name: row_of(name, contest, arms, options, first.seed) for name in options.drafters}
@@ -248,10 +249,11 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         "memory_without_a_drafter": memory(None, prompts[0], options, first.max_new_tokens)["plain"],
         "drafters": rows,
     }
-    require_writable(options.out.parent)
-    write_json(options.out, record)
+    out = options.out or HERE / f"results/drafters_{Path(options.target).name}_{contest.subject.device.type}.json"
+    require_writable(out.parent)
+    write_json(out, record)
     print(table(rows))
-    print(f"prompts={len(contest.results)} of {contest.asked} out={options.out}")
+    print(f"prompts={len(contest.results)} of {contest.asked} out={out}")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -285,7 +287,6 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     for option in options.options:
         if option.partition("=")[0].partition(".")[0].lstrip("+~") in OWN:
             raise UserError(f"{option}: not an option here; see --help for the target, its drafters and devices")
-    options.out = options.out or HERE / f"results/drafters_{Path(options.target).name}_{options.device}.json"
     asked = {key: getattr(options, key) for key in ("target", "data", "train_minutes", "training", *ENTRANTS)}
     require_same(options.work, asked, BUDGET)
     if options.train:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draft_models.eagle3.checkpoint import open_head
 from draft_models.settings import EAGLE3, TARGET
 from draft_models.target.architectures import load_config
 from outrider.errors import UserError
-from tests.eagle3_heads import DIALECTS, head_weights, write_head
+from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
 from train.eagle3_settings import ExportHeadConfig
 from train.head_export import export_head
@@ -48,3 +49,15 @@ def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="dialect=eagle: has no word for tap_norms=True"):
         export_head(ExportHeadConfig(head=head, target=str(tmp_path / "target"), dialect="eagle", out_dir=out_dir))
     assert not list(Path(out_dir).glob("*.safetensors"))
+
+
+def test_maps_of_the_vocabulary_are_written_where_readers_ask_for_them(tmp_path: Path) -> None:
+    """speculators' model has none where all tokens are drafted; SpecForge's always has them."""
+    facts = replace(DIALECTS["specforge"], draft_tokens=tuple(range(VOCABULARY)))
+    head = write_head(tmp_path / "head", facts, head_weights(facts), draft_vocab_size=VOCABULARY)
+    WIDE_TARGET.save_pretrained(tmp_path / "target")
+    given = ExportHeadConfig(head=head, target=str(tmp_path / "target"))
+    for dialect, maps in (("speculators", set[str]()), ("specforge", {"d2t", "t2d"})):
+        out_dir = tmp_path / dialect
+        export_head(replace(given, dialect=dialect, out_dir=str(out_dir)))
+        assert load_file(out_dir / "model.safetensors").keys() & {"d2t", "t2d"} == maps
