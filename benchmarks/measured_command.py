@@ -17,16 +17,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outrider.errors import UserError
 from outrider.files import write_json
 
 STATUS = Path("/proc/self/status")
 
 
 def run_measured(facts: Path, script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-    """The same in a process of its own. Raises `subprocess.CalledProcessError` where it fails."""
+    """The same in a process of its own. Raises `UserError` where it fails, after what it says itself."""
     line = [sys.executable, __file__, str(facts), script, *arguments]
     print(f"+ {facts.stem}:", *line[3:], flush=True)
-    subprocess.run(line, check=True, env=environment)
+    status = subprocess.run(line, check=False, env=environment).returncode
+    if status:
+        raise UserError(f"{script}: ended with status {status}, for the reason above; the same command goes on")
 
 
 def joined(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from draft_models.eagle3.export import save_head
 from draft_models.target.architectures import load_config
 from draft_models.tiny_models import tiny_head
+from outrider.errors import UserError
 from tests.tiny import save_target
 from tests.train.jobs import write_corpus
 from train import time_budget
@@ -112,3 +113,15 @@ def test_what_would_do_nothing_is_refused(tmp_path: Path, capsys: pytest.Capture
         with pytest.raises(SystemExit):
             compare_drafters.main([*given, *start])
         assert said in capsys.readouterr().err
+
+
+def test_a_command_that_fails_says_so_itself(tmp_path: Path) -> None:
+    from measured_command import run_measured
+
+    (tmp_path / "fails.py").write_text("import sys\nsys.exit(3)\n")
+    for seconds in (0.0, 1e-6):  # what a failed attempt took counts
+        with pytest.raises(UserError, match=r"fails.py: ended with status 3"):
+            run_measured(tmp_path / "facts.json", str(tmp_path / "fails.py"))
+        facts = json.loads((tmp_path / "facts.json").read_text())
+        assert facts["seconds"] > seconds
+        assert facts["host_bytes"] > 1e6
