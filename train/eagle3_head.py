@@ -40,6 +40,7 @@ from train.eagle3_settings import Eagle3Config
 from train.eagle3_student import Eagle3Student
 from train.export import served_dtype
 from train.fit import fit
+from train.target_states import RowsWithStates, with_states
 from train.time_budget import within_minutes
 from train.watch import WATCHED_DRAFT, MovedNorms, decode_metrics, heldout_prompts
 
@@ -100,7 +101,16 @@ def _train(
     def build() -> Eagle3Student:
         return make_student(config, target, stored, reading, tokens, state.device)
 
-    settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume)
+    taught: Rows | RowsWithStates = rows
+    if config.features is not None:
+        made_from = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
+        made_from["frozen_dtype"] = str(frozen_dtype(config, state.device))
+        item, dtype = (
+            (config.seq_len, len(reading.taps) + 1, reading.target_hidden),
+            getattr(torch, config.features_dtype),
+        )
+        taught = with_states(rows, build, item, Path(config.features), dtype, made_from, state)
+    settings = within_minutes(config.minutes, build, taught, config.fit, out_dir, resume=config.resume)
     student = build()
     if state.is_main_process:
         print(describe(student, config), flush=True)
@@ -112,7 +122,7 @@ def _train(
         watch = Watch(config, target.config, heldout, student, best)
     result = fit(
         student,
-        rows,
+        taught,
         settings,
         out_dir,
         resume=config.resume,
@@ -148,8 +158,7 @@ def make_student(
     device: torch.device,
 ) -> Eagle3Student:
     """What is trained: `stored`, or a new head of `tokens`, beside the whole target."""
-    dtype = fast_dtype(device) if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)
-    stack = target.stack(dtype=dtype, device=device)
+    stack = target.stack(dtype=frozen_dtype(config, device), device=device)
     if stored is None:
         tokens = None if tokens is None else tokens.to(device)
         head = new_head(reading, stack, tokens, Streams(config.fit.seed).number("weights", bits=63))
@@ -160,6 +169,11 @@ def make_student(
         stack, head, objective=config.objective, steps=config.draft_steps, decay=config.step_decay,
         train_head=config.train_head,
     )  # fmt: skip
+
+
+def frozen_dtype(config: Eagle3Config, device: torch.device) -> torch.dtype:
+    """What the target's layers run in."""
+    return fast_dtype(device) if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)
 
 
 def describe(student: Eagle3Student, config: Eagle3Config) -> str:

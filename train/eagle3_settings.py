@@ -44,6 +44,10 @@ class Eagle3Config(TargetConfig):
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     # whose names and words config.json and the tensors have: SpecForge's heads have three taps
     dialect: Dialect = free("specforge")
+    # a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
+    # null: it runs along
+    features: str | None = None
+    features_dtype: FloatDtype = "float16"  # of what is kept there
     seq_len: Width = 2048  # tokens of a row
     minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
     eval_rows: Count = free(64)  # held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic
@@ -61,6 +65,8 @@ class Eagle3Config(TargetConfig):
         require(ascending, "taps", self.taps, "boundaries in ascending order, or none")
         longest = self.seq_len - 2
         require(self.draft_steps <= longest, "draft_steps", self.draft_steps, f"at most seq_len - 2 ({longest})")
+        if self.features is None:
+            require_default(self, "features_dtype", "features=null does not read it")
         require_heldout(self.data, "the head is chosen on held-out text")
 
     def deciding(self) -> dict[str, Any]:
@@ -74,6 +80,7 @@ class Eagle3Config(TargetConfig):
             draft_vocabulary=REHEARSED_VOCABULARY, draft_steps=4,
         )  # fmt: skip
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small(), "taps": ()}
+        given["features"] = None if self.features is None else str(models.parent / "features")
         given["start"] = None if self.start is None else str(models / EAGLE3)
         return replace(self, target=str(models / TARGET), revision=None, **given)
 

@@ -70,23 +70,29 @@ class Eagle3Student(nn.Module):
         """Keep what each step gives and compute what is inside it again in the backward pass."""
         self.recomputed = True
 
-    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
-        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`)."""
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, states: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`).
+
+        states: what `states` gave for them; None: the target runs.
+        """
         kept = _supervised(labels)
-        taps, target = self.target_states(input_ids, positions, documents)
+        known = self.states(input_ids, positions, documents) if states is None else states.to(self.stack.dtype)
+        taps, target = known[:, :, :-1].flatten(2), known[:, :, -1]
         guesses = self.guesses(input_ids, positions, documents, taps, kept, self.steps)
         shares = self.valid(positions, kept, self.steps) * self.counts
         return {"loss_sum": self.loss(guesses, target.flatten(0, 1)[kept], labels.flatten()[kept], shares)}
 
     @torch.no_grad()
-    def target_states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's taps side by side [B, T, k · H_t], and its states after the last norm [B, T, H_t]."""
+    def states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        """The target's k taps and, last, its states after the last norm: [B, T, k + 1, H_t]."""
         stack = self.stack
         with torch.autocast(input_ids.device.type, enabled=False):
             stack.reserve(positions.shape[1])
             given = (stack.rotary(positions), stack.packed_masks(positions, documents), self.head.reading.taps)
             hidden, taps = stack.run_tapped(stack.embed(input_ids, positions), 0, len(stack.layers), *given)
-            return torch.cat(taps, -1), stack.norm(hidden)
+            return torch.stack([*taps, stack.norm(hidden)], 2)
 
     def guesses(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, taps: Tensor, kept: Tensor, steps: int
@@ -149,7 +155,8 @@ class Eagle3Student(nn.Module):
     def judged(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, steps: int) -> Judged:
         """How good it is in each of `steps` steps. Other arguments as in `forward`."""
         kept = _supervised(labels)
-        taps, target = self.target_states(input_ids, positions, documents)
+        states = self.states(input_ids, positions, documents)
+        taps, target = states[:, :, :-1].flatten(2), states[:, :, -1]
         guesses = self.guesses(input_ids, positions, documents, taps, kept, steps)
         target, wanted, valid = target.flatten(0, 1)[kept], labels.flatten()[kept], self.valid(positions, kept, steps)
         law = whole_law(self.stack.logits_after_norm, target)

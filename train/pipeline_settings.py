@@ -53,6 +53,13 @@ STEPS = {
         (*MAKERS, "responses", "eesd"),
         ("checkpoint={out_dir}/eesd",),
     ),
+    "eagle3": Step(
+        "train/eagle3.py",
+        "eagle3/eagle3.json",
+        (*MAKERS, "responses"),
+        ("target={target}",),
+        ("training_seconds",),
+    ),
     "small_lm": Step(
         "train/finetune_drafter.py",
         "small_lm/finetune_drafter.json",
@@ -66,8 +73,13 @@ STEPS = {
     "report": Step(
         "inference/evaluate_checkpoint.py",
         "report/report.json",
-        (*MAKERS, "prompts", "eesd", "calibrate", "small_lm", "trigrams"),
-        ("checkpoint={out_dir}/eesd", "small_lm={out_dir}/small_lm", "table={out_dir}/trigrams"),
+        (*MAKERS, "prompts", "eesd", "calibrate", "eagle3", "small_lm", "trigrams"),
+        (
+            "checkpoint={out_dir}/eesd",
+            "eagle3={out_dir}/eagle3",
+            "small_lm={out_dir}/small_lm",
+            "table={out_dir}/trigrams",
+        ),
     ),
 }
 OWN = ("out_dir", "resume")  # options of every step that the pipeline gives

@@ -23,6 +23,7 @@ ANY_MODEL = {"eesd/without_self_distillation", *(name for name in EXPERIMENTS if
 LEAVES = {
     "build_trigrams": "table.json",
     "calibrate": "calibration.json",
+    "eagle3": "eagle3.json",
     "eesd": "drafter.json",
     "evaluate_checkpoint": "report.json",
     "finetune_drafter": "finetune_drafter.json",

@@ -22,8 +22,10 @@ from inference.stopping import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
-from tests.train.jobs import FIT, finish, heading, interrupted_at, launch, log, same
+from tests.train.jobs import FIT, heading, interrupted_at, log, same
 from train.eagle3_head import train_eagle3
+from train.eagle3_student import Eagle3Student
+from train.target_states import MADE_FROM_FILE, STATES_FILE
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,9 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
+def test_an_interrupted_run_ends_with_the_same_bits(
+    sure: Path, tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture
+) -> None:
     whole, cut = (heading(sure, corpus, tmp_path / name) for name in ("whole", "cut"))
     train_eagle3(whole)
 
@@ -76,16 +80,10 @@ def test_an_interrupted_run_ends_with_the_same_bits(sure: Path, tmp_path: Path, 
     interrupted_at(4, interrupted)
     train_eagle3(replace(cut, resume=True))
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    train_eagle3(replace(whole, resume=True))
+    assert capsys.readouterr().out.endswith(f"{tmp_path / 'whole'}: finished already\n")
     with pytest.raises(UserError, match=r"step_decay=0\.5 \(was 0\.8\)"):
         train_eagle3(replace(cut, resume=True, step_decay=0.5))
-
-
-@pytest.mark.slow
-def test_sigkill_in_a_process_of_its_own(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
-    """As the command is started; a finished run is left alone."""
-    run = heading(sure, corpus, tmp_path / "out", fit=replace(FIT, steps=3))
-    assert "saved drafter=" in finish(launch("train/eagle3.py", run))
-    assert "finished already" in finish(launch("train/eagle3.py", replace(run, resume=True)))
 
 
 def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
@@ -102,6 +100,38 @@ def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> N
     saved, target = stored.tensors(), AutoModelForCausalLM.from_pretrained(sure)
     assert torch.equal(saved["lm_head.weight"], target.lm_head.weight)
     assert not torch.equal(saved["norm.weight"], target.model.norm.weight)
+
+
+def test_from_a_folder_of_features_it_learns_the_same(
+    sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """To the bit in float32. They are made once, in so many bytes as were announced; the target then runs no more."""
+    run = heading(sure, corpus, tmp_path / "online", eval_rows=1, fit=replace(FIT, steps=2))
+    train_eagle3(run)
+    kept = replace(run, features=str(tmp_path / "features"), features_dtype="float32")
+    capsys.readouterr()
+    train_eagle3(replace(kept, out_dir=str(tmp_path / "kept")))
+    assert same(weights(tmp_path / "kept"), weights(tmp_path / "online"))
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("features="))
+    assert f"gigabytes={(tmp_path / 'features' / STATES_FILE).stat().st_size / 1e9:.2f}" in said
+    made = list[int]()
+    states = Eagle3Student.states
+    monkeypatch.setattr(Eagle3Student, "states", lambda *own, **given: made.append(1) or states(*own, **given))
+    train_eagle3(replace(kept, out_dir=str(tmp_path / "again")))
+    assert len(made) == 1  # the evaluation's
+    assert same(weights(tmp_path / "again"), weights(tmp_path / "online"))
+    with pytest.raises(UserError, match=r"holds what was made with other settings: dtype='bfloat16' \(was 'float32'\)"):
+        train_eagle3(replace(kept, features_dtype="bfloat16", out_dir=str(tmp_path / "other")))
+
+
+def test_features_that_a_dtype_cannot_hold_are_refused(
+    sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = Eagle3Student.states
+    monkeypatch.setattr(Eagle3Student, "states", lambda *own, **given: 1e6 * states(*own, **given))
+    with pytest.raises(UserError, match="float16 cannot hold the target's states of rows 0 to 7"):
+        train_eagle3(heading(sure, corpus, tmp_path / "out", features=str(tmp_path / "features")))
+    assert not (tmp_path / "features" / MADE_FROM_FILE).exists()
 
 
 def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:

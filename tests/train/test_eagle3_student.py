@@ -4,12 +4,13 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import train.eagle3_student as module
 from draft_models.eagle3 import step_attention
@@ -20,6 +21,7 @@ from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
 from train.eagle3_head import tau_of_rounds
+from train.eagle3_plan import kept_bytes
 from train.eagle3_student import Eagle3Student
 
 TOKENS = torch.arange(0, VOCABULARY, 3)
@@ -49,12 +51,9 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
     reading = new_reading(model.config, taps=TAPS, version=version, draft_vocabulary=size, intermediate=24)
     head = new_head(reading, stack, tokens, seed=1)
     torch.manual_seed(5)
-    for parameter in head.parameters():  # norms of one would hide which is which
-        parameter.data += (
-            0.2 * torch.randn_like(parameter) * parameter.std()
-            if parameter.ndim > 1
-            else 0.2 * torch.randn_like(parameter)
-        )
+    for parameter in head.parameters():  # norms of 1 would hide which is which
+        size = parameter.std() if parameter.ndim > 1 else 1.0
+        parameter.data += 0.2 * size * torch.randn_like(parameter)
     student = Eagle3Student(stack, head, objective=objective, steps=STEPS, decay=DECAY, train_head=True)
     documents = torch.tensor(DOCUMENTS)
     ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
@@ -66,19 +65,8 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
             where = [i for i, owner in enumerate(row) if owner == document]
             positions[b, where] = torch.arange(len(where))
             labels[b, where[:-1]] = ids[b, where[1:]]
-            with torch.no_grad():
-                out = whole(ids[b, where][None], output_hidden_states=True)
-            logits[b, where] = out.logits[0]
-            # transformers norms the last of its hidden states
-            inner = whole.model.layers[-1](
-                out.hidden_states[-2],
-                position_embeddings=whole.model.rotary_emb(
-                    out.hidden_states[-2], position_ids=torch.arange(len(where))[None]
-                ),
-                attention_mask=causal(len(where)),
-            )
-            states = [*out.hidden_states[:-1], inner if isinstance(inner, Tensor) else inner[0]]
-            taps[b, where] = torch.stack([states[tap][0] for tap in TAPS], 1).detach()
+            states, logits[b, where] = boundaries(whole, ids[b, where])
+            taps[b, where] = torch.stack([states[tap] for tap in TAPS], 1)
     labels[0, 2] = IGNORE  # a place that is not learnt from, between others
     batch = {"input_ids": ids, "labels": labels, "positions": positions, "documents": documents}
     newer = frozenset({"tap norms", "norm output"}) if version == "3.1" else frozenset[str]()
@@ -87,6 +75,19 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
         draft_tokens=tuple(range(VOCABULARY) if tokens is None else tokens.tolist()), on=newer, prefix="layers.0.",
     )  # fmt: skip
     return Case(student, batch, taps, logits, facts)
+
+
+@torch.no_grad()
+def boundaries(whole: PreTrainedModel, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Hidden states [T, H] that each layer of transformers' own forward takes, what the last one gives, and logits."""
+    found: list[Tensor] = []
+    inner: Any = whole.model
+    hooks = [layer.register_forward_pre_hook(lambda _, given: found.append(given[0][0])) for layer in inner.layers]
+    hooks.append(inner.norm.register_forward_pre_hook(lambda _, given: found.append(given[0][0])))
+    logits = whole(ids[None]).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return found, logits
 
 
 def causal(length: int) -> Tensor:
@@ -209,6 +210,21 @@ def _last_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_attention, "join", lambda m, q, first, own, *rest: real(m, q, own[-1], own, *rest))
 
 
+def test_in_bfloat16_the_gradient_points_the_same_way(target: Path) -> None:
+    """Under autocast, which rounds keys and queries after their rotation."""
+    found = []
+    for on in (False, True):
+        case = make_case(target, "3.1", TOKENS)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            loss = case.student(**case.batch)["loss_sum"]
+        loss.backward()
+        found.append((loss.item(), {name: p.grad for name, p in case.student.head.named_parameters()}))
+    (exact, wanted), (rounded, given) = found
+    assert exact != rounded == pytest.approx(exact, rel=0.02)
+    for name, gradient in wanted.items():
+        assert torch.cosine_similarity(given[name].flatten(), gradient.flatten(), dim=0) > 0.98, name
+
+
 @pytest.mark.parametrize("version", ["3", "3.1"])
 def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: str) -> None:
     """Its outputs after a text and the tokens that follow in it are those of the steps at that place."""
@@ -218,7 +234,8 @@ def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: s
     text = case.batch["input_ids"][0, :7].tolist()  # the first document
     row = {name: value[:1] for name, value in case.batch.items()}
     with torch.no_grad():
-        taps, _ = case.student.target_states(row["input_ids"], row["positions"], row["documents"])
+        states = case.student.states(row["input_ids"], row["positions"], row["documents"])
+        taps = states[:, :, :-1].flatten(2)
         for place in (0, 2, 3):
             kept = torch.arange(STEPS) + place + 1
             learnt = case.student.guesses(row["input_ids"], row["positions"], row["documents"], taps, kept, STEPS)
@@ -240,6 +257,32 @@ def test_a_planted_fault_is_found(
     fault(case.student, monkeypatch)
     with pytest.raises(AssertionError, match=r"Tensor-likes are not close|Scalars are not close"):
         assert_same(case)
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -> None:
+    """No less than they do, and less than twice as much; what they keep grows with the steps."""
+    case = make_case(target, "3.1", TOKENS)
+    if recomputed:
+        case.student.gradient_checkpointing_enable()
+    ids = torch.randint(256, (2, 64))
+    rows = {"input_ids": ids, "labels": ids.roll(-1, 1), "documents": torch.zeros_like(ids)}
+    rows["positions"] = torch.arange(64).expand(2, -1)
+    weights = {p.untyped_storage().data_ptr() for p in case.student.parameters()}
+    kept = dict[int, torch.UntypedStorage]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _loss = case.student(**rows)["loss_sum"]
+    taken = sum(storage.nbytes() for storage in kept.values()) / ids.numel()
+    fit = SimpleNamespace(gradient_checkpointing=recomputed)
+    config: Any = SimpleNamespace(draft_steps=STEPS, fit=fit)
+    assert taken < kept_bytes(config, case.student.head.reading) < 2 * taken
 
 
 def test_the_analytic_tau_is_of_drafts_that_begin_at_one_place() -> None:

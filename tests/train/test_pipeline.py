@@ -20,7 +20,7 @@ from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, Ste
 from train.shipping import SHIPPED
 
 ROOT = Path(__file__).parents[2]
-EXPERIMENTS = ("demo", "gpu_validation", "smollm2", "smollm2_demo")
+EXPERIMENTS = ("demo", "gpu_validation", "smollm2", "smollm2_demo", "smollm2_eagle3")
 STAND_IN = """
 import sys
 from pathlib import Path
@@ -43,7 +43,9 @@ with open(given["calls"], "a") as calls:
 def steps_of(experiment: str) -> set[str]:
     if experiment == "smollm2_demo":
         return {"fetch", "prompts", "report"}
-    return set(STEPS) - ({"target"} if experiment == "smollm2" else {"fetch", "prompts"})
+    if experiment == "smollm2_eagle3":
+        return set(STEPS) - {"target"}
+    return set(STEPS) - {"eagle3"} - ({"target"} if experiment == "smollm2" else {"fetch", "prompts"})
 
 
 @pytest.mark.parametrize("experiment", ["gpu_validation", "smollm2"])
@@ -145,6 +147,14 @@ def test_the_demo_has_so_many_minutes_on_any_machine() -> None:
     assert minutes["target"] == max(minutes.values())
 
 
+def test_a_head_is_compared_where_one_is_trained() -> None:
+    for name in ("smollm2", "smollm2_eagle3"):
+        config = compose_and_build("pipeline", [f"experiment={name}"])
+        options = config.options("report")
+        asked = "eagle3_opt_tree" in next(option for option in options if option.startswith("method="))
+        assert ("eagle3={out_dir}/eagle3" in options) == ("eagle3" in config.to_do) == asked == (name != "smollm2")
+
+
 def test_drafters_that_no_step_trains_are_given() -> None:
     """A link to what a step would leave is no option where the step is left out."""
     config = compose_and_build("pipeline", ["experiment=smollm2_demo"])
@@ -166,7 +176,7 @@ def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: st
     if name == "smollm2_demo":
         assert given == {"report"}
     else:
-        assert given == {"responses", "eesd", "small_lm"}
+        assert given == {"responses", "eesd", "small_lm", "eagle3"} & steps_of(name)
         assert "tokenizer=mine" in config.options("trigrams")
     assert not any("{target}" in option for step in config.to_do for option in config.options(step))
 

@@ -21,8 +21,9 @@ from draft_models.checkpoint import WEIGHTS_FILE
 from outrider.errors import UserError
 from tests.launched import free_port
 from tests.train.fit_job import TinyModel
-from tests.train.jobs import FIT, distilling, finetuning, options_of
+from tests.train.jobs import FIT, distilling, finetuning, heading, options_of
 from train import sharding
+from train.eagle3_head import train_eagle3
 from train.early_exit import train_early_exit
 from train.settings import DrafterConfig
 from train.small_lm import finetune_drafter
@@ -102,6 +103,7 @@ def test_processes_that_share_equal_one(
     if commands:
         check_adapters(tmp_path / "adapters", tmp_path / "adapters-alone", target)
         check_early_exit(tmp_path / "early_exit", tmp_path / "early_exit-alone")
+        check_steps(tmp_path / "steps", tmp_path / "steps-alone")
 
 
 def check_tiny(together: Path, alone: Path) -> None:
@@ -137,7 +139,10 @@ def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, 
         fit=replace(FIT, steps=6, lr=2e-2, eval_every=3, log_every=1),
     )  # fmt: skip
     train_early_exit(exits)
+    steps = heading(target, corpus, folder / "steps-alone", fit=replace(FIT, lr=2e-2, eval_every=2, log_every=1))
+    train_eagle3(steps)
     return {
+        "steps": ["train.eagle3", *options_of(replace(steps, out_dir=str(folder / "steps")))],
         "adapters": ["train.finetune_drafter", *options_of(replace(adapters, out_dir=str(folder / "adapters")))],
         "early_exit": ["train.eesd", *options_of(replace(exits, out_dir=str(folder / "early_exit")))],
     }
@@ -159,6 +164,15 @@ def check_early_exit(together: Path, alone: Path) -> None:
     assert max(curve(together, "eval_tau").values()) > 1
     assert curve(together, "loss") == pytest.approx(curve(alone, "loss"), rel=1e-4)
     one, other = (load_file(folder / WEIGHTS_FILE) for folder in (alone, together))
+    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
+
+
+def check_steps(together: Path, alone: Path) -> None:
+    """An EAGLE-3 head reads embedding and head of the target beside their modules."""
+    for name in ("eval_tau", "eval_agree_1", "eval_agree_3"):
+        assert curve(together, name) == curve(alone, name)
+    assert curve(together, "loss") == pytest.approx(curve(alone, "loss"), rel=1e-4)
+    one, other = (load_file(folder / "model.safetensors") for folder in (alone, together))
     torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
 
 

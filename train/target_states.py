@@ -1,0 +1,110 @@
+"""What a target makes of the rows, kept on disk: a head then trains on it without running the target again.
+
+    states.bin     [rows, T, k + 1, H_t] of the dtype: the taps, ascending, and the states after the last norm
+    states.json    written last: what they were made from
+
+Every process of a launcher writes its share of the rows into one file, so the folder is one that all of them see.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from data_prep.text.rows import Rows
+from outrider.errors import UserError
+from outrider.files import read_json, require_writable, write_json
+from outrider.processes import from_main, only_run_of
+from outrider.run_dirs import changes
+from outrider.settings import listed
+from train.eagle3_student import Eagle3Student
+
+STATES_FILE, MADE_FROM_FILE = "states.bin", "states.json"
+ROWS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class RowsWithStates:
+    """`Rows` whose items have besides: states [T, k + 1, H_t]."""
+
+    rows: Rows
+    states: Tensor
+
+    @property
+    def key(self) -> str:
+        """Of the rows."""
+        return self.rows.key
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        return {**self.rows[index], "states": self.states[index]}
+
+
+def with_states(
+    rows: Rows,
+    build: Callable[[], Eagle3Student],
+    item: tuple[int, int, int],
+    folder: Path,
+    dtype: torch.dtype,
+    made_from: Mapping[str, Any],
+    state: PartialState,
+) -> RowsWithStates:
+    """`rows` with what the target makes of them, read from `folder`, which is filled where it is not yet.
+
+    build: makes the student whose target that is. item: (T, k + 1, H_t). made_from: JSON-able, what decides the states.
+    What they take is said before the first one is made. All processes call this. Raises `UserError` where the folder
+    holds others, where it cannot be written, and where `dtype` cannot hold them.
+    """
+    require_writable(folder)
+    shape = (len(rows), *item)
+    identity = {**made_from, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
+    with only_run_of(state, folder, "states of a target"):
+        there = from_main(state, lambda: _is_there(folder, identity))
+        if not there and state.is_main_process:
+            size = math.prod(shape) * dtype.itemsize / 1e9
+            print(f"features={folder} rows={shape[0]} dtype={identity['dtype']} gigabytes={size:.2f}", flush=True)
+        states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
+        if not there:
+            _fill(states, rows, build(), folder, state)
+            state.wait_for_everyone()
+            from_main(state, lambda: write_json(folder / MADE_FROM_FILE, identity))
+    return RowsWithStates(rows, states)
+
+
+def _is_there(folder: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether the states are complete. Raises `UserError` where they are others."""
+    file = folder / MADE_FROM_FILE
+    if not file.exists():
+        return False
+    found = changes(read_json(file, "record of a target's states", "remove its folder"), identity)
+    if found:
+        wrong = [f"{key}={new!r} (was {old!r})" for key, old, new in found]
+        raise UserError(
+            f"features={folder}: holds what was made with other settings: {listed(wrong)}; give another folder"
+        )
+    return True
+
+
+def _fill(states: Tensor, rows: Rows, student: Eagle3Student, folder: Path, state: PartialState) -> None:
+    """This process's share, every so many rows."""
+    device = student.stack.device
+    for begin in range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE):
+        chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
+        batch = default_collate([rows[index] for index in chosen])
+        given = {name: batch[name].to(device) for name in ("input_ids", "positions", "documents")}
+        made = student.states(**given).to(states.dtype)
+        if not bool(made.isfinite().all()):
+            kept = str(states.dtype).removeprefix("torch.")
+            raise UserError(
+                f"features={folder}: {kept} cannot hold the target's states of rows {chosen.start} to "
+                f"{chosen.stop - 1}; expected finite ones: give features_dtype=bfloat16"
+            )
+        states[chosen.start : chosen.stop] = made.cpu()
