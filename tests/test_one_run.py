@@ -24,7 +24,7 @@ OPTIONS = {
     "build_trigrams": [f"tokenizer={TARGET}"],
     "calibrate": [f"checkpoint={EARLY_EXIT}"],
     "convert_target": [f"target={TARGET}"],
-    "eagle3": [f"target={TARGET}"],
+    "eagle3": [f"target={TARGET}", "seq_len=64"],
     "eesd": [f"target={TARGET}"],
     "evaluate_checkpoint": [f"checkpoint={EARLY_EXIT}", "method=eesd_fixed", "prompt_text=[hello]"],
     "export_eagle3": [f"head={EAGLE3}", f"target={TARGET}"],
