@@ -82,11 +82,14 @@ class Field:
     plain: PreTrainedModel
 
 
-def add_options(parser: argparse.ArgumentParser, work: str) -> None:
-    """The options that say on what is measured, and for how long. work: where the results of prompts are kept."""
+def add_options(parser: argparse.ArgumentParser, work: str, *, prompts: bool = True) -> None:
+    """The options that say on what is measured, and for how long.
+
+    work: where the results of prompts are kept. prompts: they must be given.
+    """
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="options of evaluate-checkpoint")
     which = "a category and its prompts, in any layout that evaluate-checkpoint reads; several times"
-    parser.add_argument("--prompts", action="append", metavar="NAME=FILE", required=True, help=which)
+    parser.add_argument("--prompts", action="append", metavar="NAME=FILE", required=prompts, help=which)
     parser.add_argument("--per-category", type=int, default=16, help="prompts of each category, evenly spread")
     parser.add_argument("--minutes", type=float, help="begin no prompt after so many; the same command goes on")
     parser.add_argument("--work", type=Path, default=Path(work), help="where the results of every prompt are kept")

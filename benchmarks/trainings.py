@@ -3,7 +3,7 @@
 import gc
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,13 @@ def log_of(out_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out_dir / LOG_FILE).read_text().splitlines()]
 
 
-def require_same(out: Path, asked: Mapping[str, Any]) -> None:
-    """End with a message where `out` holds drafters that were trained otherwise; else note how they are trained."""
+def require_same(out: Path, asked: Mapping[str, Any], common: Sequence[str] = COMMON) -> None:
+    """End with a message where `out` holds drafters that were trained otherwise; else note how they are trained.
+
+    common: options of all trainings that nobody asked for.
+    """
     made_for = require_writable(out) / "settings.json"
-    asked = {**asked, "common": COMMON}
+    asked = {**asked, "common": list(common)}
     if made_for.exists() and json.loads(made_for.read_text()) != asked:
         sys.exit(f"error: {out}: holds drafters of other settings; choose another directory")
     write_json(made_for, asked)

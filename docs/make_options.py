@@ -14,7 +14,7 @@ from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.settings import EvaluateConfig
-from train.eagle3_settings import Eagle3Config
+from train.eagle3_settings import Eagle3Config, ExportHeadConfig
 from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ShipConfig, ToyTargetConfig
 
@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "convert_target": ("data_prep/convert_target.py", ConvertConfig),
     "fetch_target": ("data_prep/fetch_target.py", FetchConfig),
     "toy_target": ("train/toy_target.py", ToyTargetConfig),
+    "export_eagle3": ("train/export_eagle3.py", ExportHeadConfig),
     "ship_drafters": ("train/ship_drafters.py", ShipConfig),
     "pipeline": ("train/pipeline.py", PipelineConfig),
 }

@@ -13,6 +13,7 @@ Dtype = Literal["auto", FloatDtype]
 RunDtype = Literal["auto", "fast", FloatDtype]  # see `pick_dtype`
 # see draft_models/losses.py
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
+Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3 heads (draft_models/eagle3/dialects.py)
 Model = Annotated[str, Named("a model directory or Hub name")]
 # see `save_tiny_models`
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from draft_models.checkpoint import open_target_of
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy, empty_model
-from draft_models.target.open_target import open_target, pick_dtype
+from draft_models.target.open_target import pick_dtype
 from draft_models.target.tensor_parallel import own_heads, own_layer, split_model
 from inference.drafters.registry import KINDS
 from inference.fixed_shapes import WIDTHS
@@ -75,13 +74,8 @@ def pass_bytes(config: PreTrainedConfig, place: Place) -> int:
     return WIDTHS[-1] * (4 * config.hidden_size + config.vocab_size) * place.itemsize
 
 
-def plan_evaluation(config: EvaluateConfig) -> str:
+def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
     """What each GPU holds in an evaluation: a greppable line, then one for each part. Raises `UserError`."""
-    if config.checkpoint is None:
-        by_layers = any(KINDS[method.source].layers for method in config.methods.values())
-        target = open_target(str(config.target), config.revision, by_layers=by_layers).config
-    else:
-        target = open_target_of(config.checkpoint, config.target, config.revision).config
     place, dtype = place_of(config, target, context_limit(target))
     held = {"target's weights": weight_bytes(target, place)}
     if config.device == "cpu":

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from data_prep.settings import PromptTemplate
 from draft_models.settings import TARGET, RehearsedConfig, RunDtype
-from inference.drafters.registry import KINDS, Kind
+from inference.drafters.registry import KINDS, Kind, kind_in
 from outrider.errors import require, require_choice
 from outrider.settings import (
     Count,
@@ -239,7 +240,8 @@ class SamplingConfig(Settings):
 class EvaluateConfig(RehearsedConfig):
     """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
 
-    checkpoint: str | None = None  # early-exit drafter directory, for methods with source=early_exit
+    # directory of a drafter: an early exit, or what small_lm, eagle3 and table take, whichever lies there
+    checkpoint: str | None = None
     small_lm: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
     eagle3: str | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
     table: str | None = None  # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
@@ -288,7 +290,9 @@ class EvaluateConfig(RehearsedConfig):
             key, where = kind.option, self.where(kind)
             if key is not None and using:
                 given_as = key if hasattr(self, key) else f"+drafters.{key}"
-                require(where is not None, given_as, where, f"{kind.needs} for {using}")
+                require(where is not None, given_as, where, f"{kind.needs} for {using}{self._instead()}")
+            once = kind != self.held or self._given(kind) in (None, where)
+            require(once, str(key), self._given(kind), f"null where checkpoint={self.checkpoint} is one of its kind")
         others = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
         for name, where in self.drafters.items():
             known = ", ".join(others) or "none here: no kind of drafter needs it"
@@ -317,12 +321,14 @@ class EvaluateConfig(RehearsedConfig):
             ("resume", self.resume, "false for target=replay: it takes seconds and starts over"),
         ):
             require(not replayed or not setting, key, setting, expected)
-        require(self.target is not None or self.checkpoint is not None, "target", None, "the model that is to decode")
+        has_target = self.target is not None or self.early_exit is not None
+        require(has_target, "target", None, f"the model that is to decode{self._instead()}")
 
     def small(self, models: Path) -> Self:
         """The same methods on tiny random models, with few tokens."""
         used = [kind for kind in KINDS.values() if kind.option and kind.tiny and self.where(kind)]
-        given: dict[str, Any] = {str(kind.option): str(models / str(kind.tiny)) for kind in used}
+        given: dict[str, Any] = {"checkpoint": None}
+        given |= {str(kind.option): str(models / str(kind.tiny)) for kind in used}
         given |= self.cut(tensor_parallel=1, prompt_chars=120, max_new_tokens=16)
         given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
         # Tiny models have other layers to skip.
@@ -331,7 +337,35 @@ class EvaluateConfig(RehearsedConfig):
 
     def where(self, kind: Kind) -> str | None:
         """Where the model of `kind` lies, None where that is not said or it has none."""
-        if kind.option is None:
+        if self.checkpoint is not None and kind == (self.held or KINDS["early_exit"]):
+            return self.checkpoint
+        return self._given(kind)
+
+    def _given(self, kind: Kind) -> str | None:
+        """Where it lies by an option of its own."""
+        if kind.option in (None, "checkpoint"):
             return None
         given: str | None = getattr(self, kind.option, None) or self.drafters.get(kind.option)
         return given
+
+    @cached_property
+    def held(self) -> Kind | None:
+        """The kind of drafter in `checkpoint`; None where that is null, no directory, or holds none."""
+        return None if self.checkpoint is None else kind_in(self.checkpoint)
+
+    @property
+    def early_exit(self) -> str | None:
+        """Where an early-exit drafter lies, which knows its target."""
+        return self.where(KINDS["early_exit"])
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether any of its methods, or a drafter that it names for none of them, is about layers of the target."""
+        used = {method.source for method in self.methods.values()}
+        return any(kind.layers and (kind.name in used or self.where(kind) is not None) for kind in KINDS.values())
+
+    def _instead(self) -> str:
+        """What `checkpoint` holds, for an error about what is missing."""
+        if self.held is None:
+            return "" if self.checkpoint is None else f"; checkpoint={self.checkpoint} holds no drafter that is known"
+        return f"; checkpoint={self.checkpoint} holds {self.held.name}, for method={self.held.preset}"

@@ -18,16 +18,16 @@ from transformers import PreTrainedTokenizerBase
 from conf.options import CONF_DIR
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
-from draft_models.checkpoint import META_FILE
 from draft_models.settings import RunDtype
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.auto.probe import tune
 from inference.decode import Round, speculative, until
+from inference.drafters.registry import kind_in
 from inference.evaluate.arms import Drafters, new_drafter, prepare, synchronized_clock
 from inference.evaluate.compare import evaluate_checkpoint
-from inference.evaluate.subject import Subject, find_subject, load_drafters, load_stack, needs_layers
+from inference.evaluate.subject import Subject, find_subject, load_drafters, load_stack
 from inference.generation_config import Inherited, generate_settings, inherit, make_sampler
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig, MethodConfig, Runtime, SamplingConfig
@@ -67,7 +67,7 @@ class Model:
         placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
         self.drafters: Drafters = load_drafters(config, target, **placed)
         self.stack: LayerStack = load_stack(
-            target, None, self.subject.dtype, self.subject.device, by_layers=needs_layers(config)
+            target, None, self.subject.dtype, self.subject.device, by_layers=config.by_layers
         )
         prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.subject.device)
@@ -208,19 +208,22 @@ def load(
 ) -> Model:
     """A target with a drafter, ready to decode.
 
-    source: the directory of an early-exit drafter, which knows its target, or else a target: a directory, Hub name or
-    GGUF file.
-    method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_beta for a drafter,
-    vanilla with a small_lm, eagle3 with such a head, ngrams with a table, prompt_lookup with none of them.
-    target: where the drafter's target is now.
+    source: a drafter's directory, or else a target: a directory, Hub name or GGUF file. An early exit knows its target.
+    With any other drafter `target` must be given: an EAGLE-3 head, an n-gram table, a small LM.
+    method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_beta for an early exit,
+    vanilla with a small LM, eagle3 with such a head, ngrams with a table, prompt_lookup with none of them.
+    target: what the drafter is for; of an early exit, where it is now.
     small_lm, eagle3, table, drafters: as evaluate-checkpoint's options.
 
     Raises `UserError` for what is missing or unusable.
     """
-    is_drafter = (Path(source) / META_FILE).is_file()
-    require(is_drafter or target is None, "target", target, f"None: {source} is no drafter (it has no {META_FILE})")
+    held = kind_in(str(source))
+    require(held is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
+    is_drafter = held is not None and (target is not None or held.name != "small_lm")  # a causal LM decodes by itself
+    if method is None and held is not None and is_drafter:
+        method = held.preset
     if method is None:
-        given = {"eesd_beta": is_drafter, "vanilla": small_lm, "eagle3": eagle3, "ngrams": table, "prompt_lookup": True}
+        given = {"vanilla": small_lm, "eagle3": eagle3, "ngrams": table, "prompt_lookup": True}
         method = next(preset for preset, chosen in given.items() if chosen)
     name = method if isinstance(method, str) else "method"
     config = EvaluateConfig(

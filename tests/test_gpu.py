@@ -42,6 +42,7 @@ from inference.settings import MethodConfig, SamplingConfig, StopConfig
 from inference.stopping import FixedLength
 from inference.structures.factory import Chain, make_structure
 from outrider.streams import Streams
+from tests.eagle3_runs import require_same_texts
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -115,6 +116,13 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
             plain = autoregressive(stack, random_prompt(length), **options)
             assert [t for r in plain for t in r.tokens] == expected
             assert (runtime.captures == before) == (turn == 1)
+
+
+@pytest.mark.parametrize("structure", ["chain", "opt_tree"])
+def test_an_eagle3_heads_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    require_same_texts(save_target(tmp_path, "mistral", kv_heads=2, peak=6.0), structure, CUDA)
 
 
 def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ ENTRIES = {
     "train/calibrate.py",
     "train/eagle3.py",
     "train/eesd.py",
+    "train/export_eagle3.py",
     "train/finetune_drafter.py",
     "train/pipeline.py",
     "train/ship_drafters.py",

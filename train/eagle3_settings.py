@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from data_prep.settings import DataConfig
-from draft_models.settings import EAGLE3, TARGET, FloatDtype, Model, TargetConfig
+from draft_models.settings import EAGLE3, TARGET, Dialect, FloatDtype, Model, TargetConfig
 from outrider.errors import require
-from outrider.settings import Count, Positive, Share, at_least, free, require_default
+from outrider.settings import Count, Named, Positive, RunConfig, Share, at_least, free, require_default
 from train.fit_settings import FitConfig
 from train.settings import (
     REHEARSED_VOCABULARY,
@@ -43,7 +43,7 @@ class Eagle3Config(TargetConfig):
     # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     # whose names and words config.json and the tensors have: SpecForge's heads have three taps
-    dialect: Literal["eagle", "specforge", "speculators", "modelopt"] = free("specforge")
+    dialect: Dialect = free("specforge")
     # a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
     # null: it runs along
     features: str | None = None
@@ -83,3 +83,15 @@ class Eagle3Config(TargetConfig):
         given["features"] = None if self.features is None else str(models.parent / "features")
         given["start"] = None if self.start is None else str(models / EAGLE3)
         return replace(self, target=str(models / TARGET), revision=None, **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportHeadConfig(RunConfig):
+    """export-eagle3: an EAGLE-3 head in the words of another trainer, for the servers that read those."""
+
+    head: Annotated[str, Named("a directory or Hub name of an EAGLE-3 head")] = free()  # of any trainer
+    target: Model = free()  # directory or Hub name of the model that it was trained for; only its config.json is read
+    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
+    dialect: Dialect = "speculators"  # whose config.json and names of tensors are written
+    dtype: FloatDtype | None = None  # of the weights that are written; null: as they are
+    out_dir: str = free("runs/export_eagle3")  # where it goes; resume=true replaces what is there

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draft_models.eagle3.dialects import FIRST_LAYER, MIDLAYER, Dialect, Shapes, dialect_of, own_name, read_config
+from draft_models.eagle3.dialects import (
+    FIRST_LAYER,
+    MIDLAYER,
+    Dialect,
+    Shapes,
+    dialect_of,
+    is_head,
+    own_name,
+    read_config,
+)
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, require_target
 from draft_models.target.model_files import CONFIG_FILE
@@ -66,6 +75,11 @@ def open_head(source: str, target: PreTrainedConfig, revision: str | None = None
     require_target(reading, target, source)
     _require_shapes(reading, shapes, dialect, source)
     return StoredHead(source, dialect, reading, files, stored)
+
+
+def holds_head(source: str) -> bool:
+    """Whether the tensors in `source` are an EAGLE-3 head's, in any dialect. Raises `UserError` for none at all."""
+    return is_head(open_tensors(source).file_of)
 
 
 def stored_tokens(source: str, revision: str | None = None) -> list[int] | None:

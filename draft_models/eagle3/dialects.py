@@ -10,14 +10,14 @@ of layers: a config copied from the target's has that of the target (EAGLE3-Vicu
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from draft_models.eagle3.reading import Reading
+from draft_models.settings import Dialect
 from outrider.errors import UserError, reason
 
-Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]
 Shapes = Mapping[str, tuple[int, ...]]
 MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -44,12 +44,17 @@ def own_name(stored: str) -> str:
     return FIRST_LAYER + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name
 
 
+def is_head(stored: Collection[str]) -> bool:
+    """Whether tensors of these names are an EAGLE-3 head's: they have a norm that no other model has."""
+    return FIRST_LAYER + "hidden_norm.weight" in set(map(own_name, stored))
+
+
 def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) -> Dialect:
     """In which dialect the head in `source` is written, by its config and its tensors' names. Raises `UserError`."""
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise UserError(f"eagle3={source}: speculators_model_type={kind!r}: expected 'eagle3'; it is another drafter")
-    if FIRST_LAYER + "hidden_norm.weight" not in set(map(own_name, stored)):
+    if not is_head(stored):
         raise UserError(
             f"eagle3={source}: no tensor {MIDLAYER}hidden_norm.weight or {FIRST_LAYER}hidden_norm.weight there, which "
             "every EAGLE-3 head has; give the directory of such a head"

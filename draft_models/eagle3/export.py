@@ -68,7 +68,7 @@ def _tensors(head: Eagle3, dialect: Dialect) -> dict[str, Tensor]:
     """By their names here; the maps of the vocabulary where it is cut, and always where readers expect them."""
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     ids = stored.pop(DRAFT_TOKENS, None)
-    if ids is not None or dialect in ("specforge", "speculators"):
+    if ids is not None or dialect == "specforge":
         places = torch.arange(head.reading.draft_vocabulary)
         ids = places if ids is None else ids
         stored[D2T] = ids - places

@@ -88,6 +88,14 @@ def whole_head(head: Any) -> tuple[Tensor, Tensor | None]:
     return weight, None if own.bias is None else gather(own.bias[None])[0, : head.outputs]
 
 
+def whole_embedding(embedding: Any, vocabulary: int) -> Tensor:
+    """Weight [V, d] of an embedding, whole. Of a split one all of the group's processes call this."""
+    if not isinstance(embedding, SplitEmbedding):
+        weight: Tensor = embedding.weight
+        return weight
+    return embedding.group.side_by_side(embedding.weight.T).T[:vocabulary].contiguous()
+
+
 class SplitEmbedding(nn.Module):
     """An embedding of which each process has the rows of its part of the vocabulary."""
 

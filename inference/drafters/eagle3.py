@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draft_models.eagle3.card import TRAINING_FILE
-from draft_models.eagle3.checkpoint import head_shapes, load_head, open_head, stored_tokens
+from draft_models.eagle3.checkpoint import head_shapes, holds_head, load_head, open_head, stored_tokens
 from draft_models.eagle3.model import Eagle3
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
+from draft_models.target.tensor_parallel import whole_embedding
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker, recorded_seconds
@@ -27,7 +28,6 @@ from inference.session import TargetSession, View
 from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
 from inference.tree import chain_parents
-from outrider.errors import UserError
 from outrider.files import read_json
 from outrider.streams import Streams
 
@@ -122,6 +122,9 @@ class Eagle3Source:
 class Eagle3Maker(Maker):
     """The model is an `Eagle3`."""
 
+    def lies_in(self, folder: str) -> bool:
+        return holds_head(folder)
+
     def identity(self, where: str | None) -> dict[str, Any]:
         return {"eagle3": None if where is None else model_identity(open_tensors(where))}
 
@@ -129,14 +132,9 @@ class Eagle3Maker(Maker):
         return load_head(where, target.config, **placed)
 
     def prepare(self, model: Eagle3, stack: LayerStack) -> None:
-        """Raises `UserError` for a head that shares an embedding of which each process has a part."""
+        """Of a target that is split, every process gets the whole embedding, as it has the whole head."""
         if not model.reading.own_embedding:
-            if stack.group.size > 1:
-                raise UserError(
-                    f"tensor_parallel={stack.group.size}: the EAGLE-3 head shares the target's embedding, of which "
-                    "every process has a part only; expected tensor_parallel=1, or a head with embed_tokens.weight"
-                )
-            model.use_embedding(stack.embed_tokens.weight)
+            model.use_embedding(whole_embedding(stack.embed_tokens, model.reading.vocabulary))
         lay_out(model, stack)
 
     def trained_seconds(self, where: str) -> float | None:
@@ -152,6 +150,8 @@ class Eagle3Maker(Maker):
         """Every process holds all of it; the target decodes in the caches of plain decoding."""
         reading = open_head(where, target).reading
         weights = sum(map(prod, head_shapes(reading).values()))
+        if place.size > 1 and not reading.own_embedding:
+            weights += reading.vocabulary * reading.hidden  # a copy of the target's, which is split
         cache = 2 * reading.layers * reading.key_heads * reading.head_dim * place.slots
         taps = len(reading.taps) * reading.target_hidden  # that the target's pass gives, and the head's takes
         passes = WIDTHS[-1] * (2 * taps + 5 * reading.hidden + 2 * reading.vocabulary)

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 
 class Maker(ABC):
     """What decoding asks of a kind. `model` is whatever its `load` returned; the defaults suit a kind without one."""
+
+    def lies_in(self, folder: str) -> bool:
+        """Whether `folder`, which has `Kind.file`, holds a model of this kind; asked where other kinds have that too.
+
+        Raises `UserError` where it cannot be read.
+        """
+        return True
 
     def identity(self, where: str | None) -> dict[str, Any]:
         """What of the model in `where` decides results, JSON-able, with the same keys where there is none."""
@@ -85,6 +93,8 @@ class Kind:
     maker: "module:name" of its `Maker`.
     option: the option of evaluate-checkpoint that says where its model lies; None: it has no model.
     needs: what has to lie there; "": it has no model.
+    file: a file that its model's directory has; None: `checkpoint` does not take it.
+    preset: the method of conf/method/ that a model alone decodes by.
     shaped: a structure and a stop rule shape its drafts.
     own: the fields of a method, or of its stop rule as "stop.max_draft", that it reads besides. No kind reads
     another's.
@@ -97,6 +107,8 @@ class Kind:
     maker: str
     option: str | None = None
     needs: str = ""
+    file: str | None = None
+    preset: str | None = None
     shaped: bool = True
     own: tuple[str, ...] = ()
     hidden: bool = False
@@ -119,6 +131,17 @@ class Kind:
 KINDS: dict[str, Kind] = {}
 
 
+def kind_in(folder: str) -> Kind | None:
+    """The kind of drafter whose model the directory `folder` holds; None where there is no such directory, or none.
+
+    Raises `UserError` where it cannot be read.
+    """
+    kinds = [kind for kind in KINDS.values() if kind.file is not None and (Path(folder) / kind.file).is_file()]
+    if len(kinds) > 1:
+        kinds = [kind for kind in kinds if kind.load_maker().lies_in(folder)]
+    return kinds[0] if kinds else None
+
+
 def register(kind: Kind) -> Kind:
     """Make `kind` known; a name is given once."""
     if kind.name in KINDS:
@@ -133,6 +156,8 @@ register(
         "inference.drafters.early_exit:MAKER",
         option="checkpoint",
         needs="an early-exit drafter directory",
+        file="drafter.json",
+        preset="eesd_beta",
         hidden=True,
         card=True,
         tiny="early_exit",
@@ -145,6 +170,8 @@ register(
         "inference.drafters.small_lm:MAKER",
         option="small_lm",
         needs="a causal LM directory or Hub name",
+        file="config.json",
+        preset="vanilla",
         card=True,
         tiny="small_lm",
     )
@@ -155,6 +182,8 @@ register(
         "inference.drafters.eagle3:MAKER",
         option="eagle3",
         needs="a directory or Hub name of an EAGLE-3 head",
+        file="config.json",
+        preset="eagle3",
         card=True,
         tiny="eagle3",
         layers=True,
@@ -175,6 +204,8 @@ register(
         "inference.drafters.ngrams:MAKER",
         option="table",
         needs="an n-gram table directory (data_prep/build_trigrams.py)",
+        file="table.json",
+        preset="ngrams",
         shaped=False,
         own=("ngrams",),
         tiny="table",

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draft_models.draft_vocabulary import read_own_tokens
+from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm import TRAINING_FILE, SmallLM, load_small_lm
 from draft_models.target.architectures import position_limit, read_config
 from draft_models.target.attention import Band
@@ -144,6 +145,9 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
 
 class SmallLMMaker(Maker):
     """The model is a `SmallLM`."""
+
+    def lies_in(self, folder: str) -> bool:
+        return not holds_head(folder)  # whose config may name a causal LM
 
     def identity(self, where: str | None) -> dict[str, Any]:
         return {"small_lm": None if where is None else model_identity(open_tensors(where))}

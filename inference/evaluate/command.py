@@ -4,7 +4,7 @@ from data_prep.text.prompts import read_prompts
 from draft_models.rehearsal import rehearsable
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.replay import evaluate_replay
-from inference.evaluate.subject import heldout_fraction
+from inference.evaluate.subject import find_target, heldout_fraction
 from inference.memory_plan import plan_evaluation
 from inference.settings import EvaluateConfig
 
@@ -13,7 +13,7 @@ from inference.settings import EvaluateConfig
 def evaluate(config: EvaluateConfig) -> None:
     """What the command does (see `evaluate_checkpoint` and `evaluate_replay`). Raises `UserError`."""
     if config.plan:
-        print(plan_evaluation(config), flush=True)
+        print(plan_evaluation(config, find_target(config).config), flush=True)
         return
     prompts = read_prompts(
         config.prompt_text or config.prompts,

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from inference.stop_strings import StopStrings
 from inference.structures.shapes import find_shape
 from outrider.errors import UserError, reason, require
 from outrider.groups import ALONE, Group
+from outrider.settings import listed
 from outrider.versions import code_version
 
 
@@ -87,26 +89,35 @@ def find_subject(config: EvaluateConfig, group: Group = ALONE) -> Subject:
     return Subject(target, eos, stops, inherited, device, dtype, group)
 
 
-def needs_layers(config: EvaluateConfig) -> bool:
-    """Whether any of its methods, or a drafter that it names for none of them, is about layers of the target."""
-    used = {method.source for method in config.methods.values()}
-    return any(kind.layers and (kind.name in used or config.where(kind) is not None) for kind in KINDS.values())
-
-
 def find_target(config: EvaluateConfig) -> OpenTarget:
-    """The target of `config`, else the one the checkpoint was trained for."""
-    if config.checkpoint is None:
+    """The target of `config`, else the one its early exit was trained for. Raises `UserError`, also for no drafter."""
+    if config.checkpoint is not None and config.held is None:
+        raise UserError(f"checkpoint={config.checkpoint}: {no_drafter_in(Path(config.checkpoint))}")
+    if config.early_exit is None:
         assert config.target is not None
-        return open_target(config.target, config.revision, by_layers=needs_layers(config))
-    return open_target_of(config.checkpoint, config.target, config.revision)
+        return open_target(config.target, config.revision, by_layers=config.by_layers)
+    return open_target_of(config.early_exit, config.target, config.revision)
+
+
+def no_drafter_in(folder: Path) -> str:
+    """What is there instead, and what would be a drafter."""
+    files: dict[str, list[str]] = {}
+    for kind in KINDS.values():
+        if kind.file is not None:
+            files.setdefault(kind.file, []).append(kind.name)
+    expected = ", ".join(f"{file} ({' or '.join(names)})" for file, names in files.items())
+    if not folder.is_dir():
+        return f"no such directory; expected one with {expected}; a Hub name goes to small_lm= or eagle3="
+    found = listed(sorted(file.name for file in folder.iterdir())) or "nothing"
+    return f"found {found}: expected a directory with {expected}"
 
 
 def heldout_fraction(config: EvaluateConfig) -> float:
     """The share of `python_stdlib` that training has not seen: the checkpoint's own, where it was trained on that."""
     default = DataConfig.heldout_fraction
-    if config.checkpoint is None:
+    if config.early_exit is None or config.held is None:
         return default
-    data = read_meta(config.checkpoint).training.get("data", {})
+    data = read_meta(config.early_exit).training.get("data", {})
     try:
         sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
         fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
@@ -186,7 +197,7 @@ def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) ->
     placed = (subject.dtype, subject.device)
     if subject.group.size == 1:
         plain = load_plain(subject.target, *placed)
-        stack = load_stack(subject.target, plain, *placed, by_layers=needs_layers(config))
+        stack = load_stack(subject.target, plain, *placed, by_layers=config.by_layers)
     else:
         plain = load_split(subject.target, *placed, subject.group)
         another = can_pack(subject.device, subject.dtype)

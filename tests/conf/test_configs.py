@@ -19,7 +19,7 @@ from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiers import quick_where
-from train.eagle3_settings import Eagle3Config
+from train.eagle3_settings import Eagle3Config, ExportHeadConfig
 from train.pipeline_settings import PipelineConfig
 from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ShipConfig, ToyTargetConfig
 
@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "write_prompts": (PromptsConfig, "data_prep/write_prompts.py", []),
     "convert_target": (ConvertConfig, "data_prep/convert_target.py", ["target=t"]),
     "fetch_target": (FetchConfig, "data_prep/fetch_target.py", []),
+    "export_eagle3": (ExportHeadConfig, "train/export_eagle3.py", ["head=h", "target=t"]),
     "ship_drafters": (ShipConfig, "train/ship_drafters.py", []),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
 }
@@ -192,6 +193,8 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "write_prompts": "per_object",
         "convert_target": "resume",
         "fetch_target": "resume",
+        "eagle3": "seq_len",
+        "export_eagle3": "resume",
         "ship_drafters": "resume",
         "pipeline": "resume",
     }[command]

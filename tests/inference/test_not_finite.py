@@ -3,6 +3,7 @@
 A mask does not hide them from attention: 0 · NaN is NaN.
 """
 
+import copy
 import math
 import random
 from collections.abc import Iterator
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from draft_models.eagle3.model import Eagle3
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
 from inference import cuda_graphs
 from inference.acceptance import Chooser
 from inference.cuda_graphs import Graphed
 from inference.decode import Round, autoregressive, speculative
+from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
@@ -32,11 +35,12 @@ from inference.structures.factory import make_structure
 from inference.tree import DraftTree, depths
 from outrider.errors import UserError
 from outrider.streams import Streams
+from tests.fitted_heads import fitted_head
 from tests.pairwise import all_pairs
 from tests.recorded import record_graphs
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
-SOURCES = ("early_exit", "small_lm", "plain_lm")
+SOURCES = ("early_exit", "small_lm", "plain_lm", "eagle3")
 RUNTIMES = ("eager", "graphed", "recorded")
 NAN, INFINITY = math.nan, math.inf
 PROMPT = random_prompt(14)
@@ -50,17 +54,20 @@ def tokens_of(rounds: Any) -> list[int]:
 class Models:
     """A target and drafters of every kind; a fresh copy for every test that breaks them."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, head: Eagle3):
         self.stack: LayerStack = open_stack(path)[1]
         self.small: LayerStack = open_stack(path)[1]
         self.exit = make_drafter(path, LAYERS - 1, noise=0.3)
         torch.manual_seed(0)
         config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, vocab_size=VOCABULARY)
         self.plain = PlainLM(AutoModelForCausalLM.from_config(config))
+        self.head = copy.deepcopy(head)
 
     def source(self, kind: str) -> Any:
         if kind == "early_exit":
             return EarlyExitSource(self.exit)
+        if kind == "eagle3":
+            return Eagle3Source(self.head)
         return SmallLMSource(self.small if kind == "small_lm" else self.plain)
 
     def embeddings(self) -> Iterator[Tensor]:
@@ -68,6 +75,7 @@ class Models:
         yield self.stack.embed_tokens.weight
         yield self.small.embed_tokens.weight
         yield self.plain.model.get_input_embeddings().weight
+        yield self.head.embed_tokens.weight
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +83,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(tmp_path_factory.mktemp("target"), "mistral", kv_heads=2, peak=6.0)
 
 
+@pytest.fixture(scope="module")
+def head(path: Path) -> Eagle3:
+    """Fitted to what the target says first; later it is right by chance."""
+    stack = open_stack(path)[1]
+    answer = tokens_of(autoregressive(stack, PROMPT, max_new_tokens=20))
+    return fitted_head(stack, [(PROMPT, answer)])
+
+
 @pytest.fixture
-def models(path: Path) -> Models:
-    return Models(path)
+def models(path: Path, head: Eagle3) -> Models:
+    return Models(path, head)
 
 
 @pytest.fixture(params=RUNTIMES)
@@ -108,7 +124,11 @@ def draft(
 
 @pytest.mark.parametrize(
     ("drafted", "poison", "runtime"),
-    all_pairs([("early_exit", "chain"), ("small_lm", "opt_tree")], [NAN, INFINITY], ["graphed", "recorded"]),
+    all_pairs(
+        [("early_exit", "chain"), ("small_lm", "opt_tree"), ("eagle3", "opt_tree")],
+        [NAN, INFINITY],
+        ["graphed", "recorded"],
+    ),
     indirect=["runtime"],
 )
 @pytest.mark.slow
@@ -130,7 +150,7 @@ def test_what_a_generation_leaves_behind_changes_no_other(
 
 SHAPES = ("chain", "k_config", "opt_tree")
 DRAFTED = [  # a plain LM runs eagerly
-    *all_pairs(["early_exit", "small_lm"], SHAPES, [NAN, INFINITY], RUNTIMES),
+    *all_pairs(["early_exit", "small_lm", "eagle3"], SHAPES, [NAN, INFINITY], RUNTIMES),
     *all_pairs(["plain_lm"], SHAPES, [NAN, INFINITY], ["eager"]),
 ]
 
@@ -173,7 +193,8 @@ def test_a_drafter_without_numbers_costs_acceptance_only(
     models: Models, source: str, structure: str, sampler: Sampler | None
 ) -> None:
     expected = plain(models, 12)
-    for head in (models.exit.output_head, models.small.head, models.plain.model.lm_head):
+    heads = (models.exit.output_head, models.small.head, models.plain.model.lm_head, models.head.lm_head)
+    for head in heads:
         head.weight.data = torch.full_like(head.weight, NAN)
     found = tokens_of(draft(models, models.source(source), structure, 12, Eager(), sampler))
     assert len(found) == 12
@@ -203,7 +224,9 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize(
-    ("arm", "chosen", "runtime"), all_pairs(["plain", "chain", "k_config"], SAMPLERS, RUNTIMES), indirect=["runtime"]
+    ("arm", "chosen", "runtime"),
+    all_pairs(["plain", "chain", "k_config", "eagle3"], SAMPLERS, RUNTIMES),
+    indirect=["runtime"],
 )
 @pytest.mark.slow
 def test_logits_that_are_no_numbers_are_an_error(models: Models, runtime: Runtime, arm: str, chosen: str) -> None:
@@ -212,6 +235,8 @@ def test_logits_that_are_no_numbers_are_an_error(models: Models, runtime: Runtim
     sampled = sampler is not None and not sampler.greedy
 
     def run() -> Iterator[Round]:
+        if arm == "eagle3":
+            return draft(models, models.source(arm), "opt_tree", 12, runtime, sampler)
         if arm != "plain":
             return draft(models, EarlyExitSource(models.exit), arm, 12, runtime, sampler)
         chooser = Chooser(sampler, random.Random(4) if sampled else None)

@@ -10,14 +10,18 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
+from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target import proof, tensor_parallel
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.stored_tensors import Part
 from draft_models.target.tensor_parallel import prove_split, split_model, whole_head
+from draft_models.tiny_models import tiny_head
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive, speculative
+from inference.drafters.eagle3 import MAKER as EAGLE3_MAKER
+from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
@@ -53,17 +57,23 @@ def in_group(size: int, work: Callable[[Group], None], processes: int | None = N
     assert launched(count, lambda state: work(join_group(state, size))) == [0] * count
 
 
-def texts(stack: LayerStack, drafter: EarlyExit, prompt: list[int], every: bool) -> Iterator[tuple[str, list[int]]]:
+def texts(
+    stack: LayerStack, drafter: EarlyExit, head: Eagle3, prompt: list[int], every: bool
+) -> Iterator[tuple[str, list[int]]]:
     """What each way of decoding says; if not in `every` runtime, in one that another way does not use."""
     method = method_of(StructureConfig(kind="opt_tree", nodes=8, delta=0.0, max_depth=4))
-    tree, lookup = Shaped(EarlyExitSource(drafter), make_structure(method, Streams(0))), PromptLookup()
-    for runtime, ways in ((Eager(), ("plain", "lookup")), (Graphed(), ("tree",))):
+    drafters: dict[str, Any] = {
+        "tree": Shaped(EarlyExitSource(drafter), make_structure(method, Streams(0))),
+        "taps": Shaped(Eagle3Source(head), make_structure(method, Streams(0))),
+        "lookup": PromptLookup(),
+    }
+    for runtime, ways in ((Eager(), ("plain", "lookup")), (Graphed(), ("tree", "taps"))):
         options: Any = {"max_new_tokens": TOKENS, "runtime": runtime}
-        for name in ("plain", "lookup", "tree") if every else ways:
+        for name in ("plain", *drafters) if every else ways:
             if name == "plain":
                 rounds = autoregressive(stack, prompt, **options)
             else:
-                rounds = speculative(stack, tree if name == "tree" else lookup, prompt, **options)
+                rounds = speculative(stack, drafters[name], prompt, **options)
             yield f"{name} {runtime.name}", [t for r in rounds for t in r.tokens]
 
 
@@ -73,7 +83,8 @@ CASES = [(family, 2) for family in SPLIT] + [(family, 4) for family in ("llama",
 
 @pytest.mark.parametrize(("family", "size"), quick_where(lambda case: case in (("llama", 2), ("qwen3_moe", 2)), CASES))
 def test_its_tokens_are_those_of_one_process(tmp_path: Path, family: str, size: int) -> None:
-    """Eager or in fixed shapes; plainly, by an early exit's tree on the split layers, and by prompt lookup."""
+    """Eager or in fixed shapes; plainly, by an early exit's tree on the split layers, by an EAGLE-3 head's that is not
+    split, and by prompt lookup."""
     settings = json.loads((save_family(tmp_path / "plain", family) / "config.json").read_text())
     changes = {name: value for name, value in FOUR.items() if size == 4 and name in settings}
     target = open_target(str(save_family(tmp_path / "model", family, **changes)))
@@ -93,7 +104,10 @@ def test_its_tokens_are_those_of_one_process(tmp_path: Path, family: str, size: 
         ).requires_grad_(False)  # fmt: skip
         drafter.use_head(stack.head)
         assert torch.equal(whole_head(stack.head)[0], whole.head.weight)
-        for name, said in texts(stack, drafter, prompt, family in IN_EVERY_RUNTIME):
+        head = tiny_head(stored)
+        EAGLE3_MAKER.prepare(head, stack)
+        assert torch.equal(head.shared_embedding[0], whole.embed_tokens.weight)
+        for name, said in texts(stack, drafter, head, prompt, family in IN_EVERY_RUNTIME):
             assert said == expected, name
 
     in_group(size, work)

@@ -154,6 +154,16 @@ def test_any_kind_drafts(tiny_models: Path, folder: Path, given: dict[str, Any],
     assert model.generate(PROMPT, max_new_tokens=16) == expected
 
 
+@pytest.mark.parametrize(("held", "method"), [(EAGLE3, "eagle3"), (TABLE, "ngrams"), (SMALL_LM, "vanilla")])
+def test_a_drafter_of_any_kind_is_loaded_for_its_target(
+    tiny_models: Path, folder: Path, held: str, method: str
+) -> None:
+    model = shown_by_letters(outrider.load(tiny_models / held, target=str(folder / TARGET), device="cpu"))
+    assert (model.name, list(model.drafters)) == (method, [model.method.source])
+    alone = shown_by_letters(outrider.load(folder / TARGET, device="cpu"))
+    assert model.generate(PROMPT, max_new_tokens=12) == alone.generate(PROMPT, max_new_tokens=12)
+
+
 @pytest.mark.slow
 def test_a_report_is_that_of_the_command(model: Any, tmp_path: Path) -> None:
     report = model.report([PROMPT, ["a question?", "and then?"]], max_new_tokens=6, out_dir=str(tmp_path / "kept"))
@@ -176,10 +186,11 @@ def test_what_cannot_be_is_refused(model: Any, tiny_models: Path) -> None:
     for given, message in (
         ({"method": "eesd"}, "method=eesd: no such preset; there are aded, "),
         ({"method": "eesd_beta"}, "checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
-        ({"target": target}, "target=.*is no drafter"),
     ):
         with pytest.raises(UserError, match=message):
             outrider.load(target, **given)
+    with pytest.raises(UserError, match=r"target=.*nowhere is no drafter"):
+        outrider.load("nowhere", target=target)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from transformers import PreTrainedModel
 from draft_models.eagle3.checkpoint import load_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.target.stack import LayerStack
-from inference import cuda_graphs
+from inference import cuda_graphs, fused_layers
 from inference.drafters.eagle3 import Eagle3Source
 from inference.runtime import Eager, Runtime
 from inference.tree import ROOT, DraftTree
 from tests.eagle3_heads import DIALECTS, TARGET, VOCABULARY, Facts, Row, head_weights, reference, write_head
+from tests.eagle3_runs import require_same_texts
+from tests.recorded import record_graphs
 from tests.tiny import open_stack, save_target
 
 LAST = TARGET.num_hidden_layers
@@ -156,6 +159,15 @@ def test_drafts_are_those_of_a_loop_without_a_cache(
 ) -> None:
     case = cases(dialect)
     assert compare(case, Eagle3Source(case.head), runtime(), length) == 15
+
+
+@pytest.mark.parametrize("structure", ["chain", "opt_tree"])
+def test_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str) -> None:
+    """As on a GPU (tests/test_gpu.py), with passes that are recorded."""
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    monkeypatch.setattr(fused_layers, "can_pack", lambda *_: False)  # a recording has no place for packed weights
+    record_graphs(monkeypatch)
+    require_same_texts(save_target(tmp_path, "mistral", kv_heads=2, peak=6.0), structure, torch.device("cpu"))
 
 
 class ReadsTheNextBoundary(Eagle3Source):

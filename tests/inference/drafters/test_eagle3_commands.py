@@ -22,7 +22,6 @@ from inference.evaluate.command import evaluate as command
 from inference.memory_plan import Place
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
 from outrider.errors import UserError
-from outrider.groups import Group
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate
 from tests.tiny import random_prompt
@@ -70,20 +69,13 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     weights, caches = MAKER.held(where, target.config, place).values()
     held = load_file(tiny_models / EAGLE3 / "model.safetensors")
     assert weights == sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
+    of_two = MAKER.held(where, target.config, replace(place, size=2))["EAGLE-3 head's weights"]
+    assert of_two == weights + head.shared_embedding[0].nbytes  # a whole one, where the target has parts
     assert own.first._buffer is not None
     buffers = sum(buffer.nbytes for buffer in own.buffers.values())
     (arena,) = (arena for arena in runtime._arenas.values() if arena.stack is stack)
     (taps,) = (buffer for (name, output), buffer in arena.buffers.items() if "tapped" in name and output == 2)
     assert own.first._buffer.nbytes + buffers + taps.nbytes == caches
-
-
-def test_a_head_that_shares_a_split_embedding_is_refused(tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = open_target(str(tiny_models / TARGET))
-    head = load_head(str(tiny_models / EAGLE3), target.config, dtype=torch.float32)
-    stack = target.stack(dtype=torch.float32)
-    monkeypatch.setattr(stack, "group", Group(size=2))
-    with pytest.raises(UserError, match="tensor_parallel=2: the EAGLE-3 head shares"):
-        MAKER.prepare(head, stack)
 
 
 def test_a_rehearsal_has_a_head(tmp_path: Path) -> None:

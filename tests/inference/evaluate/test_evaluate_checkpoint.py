@@ -158,7 +158,7 @@ def test_command_refuses_bad_input(checkpoint: Path, command: Callable) -> None:
     meta["fingerprint"]["target"] = "runs/demo/target"  # as it was given where the drafter was trained
     (checkpoint / "moved/drafter.json").write_text(json.dumps(meta))
     bad = {
-        ("checkpoint=nowhere",): "no drafter.json there",
+        ("checkpoint=nowhere",): "checkpoint=nowhere: no such directory",
         ("checkpoint=drafter", f"target={other}"): "was trained for another target",
         ("checkpoint=drafter", "target=gone/for/good"): "no such directory",
         ("checkpoint=moved",): "checkpoint=moved was trained for it: give target=",

@@ -1,0 +1,44 @@
+"""A decoding by an EAGLE-3 head that is the same test on any device."""
+
+from pathlib import Path
+
+import torch
+
+from draft_models.target.open_target import open_target
+from inference.cuda_graphs import Graphed
+from inference.decode import autoregressive, speculative
+from inference.drafters.eagle3 import Eagle3Source
+from inference.drafters.shaped import Shaped
+from inference.evaluate.arms import prepare
+from inference.runtime import Eager
+from inference.structures.factory import make_structure
+from outrider.streams import Streams
+from tests.fitted_heads import fitted_head
+from tests.tiny import STRUCTURES, method_of, random_prompt
+
+TURNS = ((12, 20), (12, 20), (9, 12))  # tokens of the prompt, and new ones; the second needs no graph anew
+
+
+def require_same_texts(path: Path, structure: str, device: torch.device) -> None:
+    """Eagerly and in graphs the head of the target in `path` says the target's own text, and is right now and then."""
+    target = open_target(str(path))
+    stack = target.stack(dtype=torch.float32, device=device)
+    expected = {}
+    for length, count in TURNS:
+        rounds = autoregressive(stack, random_prompt(length), max_new_tokens=count)
+        expected[length] = [token for r in rounds for token in r.tokens]
+    answers = [(random_prompt(length), answer) for length, answer in expected.items()]
+    head = fitted_head(target.stack(dtype=torch.float32), answers).to(device)
+    prepare(stack, {"eagle3": head})
+    runtime = Graphed()
+    runtime.prepare(40, ())
+    for each in (Eager(), runtime):
+        source, method = Eagle3Source(head), method_of(STRUCTURES[structure], 3)
+        for turn, (length, count) in enumerate(TURNS):
+            before = runtime.captures
+            drafter = Shaped(source, make_structure(method, Streams(0)))
+            rounds = list(speculative(stack, drafter, random_prompt(length), max_new_tokens=count, runtime=each))
+            assert [token for r in rounds for token in r.tokens] == expected[length]
+            assert sum(r.accepted for r in rounds) >= 2
+            if each is runtime and turn < 2:
+                assert (runtime.captures == before) == (turn == 1)

@@ -1,0 +1,63 @@
+"""A head goes into another dialect and back as it was; what a dialect cannot say is refused before anything is left."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draft_models.eagle3.checkpoint import open_head
+from draft_models.settings import EAGLE3, TARGET
+from draft_models.target.architectures import load_config
+from outrider.errors import UserError
+from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
+from tests.eagle3_heads import TARGET as WIDE_TARGET
+from train.eagle3_settings import ExportHeadConfig
+from train.head_export import export_head
+
+
+def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:
+    where, target = str(tiny_models / EAGLE3), str(tiny_models / TARGET)
+    there = ExportHeadConfig(head=where, target=target, dialect="speculators", out_dir=str(tmp_path / "there"))
+    export_head(there)
+    export_head(replace(there, head=there.out_dir, dialect="specforge", out_dir=str(tmp_path / "back")))
+    config = load_config(target)
+    first, middle, last = (open_head(str(place), config) for place in (where, tmp_path / "there", tmp_path / "back"))
+    assert [each.dialect for each in (first, middle, last)] == ["specforge", "speculators", "specforge"]
+    assert first.reading == middle.reading == last.reading
+    before, after = first.tensors(), last.tensors()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    card = (tmp_path / "there/README.md").read_text()
+    assert f"vllm serve {target}" in card
+    assert there.out_dir in card
+    half = replace(there, dtype="bfloat16")
+    with pytest.raises(UserError, match="there: holds a model already; resume=true replaces it"):
+        export_head(half)
+    export_head(replace(half, resume=True))
+    assert open_head(there.out_dir, config).tensors()["fc.weight"].dtype == torch.bfloat16
+    with pytest.raises(UserError, match="expected another place than head="):
+        export_head(replace(there, head=there.out_dir, resume=True))
+
+
+def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
+    facts = DIALECTS["specforge"]  # with norms that EAGLE's first heads have not
+    head = write_head(tmp_path / "head", facts, head_weights(facts))
+    WIDE_TARGET.save_pretrained(tmp_path / "target")
+    out_dir = str(tmp_path / "out")
+    with pytest.raises(UserError, match="dialect=eagle: has no word for tap_norms=True"):
+        export_head(ExportHeadConfig(head=head, target=str(tmp_path / "target"), dialect="eagle", out_dir=out_dir))
+    assert not list(Path(out_dir).glob("*.safetensors"))
+
+
+def test_maps_of_the_vocabulary_are_written_where_readers_ask_for_them(tmp_path: Path) -> None:
+    """speculators' model has none where all tokens are drafted; SpecForge's always has them."""
+    facts = replace(DIALECTS["specforge"], draft_tokens=tuple(range(VOCABULARY)))
+    head = write_head(tmp_path / "head", facts, head_weights(facts), draft_vocab_size=VOCABULARY)
+    WIDE_TARGET.save_pretrained(tmp_path / "target")
+    given = ExportHeadConfig(head=head, target=str(tmp_path / "target"))
+    for dialect, maps in (("speculators", set[str]()), ("specforge", {"d2t", "t2d"})):
+        out_dir = tmp_path / dialect
+        export_head(replace(given, dialect=dialect, out_dir=str(out_dir)))
+        assert load_file(out_dir / "model.safetensors").keys() & {"d2t", "t2d"} == maps
