@@ -12,6 +12,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ STATUS = Path("/proc/self/status")
 def run_measured(facts: Path, script: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
     """The same in a process of its own. Raises `UserError` where it fails, after what it says itself."""
     line = [sys.executable, __file__, str(facts), script, *arguments]
-    print(f"+ {facts.stem}:", *line[3:], flush=True)
+    print(f"+ {facts.stem}:", *(textwrap.shorten(part, 120) for part in line[3:]), flush=True)
     status = subprocess.run(line, check=False, env=environment).returncode
     if status:
         raise UserError(f"{script}: ended with status {status}, for the reason above; the same command goes on")
