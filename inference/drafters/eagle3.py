@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draft_models.eagle3.checkpoint import head_shapes, load_head, open_head, stored_tokens
+from draft_models.eagle3.changes import ReadingChanges
+from draft_models.eagle3.checkpoint import AS_DECLARED, head_shapes, load_head, open_head, stored_tokens
 from draft_models.eagle3.model import Eagle3
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
+from draft_models.target.tensor_parallel import whole_head
 from inference.auto.policy import Tuning
+from inference.doctor.head_ways import patient_of
+from inference.doctor.patient import Patient
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker
 from inference.drafters.shaped import Shaped
@@ -117,13 +121,26 @@ class Eagle3Source:
 
 
 class Eagle3Maker(Maker):
-    """The model is an `Eagle3`."""
+    """The model is an `Eagle3`. changes: of the reading that a head's config declares."""
+
+    def __init__(self, changes: ReadingChanges = AS_DECLARED):
+        self.changes = changes
+
+    def reading(self, changes: ReadingChanges) -> "Eagle3Maker":
+        return Eagle3Maker(changes)
+
+    def foreign(self, where: str, target: OpenTarget) -> bool:
+        return not open_head(where, target.config, changes=self.changes).made_here
+
+    def patient(self, model: Eagle3, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
+        shared = model.shared_embedding[0] if model.shared_embedding else stack.embed_tokens.weight
+        return patient_of(open_head(where, target.config, changes=self.changes), target, stack, shared)
 
     def identity(self, where: str | None) -> dict[str, Any]:
         return {"eagle3": None if where is None else model_identity(open_tensors(where))}
 
     def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Eagle3:
-        return load_head(where, target.config, **placed)
+        return load_head(where, target.config, changes=self.changes, **placed)
 
     def prepare(self, model: Eagle3, stack: LayerStack) -> None:
         """Raises `UserError` for a head that shares an embedding of which each process has a part."""
@@ -134,14 +151,16 @@ class Eagle3Maker(Maker):
                     "every process has a part only; expected tensor_parallel=1, or a head with embed_tokens.weight"
                 )
             model.use_embedding(stack.embed_tokens.weight)
+        if not model.reading.own_head:
+            model.use_head(whole_head(stack.head)[0])
         lay_out(model, stack)
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
-        return stored_tokens(where)
+        return stored_tokens(where, changes=self.changes)
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
         """Every process holds all of it; the target decodes in the caches of plain decoding."""
-        reading = open_head(where, target).reading
+        reading = open_head(where, target, changes=self.changes).reading
         weights = sum(map(prod, head_shapes(reading).values()))
         cache = 2 * reading.layers * reading.key_heads * reading.head_dim * place.slots
         taps = len(reading.taps) * reading.target_hidden  # that the target's pass gives, and the head's takes

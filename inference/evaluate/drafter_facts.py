@@ -15,7 +15,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
     consists of them, in all and by category."""
     found = {}
     for name, where in drafter_folders(config).items():
-        tokens = KINDS[name].load_maker().known_tokens(where)
+        tokens = config.maker(KINDS[name]).known_tokens(where)
         if tokens is None:
             continue
         known, said, inside = set(tokens), Counter[str](), Counter[str]()
