@@ -62,7 +62,7 @@ def examine(
     chosen = [number * len(prompts) // count for number in range(count)]
     asked = [(rendered[number], prompts[number].category) for number in chosen]
     scores, said = judge(texts.recorded(asked), patients)
-    findings = {name: _compare(patient, scores[name]) for name, patient in patients.items()}
+    findings = {name: compare(patient, scores[name]) for name, patient in patients.items()}
     for name, patient in patients.items():
         facts = [*patient.facts, *training_facts(patient.data, subject.tokenizer, config.template), UNSEEN]
         findings[name]["facts"] = [fact._asdict() for fact in facts]
@@ -103,7 +103,7 @@ def judge(
     return {name: {way: join(found) for way, found in ways.items()} for name, ways in parts.items()}, said
 
 
-def _compare(patient: Patient, scores: Mapping[str, Scores]) -> Findings:
+def compare(patient: Patient, scores: Mapping[str, Scores]) -> Findings:
     """The table of a drafter's ways, the best of those that win, and whether its tokens are named rightly."""
     if not scores:
         return {"places": 0, "texts": 0, "ways": [], "better": None, "relabelled": None}
@@ -128,13 +128,16 @@ def _row(way: Way, scores: Scores) -> Findings:
 
 
 def _other_names(scores: Scores) -> float | None:
-    """The agreement if its tokens stood for others, where that is so much better that they seem to; else None."""
+    """The agreement if its tokens stood for others, where that is so much better that they seem to; else None.
+
+    Any drafter that looks at its text tells something of the next token under any names, if little.
+    """
     first = replace(scores, agree=scores.agree[:1])
     other = relabelled(first)
     [(_, commonest)] = Counter(scores.said.tolist()).most_common(1)
     blind = commonest / len(scores.said)  # saying one token always agrees so often
     wins, _ = is_better(other, first)
-    return other.agreement if wins and other.agreement > max(2 * first.agreement, 2 * blind) else None
+    return other.agreement if wins and other.agreement > max(2 * first.agreement, blind + 0.2, 0.4) else None
 
 
 def coverage(patient: Patient, said: Sequence[tuple[str, list[int]]]) -> dict[str, float] | None:

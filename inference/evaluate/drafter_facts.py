@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inference.doctor.table import table
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import PromptResult
 from inference.settings import EvaluateConfig
@@ -45,6 +46,8 @@ def drafter_lines(report: Mapping[str, Any]) -> list[str]:
     if trained := report.get("trained_seconds"):
         said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
         lines += ["", f"Trained, evaluations on the way included: {said}."]
+    for kind, found in report.get("doctor", {}).items():
+        lines += ["", "```", *(text for text, _ in table(kind, found)), "```"]
     return lines
 
 

@@ -19,12 +19,12 @@ from draft_models.eagle3.reading import Reading
 from draft_models.target.stack import LayerStack
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.recording import Recording, answer_of, record
-from tests.tiny import open_stack, random_prompt, save_target
+from tests.tiny import byte_tokenizer, open_stack, save_target
 
 TOKENS = range(5, 125)  # that the target says and the head knows
 ROPE = {"rope_type": "default", "rope_theta": 20.0}  # of both: most of it turns within a short text
 TAPS = (1, 2, 3)
-PROMPTS = [random_prompt(12, seed) for seed in range(10)]
+TEXTS = [f"{number}: what is it" for number in ("one", "two", "three", "four", "five", "six", "seven")]
 NEW = 32  # tokens of an answer
 
 
@@ -41,9 +41,10 @@ def save_plain_target(path: Path) -> LayerStack:
 
 
 def recordings(stack: LayerStack) -> list[Recording]:
-    """The answers to `PROMPTS`, with all that the target is inside."""
+    """The answers to `TEXTS`, with all that the target is inside."""
     found = []
-    for prompt in PROMPTS:
+    for text in TEXTS:
+        prompt = byte_tokenizer()(text)["input_ids"]
         recording = record(stack, prompt, answer_of(stack, prompt, NEW, frozenset()), range(len(stack.layers) + 1))
         assert recording is not None
         found.append(recording)
@@ -51,22 +52,24 @@ def recordings(stack: LayerStack) -> list[Recording]:
 
 
 def fitted(stack: LayerStack, *, still: bool = False, steps: int = 40) -> Eagle3:
-    """The head, its taps and outputs normed; its head's rows are the target's."""
+    """The head, its taps and outputs normed. still: trained so, its residual normed, and its head the target's."""
     reading = Reading(
         taps=TAPS, target_hidden=64, hidden=64, intermediate=96, layers=1, heads=4, key_heads=2, head_dim=16,
         epsilon=1e-5, activation="silu", vocabulary=stack.config.vocab_size, draft_vocabulary=len(TOKENS), rope=ROPE,
-        max_positions=128, windows=(None,), tap_norms=True, norm_output=True,
+        max_positions=128, windows=(None,), tap_norms=True, norm_before_residual=still, norm_output=True,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, Tensor] = {
         name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         if len(shape) == 2
-        else torch.ones(shape) + 0.5 * ("layers" in name or name == "norm.weight") * torch.randn(shape, generator=generator)
+        else torch.ones(shape)
+        + 0.5 * ("layers" in name or name == "norm.weight") * torch.randn(shape, generator=generator)
         for name, shape in head_shapes(reading).items()
     }
-    weights["fc.weight"] *= 5  # the feature is large, so that it counts whether it is normed
+    weights["fc.weight"] *= 10 if still else 5  # the feature is large, so that it counts whether it is normed
     ids = torch.tensor(TOKENS)
-    weights["lm_head.weight"] = stack.head.weight[ids].clone()
+    rows = stack.head.weight[ids].clone()
+    weights["lm_head.weight"] = rows if still else rows @ torch.linalg.qr(torch.randn(64, 64, generator=generator)).Q
     head = Eagle3.of(reading, {**weights, DRAFT_TOKENS: ids})
     head.use_embedding(stack.embed_tokens.weight)
     learning = [one for name, one in head.named_parameters() if one.ndim == 2 and name != "lm_head.weight"]
