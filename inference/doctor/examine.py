@@ -22,7 +22,6 @@ FEW, MANY = 240, 1200  # places that are judged, unasked and asked
 AT_LENGTH = 2  # texts of each length
 TEMPLATED = 4  # prompts that are rendered in other ways
 SYSTEM = "You are a helpful assistant."
-AS_EVALUATED = "as evaluated"
 Findings = dict[str, Any]
 
 
@@ -156,31 +155,32 @@ def _add_templates(
     findings: Mapping[str, Findings], texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]
 ) -> None:
     """Agreement on the same questions, rendered in other ways; a way in which it is clearly better is marked."""
-    for name, patient in patients.items():
-        found: dict[str, Scores] = {}
-        for way, prompts in renderings(texts, patient, chat).items():
-            scores, _ = judge(texts.recorded((ids, "chat") for ids in prompts), {name: patient})
-            found |= {way: scores[name][patient.declared.name]} if scores[name] else {}
-        usual = found.get(AS_EVALUATED)
-        findings[name]["templates"] = {
-            way: {"agreement": one.agreement, "better": usual is not None and is_apart(one, usual)}
-            for way, one in found.items()
-        }
+    usual: dict[str, Scores] = {}
+    for way, prompts in renderings(texts, patients, chat).items():
+        scores, _ = judge(texts.recorded((ids, "chat") for ids in prompts), patients)
+        for name, patient in patients.items():
+            if scores[name]:
+                found = scores[name][patient.declared.name]
+                first = usual.setdefault(name, found)
+                about = {"agreement": found.agreement, "better": is_apart(found, first)}
+                findings[name].setdefault("templates", {})[way] = about
 
 
-def renderings(texts: Texts, patient: Patient, chat: Sequence[Prompt]) -> dict[str, list[list[int]]]:
-    """Of chat prompts the ids by what renders them; those that are no others are left out."""
+def renderings(texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]) -> dict[str, list[list[int]]]:
+    """Of chat prompts the ids by what renders them, as evaluated first; those that are no others are left out."""
     tokenizer, template = texts.subject.tokenizer, texts.config.template
     asked = [{"role": "user", "content": prompt.turns[0]} for prompt in chat]
     ways: dict[str, list[Any]] = {
-        AS_EVALUATED: [([question], tokenizer, template) for question in asked],
+        "as evaluated": [([question], tokenizer, template) for question in asked],
         "with a system prompt": [([_system(SYSTEM), question], tokenizer, template) for question in asked],
         "with an empty system prompt": [([_system(""), question], tokenizer, template) for question in asked],
-        "bare text": [([question], tokenizer, "none") for question in asked],
-        "Vicuna's format": [([question], tokenizer, "vicuna") for question in asked],
+        "as bare text": [([question], tokenizer, "none") for question in asked],
+        "in Vicuna's format": [([question], tokenizer, "vicuna") for question in asked],
     }
-    if patient.tokenizer is not None and patient.tokenizer.chat_template:
-        ways["the drafter's template"] = [([question], patient.tokenizer, "tokenizer") for question in asked]
+    for name, patient in patients.items():
+        own = patient.tokenizer
+        if own is not None and own.chat_template:
+            ways[f"by the template of {name}"] = [([question], own, "tokenizer") for question in asked]
     found: dict[str, list[list[int]]] = {}
     for name, given in ways.items():
         try:

@@ -14,7 +14,7 @@ from inference.doctor.recording import Recording
 
 BLOCK = 8  # neighbouring places count as one observation, as they are alike
 FEWEST = 10  # observations that a verdict needs
-FLIPS = 20_000
+FLIPS = 10_000
 CHANCE = 1e-3  # probability of a lead by chance from which on it is none
 UNSAID = -50.0  # the least that a log-probability counts for: tokens that a drafter does not know have none
 MARGIN = 0.02  # of agreement; a smaller lead is not worth another reading

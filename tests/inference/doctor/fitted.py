@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from draft_models.eagle3.checkpoint import DRAFT_TOKENS, MADE_WITH, head_shapes
 from draft_models.eagle3.export import save_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
+from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.recording import Recording, answer_of, record
@@ -26,6 +27,17 @@ ROPE = {"rope_type": "default", "rope_theta": 20.0}  # of both: most of it turns
 TAPS = (1, 2, 3)
 TEXTS = [f"{number}: what is it" for number in ("one", "two", "three", "four", "five", "six", "seven")]
 NEW = 32  # tokens of an answer
+
+
+class Clinic(NamedTuple):
+    """A target, what it said, and heads that are right about it; the other one is trained with `still`."""
+
+    folder: Path
+    target: OpenTarget
+    stack: LayerStack
+    texts: list[Recording]
+    head: Eagle3
+    other: Eagle3
 
 
 def save_plain_target(path: Path) -> LayerStack:

@@ -25,7 +25,7 @@ from inference.evaluate.compare import render
 from inference.evaluate.subject import Models, find_subject, load_drafters, load_models
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig
 from outrider.errors import UserError
-from tests.inference.doctor.fitted import TAPS, TEXTS, fitted, save_plain_target, write
+from tests.inference.doctor.fitted import TAPS, TEXTS, Clinic, write
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 
 SAYS_ROLES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -78,7 +78,7 @@ def chat(count: int) -> list[Prompt]:
 def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
     """What agrees with the target, what of its training is on record, its template, texts of some length."""
     found = findings(
-        practice, chat(8), checkpoint=str(practice / "exit"), small_lm=str(practice / "lm"), doctor_lengths=(256,)
+        practice, chat(6), checkpoint=str(practice / "exit"), small_lm=str(practice / "lm"), doctor_lengths=(256,)
     )
     assert list(found) == ["early_exit", "small_lm"]
     for one in found.values():
@@ -86,9 +86,11 @@ def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
         assert one["ways"][0]["accepted"][0] == pytest.approx(1, abs=1e-5)
         assert one["lengths"] == {"256": 1.0}
         assert one["better"] is one["relabelled"] is one["coverage"] is None
-        assert {"as evaluated", "with a system prompt", "bare text", "Vicuna's format"} <= one["templates"].keys()
-    assert "the drafter's template" in found["small_lm"]["templates"]
-    assert "the drafter's template" not in found["early_exit"]["templates"]
+        assert [*one["templates"]] == [
+            "as evaluated", "with a system prompt", "with an empty system prompt", "as bare text",
+            "in Vicuna's format", "by the template of small_lm",
+        ]  # fmt: skip
+        assert not any(way["better"] for way in one["templates"].values())
     facts = {kind: {fact["name"]: fact for fact in one["facts"]} for kind, one in found.items()}
     exit_, lm = facts["early_exit"], facts["small_lm"]
     assert exit_["template"]["said"] == "trained with vicuna, prompts are rendered by tokenizer"
@@ -104,7 +106,8 @@ def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
 
 
 def test_tokens_under_other_ids_show(practice: Path) -> None:
-    found = findings(practice, chat(16), small_lm=str(practice / "shifted"), max_new_tokens=40)["small_lm"]
+    prompts = [replace(prompt, chat=False) for prompt in chat(6)]
+    found = findings(practice, prompts, small_lm=str(practice / "shifted"), max_new_tokens=40)["small_lm"]
     assert found["relabelled"] > 0.8
     assert found["ways"][0]["agreement"] < 0.2
     assert "map of the vocabulary is not the one" in "\n".join(text for text, _ in table("small_lm", found))
@@ -123,17 +126,14 @@ def test_only_heads_of_others_are_examined_unasked(practice: Path, tmp_path: Pat
 
 
 def test_a_head_that_is_misread_ends_the_run_unless_it_is_read_rightly(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    clinic: Clinic, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    stack = save_plain_target(tmp_path / "target")
-    head = fitted(stack)
-
     def taps_as_outputs(config: dict[str, Any], _: object) -> None:
         config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in TAPS]
 
-    where = write(tmp_path / "head", head, stack, taps_as_outputs)
+    where = write(tmp_path / "head", clinic.head, clinic.stack, taps_as_outputs)
     config = EvaluateConfig(
-        target=str(tmp_path / "target"), eagle3=where, methods=CHAIN, prompt_text=TEXTS, max_new_tokens=24,
+        target=str(clinic.folder / "target"), eagle3=where, methods=CHAIN, prompt_text=TEXTS, max_new_tokens=24,
         device="cpu", threads=1, compare_transformers=False, num_prompts=None, out_dir=str(tmp_path / "out"),
     )  # fmt: skip
     with pytest.raises(UserError, match=r"Give reading.taps=\[1,2,3\] to read it so"):

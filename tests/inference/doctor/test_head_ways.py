@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -10,38 +10,15 @@ from torch import Tensor
 
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import load_head, open_head
-from draft_models.eagle3.model import Eagle3
-from draft_models.target.open_target import OpenTarget, open_target
-from draft_models.target.stack import LayerStack
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.examine import compare, judge
 from inference.doctor.head_ways import patient_of
-from inference.doctor.recording import Recording
 from inference.doctor.scores import join, score
 from inference.doctor.table import refuse, table
 from inference.drafters.eagle3 import Eagle3Maker
 from outrider.errors import UserError
 from tests.fitted_heads import hidden_of
-from tests.inference.doctor.fitted import TAPS, TOKENS, fitted, recordings, save_plain_target, write
-
-
-class Clinic(NamedTuple):
-    """A target, what it said, and heads that are right about it; the other one is trained with `still`."""
-
-    target: OpenTarget
-    stack: LayerStack
-    texts: list[Recording]
-    head: Eagle3
-    other: Eagle3
-
-
-@pytest.fixture(scope="module")
-def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
-    folder = tmp_path_factory.mktemp("clinic")
-    stack = save_plain_target(folder / "target")
-    return Clinic(
-        open_target(str(folder / "target")), stack, recordings(stack), fitted(stack), fitted(stack, still=True)
-    )
+from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
 
 
 def examined(clinic: Clinic, where: str) -> dict[str, Any]:
