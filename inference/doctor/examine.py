@@ -109,7 +109,7 @@ def compare(patient: Patient, scores: Mapping[str, Scores]) -> Findings:
     declared = scores[patient.declared.name]
     rows = [_row(patient.declared, declared)]
     for way in patient.others:
-        wins, chance = is_better(scores[way.name], declared)
+        wins, chance = is_better(scores[way.name], declared, len(patient.others))
         rows.append(_row(way, scores[way.name]) | {"chance": chance, "wins": wins})
     winners = [row for row in rows if row["wins"]]
     return {

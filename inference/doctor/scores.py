@@ -1,5 +1,6 @@
 """How well a way of reading a drafter agrees with the target, and whether another one is better by more than chance."""
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,9 +14,10 @@ from draft_models.acceptance import acceptance
 from inference.doctor.recording import Recording
 
 BLOCK = 8  # neighbouring places count as one observation, as they are alike
-FEWEST = 10  # observations that a verdict needs
-FLIPS = 10_000
-CHANCE = 1e-3  # probability of a lead by chance from which on it is none
+FEWEST = 16  # observations that a verdict needs
+FLIPS = 50_000
+DEALS = 5_000
+CHANCE = 1e-3  # probability that any way leads so far by chance, from which on none is called better
 UNSAID = -50.0  # the least that a log-probability counts for: tokens that a drafter does not know have none
 MARGIN = 0.02  # of agreement; a smaller lead is not worth another reading
 
@@ -74,27 +76,36 @@ def join(parts: Sequence[Scores]) -> Scores:
     return Scores(*(np.concatenate([getattr(part, one.name) for part in parts], axis=-1) for one in fields(Scores)))
 
 
-def chance_of(lead: np.ndarray, blocks: np.ndarray, seed: int = 0) -> float:
+def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
     """How probable a mean lead [places] at least as large is, if it were as likely the other way round in every block.
 
     The sign-flip test of paired observations (Fisher 1935, §21). 1 where there are too few blocks for a verdict.
     """
     _, place = np.unique(blocks, return_inverse=True)
-    sums = np.bincount(place, weights=lead)
+    sums = np.bincount(place, weights=lead).astype(np.float32)  # of halves and ones, so exact
     if len(sums) < FEWEST:
         return 1.0
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(FLIPS, len(sums)))
-    as_large = int((signs @ sums >= sums.sum() - 1e-9).sum())
+    as_large = int((_signs(len(sums)) @ sums >= sums.sum()).sum())
     return (1 + as_large) / (1 + FLIPS)
 
 
-def is_better(one: Scores, than: Scores) -> tuple[bool, float]:
-    """Whether `one` agrees more by a margin and more than chance would, and the probability of that chance."""
-    chance = chance_of((one.agree.astype(float) - than.agree).mean(0), one.blocks)
+@functools.lru_cache(maxsize=2)
+def _signs(count: int) -> np.ndarray:
+    """Random signs [flips, count], always the same ones."""
+    signs: np.ndarray = np.random.default_rng(0).integers(2, size=(FLIPS, count), dtype=np.int8).astype(np.float32)
+    return 2 * signs - 1
+
+
+def is_better(one: Scores, than: Scores, tried: int = 1) -> tuple[bool, float]:
+    """Whether `one`, of so many that were `tried`, agrees more by a margin and more than chance would.
+
+    Also the probability that any of them would by chance (Bonferroni's bound).
+    """
+    chance = min(1.0, tried * chance_of((one.agree.astype(float) - than.agree).mean(0), one.blocks))
     return chance < CHANCE and one.agreement - than.agreement >= MARGIN, chance
 
 
-def is_apart(one: Scores, other: Scores, seed: int = 0) -> bool:
+def is_apart(one: Scores, other: Scores) -> bool:
     """Whether `one` agrees more than `other` on other texts: by a margin, and more than chance would.
 
     Blocks are dealt anew to the two sides (the permutation test of two samples).
@@ -104,9 +115,9 @@ def is_apart(one: Scores, other: Scores, seed: int = 0) -> bool:
     if min(map(len, means)) < FEWEST // 2 or lead < MARGIN:
         return False
     pooled, count = np.concatenate(means), len(means[0])
-    orders = np.random.default_rng(seed).permuted(np.tile(pooled, (FLIPS, 1)), axis=1)
+    orders = np.random.default_rng(0).permuted(np.tile(pooled, (DEALS, 1)), axis=1)
     leads = orders[:, :count].mean(1) - orders[:, count:].mean(1)
-    return bool((1 + (leads >= lead - 1e-9).sum()) / (1 + FLIPS) < CHANCE)
+    return bool((1 + (leads >= lead - 1e-9).sum()) / (1 + DEALS) < CHANCE)
 
 
 def _by_block(values: np.ndarray, blocks: np.ndarray) -> np.ndarray:

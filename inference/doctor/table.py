@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from inference.doctor.scores import BLOCK, FEWEST
 from outrider.errors import UserError
 
 Findings = Mapping[str, Any]
@@ -67,6 +68,8 @@ def verdict(kind: str, found: Findings) -> Iterator[Line]:
         yield "  no token of an answer could be judged: give prompts that the target answers with more", DOUBTFUL
         return
     better, declared = found["better"], found["ways"][0]
+    if found["places"] < FEWEST * BLOCK:
+        yield f"  fewer than {FEWEST * BLOCK} tokens are too few to call a reading better: give more prompts", DOUBTFUL
     if better is not None:
         yield f"  {better['name']} is better: {better['meaning']}", BAD
     elif found["relabelled"] is None and declared["agree"][0] < LOW:
@@ -86,9 +89,9 @@ def refuse(kind: str, where: str, found: Findings) -> None:
     declared = found["ways"][0]
     raise UserError(
         f"{kind}={where}: its config.json declares another head than its weights are. Over {found['places']} tokens it "
-        f"agrees with the target at {_both(declared)} as declared, and at {_both(better)} with {better['name']} (by "
-        f"chance in {better['chance']:.4f} of cases): {better['meaning']}. Give {better['option']} to read it so, or "
-        "doctor=false to take it as declared"
+        f"agrees with the target at {_both(declared)} as declared, and at {_both(better)} with {better['name']} "
+        f"(by chance with a probability of at most {better['chance']:.1g}): {better['meaning']}. "
+        f"Give {better['option']} to read it so, or doctor=false to take it as declared"
     )
 
 
