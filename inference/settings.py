@@ -279,9 +279,9 @@ class EvaluateConfig(RehearsedConfig):
     # how the EAGLE-3 head is read where its config.json is wrong
     reading: ReadingChanges = field(default_factory=ReadingChanges)
     # examine the drafters before they are measured: how often they agree with the target, and whether read in another
-    doctor: bool | None = free(None)  # way they would more; null: only EAGLE-3 heads of other trainers, and quickly
+    doctor: bool | None = None  # way they would more; null: only EAGLE-3 heads of other trainers, and quickly
     # texts of so many tokens, joined from the prompts, on which agreement is looked at too
-    doctor_lengths: Annotated[tuple[Annotated[int, at_least(256)], ...], only(doctor=True)] = free(())
+    doctor_lengths: Annotated[tuple[Annotated[int, at_least(256)], ...], only(doctor=True)] = ()
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
     card: bool = free(False)  # also put the table into README.md of the drafters evaluated
     out_dir: str = free("runs/evaluate")  # where the report goes

@@ -150,6 +150,7 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
         raise UserError(f"eagle3={source}: {D2T} holds {d2t.dtype}: expected integers; fetch the head again")
     places = torch.arange(reading.draft_vocabulary, device=None if d2t is None else d2t.device)
     given = torch.zeros_like(places) if d2t is None else d2t.long()
+    other = "offset" if reading.draft_ids == "index" else "index"
     ids = given if reading.draft_ids == "index" else places + given
     outside = (ids < 0) | (ids >= reading.vocabulary)
     if outside.any():
@@ -157,8 +158,7 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
         raise UserError(
             f"eagle3={source}: {D2T}[{place}]={int(given[place])} makes draft token {place} the target's token "
             f"{int(ids[place])}; expected 0 to {reading.vocabulary - 1}. It holds {reading.draft_ids}s: see that it "
-            f"was written so (reading.draft_ids={'offset' if reading.draft_ids == 'index' else 'index'} reads it "
-            "otherwise)"
+            f"was written so (reading.draft_ids={other} reads it otherwise)"
         )
     if (ids[1:] <= ids[:-1]).any():
         place = int((ids[1:] <= ids[:-1]).nonzero()[0])
@@ -171,7 +171,8 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
     if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
         raise UserError(
             f"eagle3={source}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); expected "
-            "the same. The vocabulary was counted anew, or never put in: fetch the head again"
+            f"the same. The vocabulary was counted anew, or never put in: fetch the head again. Or {D2T} holds no "
+            f"{reading.draft_ids}s: reading.draft_ids={other} reads it otherwise"
         )
     return ids
 

@@ -47,10 +47,10 @@ _STILL = (
 )
 
 
-def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor) -> Patient:
+def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor | None) -> Patient:
     """The head `stored` on a target that decodes as `stack`. Its weights are read once for all ways.
 
-    embedding: the target's [V, H_t], whole.
+    embedding: the target's [V, H_t]; None: it is split over processes, so that no way shares it.
     """
     tensors = stored.tensors(stack.dtype, stack.device)
     output = whole_head(stack.head)[0]
@@ -59,6 +59,8 @@ def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedd
         require_target(reading, target.config, stored.source)
         head = make_head(reading, fit_tensors(reading, tensors, stored.source), stored.source)
         if not reading.own_embedding:
+            if embedding is None:
+                raise UserError("reading.own_embedding=false: the target's embedding is split over processes")
             head.use_embedding(embedding)
         if not reading.own_head:
             head.use_head(output)

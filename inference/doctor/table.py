@@ -30,7 +30,7 @@ def table(kind: str, found: Findings) -> list[Line]:
     for name, said, suspect in (fact.values() for fact in found["facts"]):
         lines.append((f"  {name}: {said}", DOUBTFUL if suspect else PLAIN))
     lines += list(_shares(found))
-    return [*lines, *verdict(kind, found)]
+    return [*lines, *verdict(found)]
 
 
 def _ways(rows: list[Findings], declared_wins: bool) -> Iterator[Line]:
@@ -62,7 +62,7 @@ def _shares(found: Findings) -> Iterator[Line]:
         yield f"  at {length} tokens: {share:.1%}", PLAIN
 
 
-def verdict(kind: str, found: Findings) -> Iterator[Line]:
+def verdict(found: Findings) -> Iterator[Line]:
     """What it comes to, in a line or two."""
     if not found["ways"]:
         yield "  no token of an answer could be judged: give prompts that the target answers with more", DOUBTFUL
@@ -74,8 +74,7 @@ def verdict(kind: str, found: Findings) -> Iterator[Line]:
         yield f"  {better['name']} is better: {better['meaning']}", BAD
     elif found["relabelled"] is None and declared["agree"][0] < LOW:
         others = " No other reading is better." if len(found["ways"]) > 1 else ""
-        low = f"  it seldom agrees.{others} Look at its target, its data and the template"
-        yield low, DOUBTFUL
+        yield f"  it seldom agrees.{others} Look at its target, its data and the template", DOUBTFUL
     if found["relabelled"] is not None:
         said = f"  if its tokens stood for others it would agree at {found['relabelled']:.1%} of the first tokens"
         yield f"{said}: its map of the vocabulary is not the one of its training", BAD

@@ -133,7 +133,8 @@ class Eagle3Maker(Maker):
         return not open_head(where, target.config, changes=self.changes).made_here
 
     def patient(self, model: Eagle3, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
-        shared = model.shared_embedding[0] if model.shared_embedding else stack.embed_tokens.weight
+        whole = stack.embed_tokens.weight if stack.group.size == 1 else None
+        shared = model.shared_embedding[0] if model.shared_embedding else whole
         return patient_of(open_head(where, target.config, changes=self.changes), target, stack, shared)
 
     def identity(self, where: str | None) -> dict[str, Any]:

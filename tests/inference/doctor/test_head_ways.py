@@ -149,6 +149,36 @@ def test_what_only_servers_mind_and_numbers_that_overflow_are_said(clinic: Clini
     assert "of its logits are not finite" in said
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"own_embedding": True}, "has no embed_tokens.weight, which the reading asks for"),
+        ({"taps": (1, 2)}, r"tensor fc.weight has shape \[64, 192\], but the reading asks for \[64, 128\]"),
+        ({"taps": (2, 3, 5)}, "expected are 0 to 4"),
+        ({"taps": (2, 3, 3)}, "reading.taps=.*ascending order"),
+        ({"final_norm": False}, "reading.norm_output=True: expected false where final_norm is false"),
+    ],
+)
+def test_a_reading_that_cannot_be_is_refused(
+    clinic: Clinic, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    where = write(tmp_path / "head", clinic.head, clinic.stack)
+    with pytest.raises(UserError, match=said):
+        load_head(where, clinic.target.config, dtype=torch.float32, changes=ReadingChanges(**changes))
+
+
+def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, tmp_path: Path) -> None:
+    """What the refusal says to give; t2d is beside it here."""
+    ids = torch.tensor(TOKENS)
+    where = write(tmp_path / "head", clinic.head, clinic.stack, lambda config, weights: weights.update(d2t=ids))
+    with pytest.raises(UserError, match=r"d2t and t2d name other tokens.*reading.draft_ids=index"):
+        load_head(where, clinic.target.config, dtype=torch.float32)
+    changes = ReadingChanges(draft_ids="index")
+    head = load_head(where, clinic.target.config, dtype=torch.float32, changes=changes)
+    assert torch.equal(head.draft_tokens, ids)  # type: ignore[arg-type]
+    assert Eagle3Maker(changes).known_tokens(where) == list(TOKENS)
+
+
 def test_what_is_drafted_along_a_text_is_what_decoding_drafts(clinic: Clinic) -> None:
     """First and second token, at every place, in a few passes over the whole text."""
     text = clinic.texts[0]
