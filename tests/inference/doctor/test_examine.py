@@ -145,6 +145,7 @@ def test_a_head_that_is_misread_ends_the_run_unless_it_is_read_rightly(
     declared = report["doctor"]["eagle3"]["ways"][0]
     assert declared["agreement"] > 0.5
     assert report["doctor"]["eagle3"]["better"] is None
+    assert report["tau"] > 2  # the runtime reads it so, too
     assert report["lossless"]["identical"] == 4
     assert "doctor: eagle3, " in (tmp_path / "out/report.md").read_text()
 
