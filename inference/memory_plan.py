@@ -84,7 +84,7 @@ def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:
-            held |= kind.load_maker().held(where, target, place)
+            held |= config.maker(kind).held(where, target, place)
     return describe(held, place, dtype)
 
 

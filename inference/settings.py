@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from data_prep.settings import PromptTemplate
+from draft_models.eagle3.changes import ReadingChanges
 from draft_models.settings import TARGET, RehearsedConfig, RunDtype
-from inference.drafters.registry import KINDS, Kind, kind_in
+from inference.drafters.registry import KINDS, Kind, Maker, kind_in
 from outrider.errors import require, require_choice
 from outrider.settings import (
     Count,
@@ -277,6 +278,12 @@ class EvaluateConfig(RehearsedConfig):
     plan: bool = free(False)  # only say what every GPU would hold; needs no weights
     threads: Threads = None  # of the CPU; auto: measured before every prompt; null: torch's choice
     seed: int = 0  # of sampling, and of what rules and searches draw
+    # how the EAGLE-3 head is read where its config.json is wrong
+    reading: ReadingChanges = field(default_factory=ReadingChanges)
+    # examine the drafters before they are measured: how often they agree with the target, and whether read in another
+    doctor: bool | None = None  # way they would more; null: only EAGLE-3 heads of other trainers, and quickly
+    # texts of so many tokens, joined from the prompts, on which agreement is looked at too
+    doctor_lengths: Annotated[tuple[Annotated[int, at_least(256)], ...], only(doctor=True)] = ()
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
     card: bool = free(False)  # also put the table into README.md of the drafters evaluated
     out_dir: str = free("runs/evaluate")  # where the report goes
@@ -317,10 +324,13 @@ class EvaluateConfig(RehearsedConfig):
             ("plan", self.plan, "false for target=replay: no model runs"),
             ("tensor_parallel", self.tensor_parallel > 1, "1 for target=replay: no model runs"),
             ("runtime", self.runtime == "graphed", "auto for target=replay: no model runs"),
+            ("doctor", self.doctor, "null for target=replay: no model runs"),
             ("debug", self.debug, "false for target=replay: no model runs; try it with a small num_prompts"),
             ("resume", self.resume, "false for target=replay: it takes seconds and starts over"),
         ):
             require(not replayed or not setting, key, setting, expected)
+        read = self.where(KINDS["eagle3"]) is not None or not self.reading.given()
+        require(read, "reading", str(self.reading), "nothing without an EAGLE-3 head, which it is about")
         has_target = self.target is not None or self.early_exit is not None
         require(has_target, "target", None, f"the model that is to decode{self._instead()}")
 
@@ -331,8 +341,9 @@ class EvaluateConfig(RehearsedConfig):
         given |= {str(kind.option): str(models / str(kind.tiny)) for kind in used}
         given |= self.cut(tensor_parallel=1, prompt_chars=120, max_new_tokens=16)
         given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
-        # Tiny models have other layers to skip.
+        # Tiny models have other layers to skip and to tap, and hold shorter texts.
         methods = {name: replace(method, skip=None) for name, method in self.methods.items()}
+        given |= {"reading": ReadingChanges(), "doctor_lengths": ()}
         return replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
 
     def where(self, kind: Kind) -> str | None:
@@ -369,3 +380,7 @@ class EvaluateConfig(RehearsedConfig):
         if self.held is None:
             return "" if self.checkpoint is None else f"; checkpoint={self.checkpoint} holds no drafter that is known"
         return f"; checkpoint={self.checkpoint} holds {self.held.name}, for method={self.held.preset}"
+
+    def maker(self, kind: Kind) -> Maker:
+        """The `Maker` of `kind`, which reads models as these options say."""
+        return kind.load_maker().reading(self.reading)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.dialects import (
     FIRST_LAYER,
     MIDLAYER,
@@ -22,7 +23,7 @@ from draft_models.eagle3.dialects import (
     read_config,
 )
 from draft_models.eagle3.model import Eagle3
-from draft_models.eagle3.reading import Reading, require_target
+from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.target.model_files import CONFIG_FILE
 from draft_models.target.tensor_files import TensorFiles, find_file, open_tensors
 from outrider.errors import UserError
@@ -30,17 +31,22 @@ from outrider.files import read_json
 from outrider.settings import listed
 
 D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
+MADE_WITH = "made_with"  # what config.json says of a head that was written here
+AS_DECLARED = ReadingChanges()
 
 
 @dataclass(frozen=True)
 class StoredHead:
-    """A head on disk, checked but not read: its dialect, its declared reading, and where its tensors are.
+    """A head on disk, checked but not read: its dialect, its reading, and where its tensors are.
 
-    stored: the names of the tensors in the files, by their names here.
+    config: what its config.json says. declared: the reading by that; reading: with what is changed of it. stored: the
+    names of the tensors in the files, by their names here.
     """
 
     source: str
     dialect: Dialect
+    config: Mapping[str, Any]
+    declared: Reading
     reading: Reading
     files: TensorFiles
     stored: Mapping[str, str]
@@ -50,12 +56,19 @@ class StoredHead:
         read = self.files.read(self.stored.values(), dtype, device=device)
         return {name: read[stored] for name, stored in self.stored.items()}
 
+    @property
+    def made_here(self) -> bool:
+        """Whether this toolkit wrote it, whose config is its reading."""
+        return str(self.config.get(MADE_WITH, "")).startswith("outrider")
 
-def open_head(source: str, target: PreTrainedConfig, revision: str | None = None) -> StoredHead:
+
+def open_head(
+    source: str, target: PreTrainedConfig, revision: str | None = None, changes: ReadingChanges = AS_DECLARED
+) -> StoredHead:
     """The head in `source`, a directory or Hub name, for a target of that config. Reads headers only.
 
-    Raises `UserError` where it is no EAGLE-3 head, not one for this target, or its tensors are not those that its
-    config asks for.
+    changes: of the reading that its config declares. Raises `UserError` where it is no EAGLE-3 head, not one for this
+    target, or its tensors are not those that its config asks for.
     """
     file = find_file(source, CONFIG_FILE, revision)
     if file is None:
@@ -71,10 +84,11 @@ def open_head(source: str, target: PreTrainedConfig, revision: str | None = None
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {listed(twice)}; fetch it again")
     by_stored = {name: tuple(tensor.shape) for name, tensor in files.stored(files.file_of)}
     shapes = {name: by_stored[theirs] for name, theirs in stored.items()}
-    reading = read_config(config, shapes, target.num_hidden_layers, source)
+    declared = read_config(config, shapes, target.num_hidden_layers, source)
+    reading = changed(declared, changes, target)
     require_target(reading, target, source)
-    _require_shapes(reading, shapes, dialect, source)
-    return StoredHead(source, dialect, reading, files, stored)
+    _require_shapes(declared, shapes, dialect, source)
+    return StoredHead(source, dialect, config, declared, reading, files, stored)
 
 
 def holds_head(source: str) -> bool:
@@ -82,17 +96,18 @@ def holds_head(source: str) -> bool:
     return is_head(open_tensors(source).file_of)
 
 
-def stored_tokens(source: str, revision: str | None = None) -> list[int] | None:
+def stored_tokens(source: str, revision: str | None = None, changes: ReadingChanges = AS_DECLARED) -> list[int] | None:
     """Ids of the tokens that the head in `source` has logits of, as its d2t says; None where it has none, or all are.
 
-    Raises `UserError` where it cannot be read.
+    changes: as of `open_head`. Raises `UserError` where it cannot be read.
     """
     files = open_tensors(source, revision)
     stored = {own_name(name): name for name in files.file_of}
     maps = {name: files.read([stored[name]])[stored[name]] for name in (D2T, T2D) if name in stored}
     if D2T not in maps or (T2D in maps and len(maps[T2D]) == len(maps[D2T])):
         return None
-    ids: list[int] = (torch.arange(len(maps[D2T])) + maps[D2T].long()).tolist()
+    given = maps[D2T].long()
+    ids: list[int] = (given if changes.draft_ids == "index" else torch.arange(len(given)) + given).tolist()
     return ids
 
 
@@ -103,10 +118,33 @@ def load_head(
     revision: str | None = None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    changes: ReadingChanges = AS_DECLARED,
 ) -> Eagle3:
-    """The same with its weights, frozen. Without an embedding of its own it waits for `use_embedding`."""
-    head = open_head(source, target, revision)
-    return make_head(head.reading, head.tensors(dtype, device), source)
+    """The same with its weights, frozen. Without an embedding or a head of its own it waits for the target's."""
+    head = open_head(source, target, revision, changes)
+    tensors = head.tensors(dtype, device)
+    if head.reading != head.declared:
+        tensors = fit_tensors(head.reading, tensors, source)
+    return make_head(head.reading, tensors, source)
+
+
+def fit_tensors(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Of the `tensors` of a head those that another `reading` of it has; norms that they lack do not scale.
+
+    Raises `UserError` where any other tensor is missing, or has another shape.
+    """
+    like = tensors["fc.weight"]
+    found = {name: tensors[name] for name in (D2T, T2D) if name in tensors}
+    for name, shape in head_shapes(reading).items():
+        if name not in tensors and "norm" not in name:
+            raise UserError(f"eagle3={source}: has no {name}, which the reading asks for; take back that change")
+        found[name] = tensors[name] if name in tensors else torch.ones(shape, dtype=like.dtype, device=like.device)
+        if tuple(found[name].shape) != shape:
+            raise UserError(
+                f"eagle3={source}: tensor {name} has shape {list(found[name].shape)}, but the reading asks for "
+                f"{list(shape)}; take back that change"
+            )
+    return found
 
 
 def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:
@@ -126,6 +164,7 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
         raise UserError(f"eagle3={source}: {D2T} holds {d2t.dtype}: expected integers; fetch the head again")
     places = torch.arange(reading.draft_vocabulary, device=None if d2t is None else d2t.device)
     given = torch.zeros_like(places) if d2t is None else d2t.long()
+    other = "offset" if reading.draft_ids == "index" else "index"
     ids = given if reading.draft_ids == "index" else places + given
     outside = (ids < 0) | (ids >= reading.vocabulary)
     if outside.any():
@@ -133,7 +172,7 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
         raise UserError(
             f"eagle3={source}: {D2T}[{place}]={int(given[place])} makes draft token {place} the target's token "
             f"{int(ids[place])}; expected 0 to {reading.vocabulary - 1}. It holds {reading.draft_ids}s: see that it "
-            "was written so"
+            f"was written so (reading.draft_ids={other} reads it otherwise)"
         )
     if (ids[1:] <= ids[:-1]).any():
         place = int((ids[1:] <= ids[:-1]).nonzero()[0])
@@ -146,7 +185,8 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
     if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
         raise UserError(
             f"eagle3={source}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); expected "
-            "the same. The vocabulary was counted anew, or never put in: fetch the head again"
+            f"the same. The vocabulary was counted anew, or never put in: fetch the head again. Or {D2T} holds no "
+            f"{reading.draft_ids}s: reading.draft_ids={other} reads it otherwise"
         )
     return ids
 

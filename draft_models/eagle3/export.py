@@ -9,7 +9,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draft_models.eagle3.checkpoint import D2T, DRAFT_TOKENS, T2D, their_name
+from draft_models.eagle3.checkpoint import D2T, DRAFT_TOKENS, MADE_WITH, T2D, their_name
 from draft_models.eagle3.dialects import TAPS, Dialect, read_config
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
@@ -17,6 +17,7 @@ from draft_models.target.model_files import CONFIG_FILE
 from draft_models.target.tensor_files import SAFETENSORS
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
+from outrider.versions import package_version
 
 # The dialects' words for switches, by fields of `Reading`.
 _WORDS = {
@@ -59,6 +60,7 @@ def save_head(
     tensors = {their_name(name, dialect): tensor for name, tensor in _tensors(head, dialect).items()}
     config = _config(head.reading, dialect, target, target_name, drafted)
     config["dtype"] = config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
+    config[MADE_WITH] = f"outrider {package_version()}"
     require_writable(path)
     write_atomically(path / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
     write_json(path / CONFIG_FILE, config)
@@ -153,7 +155,8 @@ def require_said(head: Eagle3, dialect: Dialect, target: PreTrainedConfig) -> No
     Of the head only names and shapes are looked at, so it may be on the meta device.
     """
     config = _config(head.reading, dialect, target, "", 1)
-    reading = replace(head.reading, draft_ids="offset")  # as they are written, whatever they were read from
+    # As they are written, whatever they were read from.
+    reading = replace(head.reading, draft_ids="offset", own_head=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     lost = [name for name, plain in _PLAIN.items()
             if name not in _KNOWN[dialect] and getattr(reading, name) != plain]  # fmt: skip

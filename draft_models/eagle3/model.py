@@ -188,6 +188,11 @@ class Eagle3(nn.Module):
         """Share the target's embedding [V, H], unscaled (only where the head has none of its own)."""
         self.shared_embedding = [weight]
 
+    def use_head(self, weight: Tensor) -> None:
+        """Take the target's head [V, H], a copy of the rows that it needs (only where the reading says so)."""
+        rows = weight if self.draft_tokens is None else weight[self.draft_tokens]
+        self.lm_head.weight = nn.Parameter(rows.detach().to(self.dtype).clone(), requires_grad=False)
+
     def reserve(self, positions: int) -> None:
         """Make `rotary` ready for positions 0..positions−1."""
         if positions <= len(self.cos):

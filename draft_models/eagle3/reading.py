@@ -1,11 +1,12 @@
 """How the tensors of an EAGLE-3 head are to be read: its sizes, and all in which the trainers of such heads differ."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from draft_models.eagle3.changes import ReadingChanges
 from draft_models.target.anatomy import RESCALING_ROPE
 from outrider.errors import UserError, require
 from outrider.settings import Count, Positive, Settings, at_least
@@ -44,6 +45,7 @@ class Reading(Settings):
     final_norm: bool = True  # there is a norm before the head ("use_last_layernorm")
     norm_output: bool = False  # the next step is given what that norm gives (EAGLE-3.1)
     own_embedding: bool = False  # false: it shares the target's
+    own_head: bool = True  # false: its logits are by the target's rows, whatever its file has
     draft_ids: Literal["offset", "index"] = "offset"  # the target's id of draft token i is i + d2t[i], or d2t[i]
 
     def __post_init__(self) -> None:
@@ -59,6 +61,8 @@ class Reading(Settings):
         require(self.final_norm or not self.norm_output, "norm_output", True, "false where final_norm is false")
         wide = self.own_embedding or self.hidden == self.target_hidden
         require(wide, "hidden", self.hidden, f"target_hidden={self.target_hidden}, or an embedding of its own")
+        shared = self.own_head or self.hidden == self.target_hidden
+        require(shared, "own_head", False, f"true, as hidden={self.hidden} is not target_hidden={self.target_hidden}")
         kind = self.rope.get("rope_type")
         require(kind not in RESCALING_ROPE, "rope_type", kind, "a rope that is the same for texts of any length")
         require(self.rotary_dim % 2 == 0, "partial_rotary_factor", self._rotated, "an even part of head_dim")
@@ -71,6 +75,25 @@ class Reading(Settings):
     def rotary_dim(self) -> int:
         """How many of a head's dimensions rotate, the first ones."""
         return int(self.head_dim * self._rotated)
+
+
+def changed(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:
+    """`reading` with `changes`, for a target of that config. Raises `UserError` where the result is impossible."""
+    given = changes.given()
+    rope, theta = given.pop("rope", None), given.pop("rope_theta", None)
+    found = dict(reading.rope)
+    if rope == "plain":
+        found = {"rope_type": "default", "rope_theta": found["rope_theta"]}
+    elif rope == "target":
+        found = dict(getattr(target, "rope_parameters", None) or {})
+        if "rope_theta" not in found:
+            raise UserError("reading.rope=target: the target has no rope, or several; give reading.rope_theta")
+    if theta is not None:
+        found["rope_theta"] = theta
+    try:
+        return replace(reading, **given, rope=found)
+    except UserError as error:
+        raise UserError(f"reading.{error}") from None
 
 
 def require_target(reading: Reading, config: PreTrainedConfig, source: str) -> None:

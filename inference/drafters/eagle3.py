@@ -10,14 +10,17 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draft_models.eagle3.card import TRAINING_FILE
-from draft_models.eagle3.checkpoint import head_shapes, holds_head, load_head, open_head, stored_tokens
+from draft_models.eagle3.changes import ReadingChanges
+from draft_models.eagle3.checkpoint import AS_DECLARED, head_shapes, holds_head, load_head, open_head, stored_tokens
 from draft_models.eagle3.model import Eagle3
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
-from draft_models.target.tensor_parallel import whole_embedding
+from draft_models.target.tensor_parallel import whole_embedding, whole_head
 from inference.auto.policy import Tuning
+from inference.doctor.head_ways import patient_of
+from inference.doctor.patient import Patient
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker, recorded_seconds
 from inference.drafters.shaped import Shaped
@@ -120,7 +123,21 @@ class Eagle3Source:
 
 
 class Eagle3Maker(Maker):
-    """The model is an `Eagle3`."""
+    """The model is an `Eagle3`. changes: of the reading that a head's config declares."""
+
+    def __init__(self, changes: ReadingChanges = AS_DECLARED):
+        self.changes = changes
+
+    def reading(self, changes: ReadingChanges) -> "Eagle3Maker":
+        return Eagle3Maker(changes)
+
+    def foreign(self, where: str, target: OpenTarget) -> bool:
+        return not open_head(where, target.config, changes=self.changes).made_here
+
+    def patient(self, model: Eagle3, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
+        whole = stack.embed_tokens.weight if stack.group.size == 1 else None
+        shared = model.shared_embedding[0] if model.shared_embedding else whole
+        return patient_of(open_head(where, target.config, changes=self.changes), target, stack, shared)
 
     def lies_in(self, folder: str) -> bool:
         return holds_head(folder)
@@ -129,12 +146,14 @@ class Eagle3Maker(Maker):
         return {"eagle3": None if where is None else model_identity(open_tensors(where))}
 
     def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Eagle3:
-        return load_head(where, target.config, **placed)
+        return load_head(where, target.config, changes=self.changes, **placed)
 
     def prepare(self, model: Eagle3, stack: LayerStack) -> None:
         """Of a target that is split, every process gets the whole embedding, as it has the whole head."""
         if not model.reading.own_embedding:
             model.use_embedding(whole_embedding(stack.embed_tokens, model.reading.vocabulary))
+        if not model.reading.own_head:
+            model.use_head(whole_head(stack.head)[0])
         lay_out(model, stack)
 
     def trained_seconds(self, where: str) -> float | None:
@@ -144,11 +163,11 @@ class Eagle3Maker(Maker):
         return recorded_seconds(read_json(file, "record of a training", "remove it, or restore it"))
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
-        return stored_tokens(where)
+        return stored_tokens(where, changes=self.changes)
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
         """Every process holds all of it; the target decodes in the caches of plain decoding."""
-        reading = open_head(where, target).reading
+        reading = open_head(where, target, changes=self.changes).reading
         weights = sum(map(prod, head_shapes(reading).values()))
         if place.size > 1 and not reading.own_embedding:
             weights += reading.vocabulary * reading.hidden  # a copy of the target's, which is split

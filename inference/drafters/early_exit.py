@@ -16,6 +16,8 @@ from draft_models.early_exit import EarlyExit
 from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
+from inference.doctor.lm_ways import patient_of_exit
+from inference.doctor.patient import Patient
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker, recorded_seconds
 from inference.drafters.shaped import Shaped
@@ -116,6 +118,9 @@ class EarlyExitMaker(Maker):
             early_exit,
             load_calibration(where, weights, placed["device"], asdict(target.fingerprint), hidden_size=width),
         )
+
+    def patient(self, model: Calibrated, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
+        return patient_of_exit(model.exit, where, stack, self.known_tokens(where))
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_meta(where).training)

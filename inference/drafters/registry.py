@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from draft_models.eagle3.changes import ReadingChanges
     from draft_models.target.open_target import OpenTarget
     from draft_models.target.stack import LayerStack
     from inference.auto.policy import Tuning
+    from inference.doctor.patient import Patient
     from inference.drafters.interface import Drafter
     from inference.memory_plan import Place
     from inference.settings import MethodConfig
@@ -44,6 +46,21 @@ class Maker(ABC):
         but `vocabulary_digest` and `vocabulary_size`.
         """
         raise TypeError(f"{type(self).__name__}: a kind with an option for its model's place needs a `load` of its own")
+
+    def reading(self, changes: "ReadingChanges") -> "Maker":
+        """One that reads models with `changes`; itself where the kind is read in one way only."""
+        return self
+
+    def foreign(self, where: str, target: "OpenTarget") -> bool:
+        """Whether the model in `where` was written by others, in words that may be read wrongly."""
+        return False
+
+    def patient(self, model: Any, where: str, target: "OpenTarget", stack: Any) -> "Patient | None":
+        """What the doctor can examine of the model in `where`, which is `prepare`d; None: nothing.
+
+        stack: the target as it decodes, a `LayerStack` or a `PlainLM`.
+        """
+        return None
 
     def prepare(self, model: Any, stack: "LayerStack") -> None:
         """Make the model ready to decode beside the target `stack`."""

@@ -22,6 +22,8 @@ from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM, RowCache
 from inference.auto.policy import Tuning
+from inference.doctor.lm_ways import patient_of_lm
+from inference.doctor.patient import Patient
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker, recorded_seconds
 from inference.drafters.shaped import Shaped
@@ -154,6 +156,9 @@ class SmallLMMaker(Maker):
 
     def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> SmallLM:
         return load_small_lm(where, target.tokenizer, **placed)
+
+    def patient(self, model: SmallLM, where: str, target: OpenTarget, stack: Any) -> Patient:
+        return patient_of_lm(model, where, target, self.known_tokens(where))
 
     def trained_seconds(self, where: str) -> float | None:
         file = Path(where) / TRAINING_FILE

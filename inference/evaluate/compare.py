@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from draft_models.target.stack import LayerStack
 from inference.attention_kernels import KernelChoice
 from inference.auto.policy import Tuning
 from inference.auto.probe import NEW_TOKENS, tune
+from inference.doctor.examine import examine
+from inference.doctor.table import coloured, refuse, table
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import (
     AUTOREGRESSIVE,
@@ -73,11 +75,13 @@ class Prepared:
     """What is measured once, by one process before the first prompt, and holds for all of them, in resumed runs too.
 
     methods, tunings: see `tune`; kernels: of attention, which round differently (see `inference.attention_kernels`).
+    doctor: what was found of drafters that were examined (see `examine`).
     """
 
     methods: dict[str, MethodConfig]
     tunings: dict[str, Tuning]
     kernels: tuple[KernelChoice, ...] = ()
+    doctor: dict[str, Any] = field(default_factory=dict)
 
 
 def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter) -> None:
@@ -120,6 +124,8 @@ def _evaluate(
     context = context_length(subject, drafters)
     new = config.max_new_tokens
     require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
+    longest = max(config.doctor_lengths, default=0)
+    require(longest <= context, "doctor_lengths", longest, f"at most the models' context of {context} tokens")
     require_fits(prompts, rendered, context - new)
     settings = run_settings(config, subject, prompts)
 
@@ -140,7 +146,8 @@ def _evaluate(
         if group.is_first:
             assert models is not None
             try:
-                begun = prepare_methods(config, subject, models, rendered[0], positions)
+                doctor = see_doctor(config, subject, models, prompts, rendered)
+                begun = replace(prepare_methods(config, subject, models, rendered[0], positions), doctor=doctor)
             except Exception as error:  # the others are to hear of it
                 begun = error
 
@@ -204,6 +211,18 @@ def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, 
     """
     longest = max(sum(len(ids) + max_new_tokens for ids in prompt) for prompt in turns)
     return min(context, longest + max(0, NEW_TOKENS - max_new_tokens))  # what `tune` measures may continue by more
+
+
+def see_doctor(
+    config: EvaluateConfig, subject: Subject, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
+) -> dict[str, Any]:
+    """What the doctor finds, printed. Raises `UserError` where a drafter is read wrongly and another way is here."""
+    found = examine(config, subject, models, prompts, rendered)
+    for kind, one in found.items():
+        if subject.group.leads:
+            print(coloured(table(kind, one), sys.stdout), flush=True)
+        refuse(KINDS[kind].option or kind, str(config.where(KINDS[kind])), one)
+    return found
 
 
 def prepare_methods(
@@ -355,6 +374,7 @@ def report(
         "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if subject.device.type == "cuda" else None,
         "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
         "draft_vocabularies": draft_vocabularies(config, results),
+        "doctor": prepared.doctor,
     }
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed, prepared.tunings.get(name))

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inference.doctor.table import table
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import PromptResult
 from inference.settings import EvaluateConfig
@@ -15,7 +16,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
     consists of them, in all and by category."""
     found = {}
     for name, where in drafter_folders(config).items():
-        tokens = KINDS[name].load_maker().known_tokens(where)
+        tokens = config.maker(KINDS[name]).known_tokens(where)
         if tokens is None:
             continue
         known, said, inside = set(tokens), Counter[str](), Counter[str]()
@@ -45,6 +46,8 @@ def drafter_lines(report: Mapping[str, Any]) -> list[str]:
     if trained := report.get("trained_seconds"):
         said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
         lines += ["", f"Trained, evaluations on the way included: {said}."]
+    for kind, found in report.get("doctor", {}).items():
+        lines += ["", "```", *(text for text, _ in table(kind, found)), "```"]
     return lines
 
 

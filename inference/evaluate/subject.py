@@ -186,7 +186,7 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafter
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:
-            drafters[kind.name] = kind.load_maker().load(where, target, config.methods, **placed)
+            drafters[kind.name] = config.maker(kind).load(where, target, config.methods, **placed)
     for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
         find_shape(tree.shape, number(tree.nodes))  # a bad one shows now, not once the target is loaded
     return {name: model for name, model in drafters.items() if model is not None}

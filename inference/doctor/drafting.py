@@ -1,0 +1,73 @@
+"""What a drafter of each kind would draft along a recorded text, at all its places in a few passes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_models.eagle3.model import Eagle3
+from draft_models.early_exit import EarlyExit
+from draft_models.target.attention import Band
+from inference.doctor.recording import Recording, read
+
+STEPS = 2  # of a draft by a head: after true features, and after its own output for one
+
+
+@torch.inference_mode()
+def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) -> Tensor:
+    """Logits [2, places, V] of a head: drafted first, and drafted second after a right token.
+
+    Entry t is the pair (feature t, token t + 1) and predicts token t + 2. In the second step an entry's feature is what
+    the first one gave for t, and its token t + 2; it sees the true entries up to t, and itself at position t + 1.
+    still: at position t, as where a training forgot to move it.
+    """
+    tokens, places = recording.tokens, torch.tensor(recording.places, device=recording.tokens.device)
+    count = len(tokens) - 1
+    taps = torch.cat([recording.taps[boundary] for boundary in head.reading.taps], dim=-1)[:, :count].to(head.dtype)
+    index = torch.arange(count, device=tokens.device)
+    head.reserve(count + 1)
+    cache = _Growing()
+    past = {window: None if window is None else Band.sliding(index, window) for window in head.windows}
+    first = head.run(tokens[None, 1:], head.features(taps), past, head.rotary(index[None]), cache)
+    own = places - STEPS - 1  # the entries whose outputs are the features of the second step
+    true, itself = index <= own[:, None], torch.eye(len(own), dtype=torch.bool, device=tokens.device)
+    positions = own + (0 if still else 1)
+    masks = {}
+    for window in head.windows:
+        near = true if window is None else true & (positions[:, None] - index < window)
+        masks[window] = torch.cat([near, itself], dim=1)[None, None]
+    second = head.run(tokens[None, own + 2], first[:, own], masks, head.rotary(positions[None]), cache)
+    return head.logits(torch.cat([first[:, places - STEPS], second]))
+
+
+@torch.inference_mode()
+def draft_by_exit(drafter: EarlyExit, stack: Any, recording: Recording) -> Tensor:
+    """Logits [1, places, V] of an early exit on the target `stack`."""
+    hidden = recording.taps[drafter.exit_layer]
+    positions = torch.arange(hidden.shape[1], device=hidden.device)
+    stack.reserve(len(positions))
+    mask = None if drafter.window is None else Band.sliding(positions, drafter.window)
+    out = drafter.run(hidden, mask, stack.rotary(positions[None]))
+    return drafter.logits(out[:, [place - 1 for place in recording.places]])
+
+
+@torch.inference_mode()
+def draft_by_lm(lm: Any, recording: Recording) -> Tensor:
+    """Logits [1, places, V'] of a small LM, of whatever vocabulary size."""
+    start = recording.places[0] - 1
+    logits, _ = read(lm, recording.tokens.tolist(), start)
+    return logits[None, [place - 1 - start for place in recording.places]]
+
+
+class _Growing:
+    """Keys and values of all passes, side by side."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        if layer_idx in self.held:
+            keys, values = self.held[layer_idx]
+            key, value = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
+        self.held[layer_idx] = (key, value)
+        return key, value

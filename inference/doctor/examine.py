@@ -1,0 +1,213 @@
+"""The doctor: drafters are read in every way that fits them, along texts of the target's own, and compared."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import Prompt
+from inference.doctor.patient import Patient, Way
+from inference.doctor.recording import Recording, answer_of, record
+from inference.doctor.scores import Scores, is_apart, is_better, join, relabelled, score
+from inference.doctor.training_data import UNSEEN, training_facts
+from inference.drafters.registry import KINDS
+from inference.evaluate.subject import Models, Subject
+from inference.settings import EvaluateConfig
+from outrider.errors import UserError
+
+ANSWER = 48  # tokens of an answer at most
+FEW, MANY = 240, 1200  # places that are judged, unasked and asked
+AT_LENGTH = 2  # texts of each length
+TEMPLATED = 4  # prompts that are rendered in other ways
+SYSTEM = "You are a helpful assistant."
+Findings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Where recordings come from: prompts, and the target that answers them. new: tokens of an answer at most."""
+
+    config: EvaluateConfig
+    subject: Subject
+    models: Models
+    boundaries: tuple[int, ...]
+    new: int
+
+    def recorded(self, prompts: Iterable[tuple[Sequence[int], str]]) -> Iterator[Recording]:
+        """Of (ids, category) of prompts, one at a time: what a target is inside takes room."""
+        for ids, category in prompts:
+            answer = answer_of(self.models.stack, ids, self.new, self.subject.eos)
+            found = record(self.models.stack, ids, answer, self.boundaries, category)
+            if found is not None:
+                yield found
+
+
+def examine(
+    config: EvaluateConfig, subject: Subject, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
+) -> dict[str, Findings]:
+    """What is found of each kind of drafter, JSON-able; nothing of those that are not examined.
+
+    rendered: the ids of every prompt's first turn. All processes of a group call this.
+    """
+    patients = find_patients(config, subject, models)
+    if not patients:
+        return {}
+    boundaries = sorted({one for patient in patients.values() for one in patient.boundaries})
+    texts = Texts(config, subject, models, tuple(boundaries), min(ANSWER, config.max_new_tokens))
+    wanted = -(-(MANY if config.doctor else FEW) // texts.new)
+    count = min(wanted, len(prompts))
+    chosen = [number * len(prompts) // count for number in range(count)]
+    asked = [(rendered[number], prompts[number].category) for number in chosen]
+    scores, said = judge(texts.recorded(asked), patients)
+    findings = {name: compare(patient, scores[name]) for name, patient in patients.items()}
+    for name, patient in patients.items():
+        facts = [*patient.facts, *training_facts(patient.data, subject.tokenizer, config.template), UNSEEN]
+        findings[name]["facts"] = [fact._asdict() for fact in facts]
+        findings[name]["coverage"] = coverage(patient, said)
+    if config.doctor:
+        only = {name: replace(patient, others=()) for name, patient in patients.items()}
+        chat = [prompts[number] for number in chosen if prompts[number].chat][:TEMPLATED]
+        _add_templates(findings, texts, only, chat)
+        _add_lengths(findings, texts, only, [ids for ids, _ in asked])
+    return findings
+
+
+def find_patients(config: EvaluateConfig, subject: Subject, models: Models) -> dict[str, Patient]:
+    """The drafters that are to be examined, by kind."""
+    found = {}
+    for name, model in models.drafters.items():
+        where, maker = config.where(KINDS[name]), config.maker(KINDS[name])
+        if where is None or not (maker.foreign(where, subject.target) if config.doctor is None else config.doctor):
+            continue
+        patient = maker.patient(model, where, subject.target, models.stack)
+        if patient is not None:
+            found[name] = patient
+    return found
+
+
+def judge(
+    recordings: Iterable[Recording], patients: Mapping[str, Patient]
+) -> tuple[dict[str, dict[str, Scores]], list[tuple[str, list[int]]]]:
+    """By kind and way the scores over all recordings, and of each recording its category and the target's tokens."""
+    parts: dict[str, dict[str, list[Scores]]] = {name: {} for name in patients}
+    said = []
+    for number, recording in enumerate(recordings):
+        said.append((recording.category, recording.choices.tolist()))
+        for name, patient in patients.items():
+            for way in (patient.declared, *patient.others):
+                found = score(way.drafting(recording), recording, number)
+                parts[name].setdefault(way.name, []).append(found)
+    return {name: {way: join(found) for way, found in ways.items()} for name, ways in parts.items()}, said
+
+
+def compare(patient: Patient, scores: Mapping[str, Scores]) -> Findings:
+    """The table of a drafter's ways, the best of those that win, and whether its tokens are named rightly."""
+    if not scores:
+        return {"places": 0, "texts": 0, "ways": [], "better": None, "relabelled": None}
+    declared = scores[patient.declared.name]
+    rows = [_row(patient.declared, declared)]
+    for way in patient.others:
+        wins, chance = is_better(scores[way.name], declared, len(patient.others))
+        rows.append(_row(way, scores[way.name]) | {"chance": chance, "wins": wins})
+    winners = [row for row in rows if row["wins"]]
+    return {
+        "places": len(declared.said),
+        "texts": len({block >> 32 for block in declared.blocks.tolist()}),
+        "ways": rows,
+        "better": max(winners, key=lambda row: row["agreement"], default=None),
+        "relabelled": _other_names(declared),
+    }
+
+
+def _row(way: Way, scores: Scores) -> Findings:
+    about = {"name": way.name, "option": way.option, "meaning": way.meaning, "agreement": scores.agreement}
+    return about | scores.means | {"chance": None, "wins": False}
+
+
+def _other_names(scores: Scores) -> float | None:
+    """The agreement if its tokens stood for others, where that is so much better that they seem to; else None.
+
+    Any drafter that looks at its text tells something of the next token under any names, if little.
+    """
+    first = replace(scores, agree=scores.agree[:1])
+    other = relabelled(first)
+    [(_, commonest)] = Counter(scores.said.tolist()).most_common(1)
+    blind = commonest / len(scores.said)  # saying one token always agrees so often
+    wins, _ = is_better(other, first)
+    return other.agreement if wins and other.agreement > max(2 * first.agreement, blind + 0.2, 0.4) else None
+
+
+def coverage(patient: Patient, said: Sequence[tuple[str, list[int]]]) -> dict[str, float] | None:
+    """The share of the target's tokens that the drafter knows, in all and by category; None where it knows all."""
+    if patient.known_tokens is None:
+        return None
+    known, counts, inside = set(patient.known_tokens), Counter[str](), Counter[str]()
+    for category, tokens in said:
+        for name in ("all", category):
+            counts[name] += len(tokens)
+            inside[name] += sum(token in known for token in tokens)
+    return {name: inside[name] / count for name, count in counts.items() if count}
+
+
+def _add_templates(
+    findings: Mapping[str, Findings], texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]
+) -> None:
+    """Agreement on the same questions, rendered in other ways; a way in which it is clearly better is marked."""
+    usual: dict[str, Scores] = {}
+    for way, prompts in renderings(texts, patients, chat).items():
+        scores, _ = judge(texts.recorded((ids, "chat") for ids in prompts), patients)
+        for name, patient in patients.items():
+            if scores[name]:
+                found = scores[name][patient.declared.name]
+                first = usual.setdefault(name, found)
+                about = {"agreement": found.agreement, "better": is_apart(found, first)}
+                findings[name].setdefault("templates", {})[way] = about
+
+
+def renderings(texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]) -> dict[str, list[list[int]]]:
+    """Of chat prompts the ids by what renders them, as evaluated first; those that are no others are left out."""
+    tokenizer, template = texts.subject.tokenizer, texts.config.template
+    asked = [{"role": "user", "content": prompt.turns[0]} for prompt in chat]
+    ways: dict[str, list[Any]] = {
+        "as evaluated": [([question], tokenizer, template) for question in asked],
+        "with a system prompt": [([_system(SYSTEM), question], tokenizer, template) for question in asked],
+        "with an empty system prompt": [([_system(""), question], tokenizer, template) for question in asked],
+        "as bare text": [([question], tokenizer, "none") for question in asked],
+        "in Vicuna's format": [([question], tokenizer, "vicuna") for question in asked],
+    }
+    for name, patient in patients.items():
+        own = patient.tokenizer
+        if own is not None and own.chat_template:
+            ways[f"by the template of {name}"] = [([question], own, "tokenizer") for question in asked]
+    found: dict[str, list[list[int]]] = {}
+    for name, given in ways.items():
+        try:
+            ids = [render_prompt(*one) for one in given]
+        except UserError:  # a template that knows no such message
+            continue
+        if ids and ids not in found.values():
+            found[name] = ids
+    return found
+
+
+def _system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+def _add_lengths(
+    findings: Mapping[str, Findings], texts: Texts, patients: Mapping[str, Patient], prompts: Sequence[Sequence[int]]
+) -> None:
+    """Agreement on texts of given lengths; each begins with another prompt, and they are joined in turn."""
+    for length in texts.config.doctor_lengths:
+        joined = []
+        for start in range(min(AT_LENGTH, len(prompts))):
+            order = itertools.cycle([*prompts[start:], *prompts[:start]])
+            ids = list(itertools.islice(itertools.chain.from_iterable(order), length - texts.new))
+            joined.append((ids, "long"))
+        scores, _ = judge(texts.recorded(joined), patients)
+        for name, patient in patients.items():
+            if scores[name]:
+                found = scores[name][patient.declared.name].agreement
+                findings[name].setdefault("lengths", {})[str(length)] = found

@@ -1,0 +1,125 @@
+"""The ways to read an EAGLE-3 head that differ from its declared one in one thing, each a mistake that was made."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from draft_models.eagle3.changes import ReadingChanges
+from draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head
+from draft_models.eagle3.model import Eagle3
+from draft_models.eagle3.reading import Reading, changed, require_target
+from draft_models.target.open_target import OpenTarget
+from draft_models.target.stack import LayerStack
+from draft_models.target.tensor_parallel import whole_head
+from inference.doctor.drafting import draft_by_head
+from inference.doctor.head_facts import facts_of
+from inference.doctor.patient import Patient, Way
+from outrider.errors import UserError
+
+OLD_THETA = 10000.0  # with which EAGLE trains, whatever its config says
+
+
+class Neighbour(NamedTuple):
+    """Another way to read a head: its name, what is changed, and what is wrong where it is the better one."""
+
+    name: str
+    changes: ReadingChanges
+    meaning: str
+
+
+_TAPS = "its config.json counts the target's layers in another way, or names those of another target"
+_ROPE = "its training had another rotary embedding than its config.json describes"
+_SWITCHES = {  # fields of `Reading` that are on or off, and what is normed there
+    "norm_before_residual": ("residual stream of its first layer", "begins with the normed feature"),
+    "norm_output": ("its own output", "is normed before it is fed back"),
+    "tap_norms": ("taps", "are normed one by one"),
+    "joint_norm": ("taps", "are normed together"),
+    "embedding_norm": ("token's embedding", "is normed"),
+    "final_norm": ("output", "is normed before the logits"),
+    "head_norms": ("queries and keys", "are normed"),
+}
+_STILL = (
+    "it was trained with drafted tokens at the position of the token before them; train it again, with positions that "
+    "move on"
+)
+
+
+def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor | None) -> Patient:
+    """The head `stored` on a target that decodes as `stack`. Its weights are read once for all ways.
+
+    embedding: the target's [V, H_t]; None: it is split over processes, so that no way shares it.
+    """
+    tensors = stored.tensors(stack.dtype, stack.device)
+    output = whole_head(stack.head)[0]
+
+    def make(reading: Reading) -> Eagle3:
+        require_target(reading, target.config, stored.source)
+        head = make_head(reading, fit_tensors(reading, tensors, stored.source), stored.source)
+        if not reading.own_embedding:
+            if embedding is None:
+                raise UserError("reading.own_embedding=false: the target's embedding is split over processes")
+            head.use_embedding(embedding)
+        if not reading.own_head:
+            head.use_head(output)
+        return head
+
+    declared = make(stored.reading)
+    heads, ways, seen = [declared], [], [stored.reading]
+    for name, changes, meaning in neighbours(stored.reading, tensors, target):
+        try:
+            reading = changed(stored.reading, changes, target.config)
+            if reading in seen:
+                continue
+            head = make(reading)
+        except UserError:  # its tensors allow no such head
+            continue
+        seen.append(reading)
+        heads.append(head)
+        ways.append(Way(name, partial(draft_by_head, head), str(changes), meaning))
+    ways.append(Way("drafted positions stand still", partial(draft_by_head, declared, still=True), "", _STILL))
+    return Patient(
+        Way("as declared", partial(draft_by_head, declared)),
+        ways,
+        boundaries=tuple(sorted({tap for head in heads for tap in head.reading.taps})),
+        known_tokens=None if declared.draft_tokens is None else declared.draft_tokens.tolist(),
+        facts=facts_of(stored, declared, tensors, target, embedding, output),
+    )
+
+
+def neighbours(reading: Reading, tensors: Mapping[str, Tensor], target: OpenTarget) -> Iterator[Neighbour]:
+    """The other ways that are worth a look, also impossible ones and some that are the same."""
+    layers = target.config.num_hidden_layers
+    later, earlier = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
+    yield Neighbour(f"taps a layer later {list(later)}", ReadingChanges(taps=later), _TAPS)
+    if earlier[0] >= 0:
+        yield Neighbour(f"taps a layer earlier {list(earlier)}", ReadingChanges(taps=earlier), _TAPS)
+    usual = (2, layers // 2, layers - 3)
+    if len(reading.taps) == 3 and layers >= 7:
+        yield Neighbour(f"EAGLE's usual taps {list(usual)}", ReadingChanges(taps=usual), _TAPS)
+    yield from _ropes(target)
+    for name, (what, said) in _SWITCHES.items():
+        on = not getattr(reading, name)
+        changes = replace(ReadingChanges(), **{name: on})  # type: ignore[arg-type]  # fields that are switches
+        meaning = f"{what} {said if on else said.replace('is', 'is not').replace('are', 'are not')}"
+        yield Neighbour(f"{name} {'on' if on else 'off'}", changes, meaning)
+    if D2T in tensors and reading.draft_vocabulary < reading.vocabulary:
+        other: Literal["index", "offset"] = "index" if reading.draft_ids == "offset" else "offset"
+        meaning = f"its d2t holds the {'ids of tokens' if other == 'index' else 'offsets of ids'}"
+        yield Neighbour(f"d2t as {other}", ReadingChanges(draft_ids=other), meaning)
+    said = "was not the one in its file, which is random, another model's or overwritten"
+    yield Neighbour("target's embedding", ReadingChanges(own_embedding=False), f"in training its embedding {said}")
+    yield Neighbour("target's head", ReadingChanges(own_head=False), f"in training its head {said}")
+
+
+def _ropes(target: OpenTarget) -> Iterator[Neighbour]:
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    yield Neighbour("the target's rope", ReadingChanges(rope="target"), _ROPE)
+    yield Neighbour("a plain rope", ReadingChanges(rope="plain"), _ROPE)
+    for theta in (OLD_THETA, rope.get("rope_theta")):
+        if isinstance(theta, int | float) and theta > 0:
+            yield Neighbour(f"rope_theta {theta:g}", ReadingChanges(rope_theta=float(theta)), _ROPE)
+            both = ReadingChanges(rope="plain", rope_theta=float(theta))
+            yield Neighbour(f"a plain rope of rope_theta {theta:g}", both, _ROPE)

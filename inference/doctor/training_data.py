@@ -1,0 +1,50 @@
+"""What a drafter's own record says of the data it was trained on, and what of that data was learned from."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.settings import DataConfig
+from data_prep.text.chat import encode
+from data_prep.text.sources import read_records
+from inference.doctor.patient import Fact
+from outrider.errors import UserError
+from outrider.settings import construct
+
+RECORDS = 32  # that are read again
+NOT_KNOWN = Fact("learned from", "not known: no record of its data")
+UNSEEN = Fact(
+    "not to be seen", "a loss mask that was not shifted with the labels, and too little or foreign training text"
+)
+
+
+def training_facts(data: Any, tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[Fact]:
+    """Of `data`, the settings that a training recorded (None: none), and the `template` of this evaluation."""
+    try:
+        config: DataConfig = construct(DataConfig, data)
+    except UserError:
+        yield NOT_KNOWN
+        return
+    here = template if template != "auto" else "tokenizer" if tokenizer.chat_template else "none"
+    if config.source != "mix":
+        other = here in ("tokenizer", "vicuna") and config.template != here
+        yield Fact("template", f"trained with {config.template}, prompts are rendered by {here}", other)
+    yield learned_from(config, tokenizer)
+
+
+def learned_from(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Fact:
+    """The share of the tokens of its first records that were supervised. Nothing is fetched for it."""
+    sources = {config.source} if config.source != "mix" else {part.source for _, _, part in config.parts()}
+    if "hub" in sources:
+        return Fact("learned from", "not looked at: its data lies on the Hub")
+    try:
+        records = list(islice(read_records(config, "train"), RECORDS))
+        documents = encode(records, tokenizer, config.template)
+    except UserError as error:
+        return Fact("learned from", f"not known: its data cannot be read any more ({error})")
+    tokens = sum(len(one.ids) for one in documents)
+    share = sum(int(one.supervised.sum()) for one in documents) / max(1, tokens)
+    said = f"{share:.1%} of the {tokens} tokens of its first {len(documents)} records"
+    return Fact("learned from", said, suspect=share == 0)

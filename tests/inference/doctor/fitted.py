@@ -1,0 +1,117 @@
+"""An EAGLE-3 head that is right about all that a tiny target says to some prompts, because of everything it reads."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from draft_models.eagle3.checkpoint import DRAFT_TOKENS, MADE_WITH, head_shapes
+from draft_models.eagle3.export import save_head
+from draft_models.eagle3.model import Eagle3
+from draft_models.eagle3.reading import Reading
+from draft_models.target.open_target import OpenTarget
+from draft_models.target.stack import LayerStack
+from inference.doctor.drafting import draft_by_head
+from inference.doctor.recording import Recording, answer_of, record
+from tests.tiny import byte_tokenizer, open_stack, save_target
+
+TOKENS = range(5, 125)  # that the target says and the head knows
+ROPE = {"rope_type": "default", "rope_theta": 20.0}  # of both: most of it turns within a short text
+TAPS = (1, 2, 3)
+TEXTS = [f"{number}: what is it" for number in ("one", "two", "three", "four", "five", "six", "seven")]
+NEW = 32  # tokens of an answer
+
+
+class Clinic(NamedTuple):
+    """A target, what it said, and heads that are right about it; the other one is trained with `still`."""
+
+    folder: Path
+    target: OpenTarget
+    stack: LayerStack
+    texts: list[Recording]
+    head: Eagle3
+    other: Eagle3
+
+
+def save_plain_target(path: Path) -> LayerStack:
+    """A target that says `TOKENS` only, also opened."""
+    save_target(path, rope_parameters=ROPE)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        others = [token for token in range(model.config.vocab_size) if token not in TOKENS]
+        model.lm_head.weight[others] = 0
+        model.model.layers[1].mlp.down_proj.weight *= 6  # so that taps are of unlike sizes
+    model.save_pretrained(path)
+    return open_stack(path)[1]
+
+
+def recordings(stack: LayerStack) -> list[Recording]:
+    """The answers to `TEXTS`, with all that the target is inside."""
+    found = []
+    for text in TEXTS:
+        prompt = byte_tokenizer()(text)["input_ids"]
+        recording = record(stack, prompt, answer_of(stack, prompt, NEW, frozenset()), range(len(stack.layers) + 1))
+        assert recording is not None
+        found.append(recording)
+    return found
+
+
+def fitted(stack: LayerStack, *, still: bool = False, steps: int = 40) -> Eagle3:
+    """The head, its taps and outputs normed. still: trained so, its residual normed, and its head the target's."""
+    reading = Reading(
+        taps=TAPS, target_hidden=64, hidden=64, intermediate=96, layers=1, heads=4, key_heads=2, head_dim=16,
+        epsilon=1e-5, activation="silu", vocabulary=stack.config.vocab_size, draft_vocabulary=len(TOKENS), rope=ROPE,
+        max_positions=128, windows=(None,), tap_norms=True, norm_before_residual=still, norm_output=True,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, Tensor] = {
+        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        if len(shape) == 2
+        else torch.ones(shape)
+        + 0.5 * ("layers" in name or name == "norm.weight") * torch.randn(shape, generator=generator)
+        for name, shape in head_shapes(reading).items()
+    }
+    weights["fc.weight"] *= 10 if still else 5  # the feature is large, so that it counts whether it is normed
+    ids = torch.tensor(TOKENS)
+    rows = stack.head.weight[ids].clone()
+    weights["lm_head.weight"] = rows if still else rows @ torch.linalg.qr(torch.randn(64, 64, generator=generator)).Q
+    head = Eagle3.of(reading, {**weights, DRAFT_TOKENS: ids})
+    head.use_embedding(stack.embed_tokens.weight)
+    learning = [one for name, one in head.named_parameters() if one.ndim == 2 and name != "lm_head.weight"]
+    optimizer = torch.optim.Adam([one.requires_grad_(True) for one in learning], lr=5e-3)
+    texts = [_outside_of_inference(recording) for recording in recordings(stack)]
+    draft: Callable[..., Tensor] = draft_by_head.__wrapped__  # type: ignore[attr-defined]  # without inference mode
+    for _ in range(steps):
+        drafts = [(draft(head, text, still=still), text.choices) for text in texts]
+        loss = sum(F.cross_entropy(logits.flatten(0, 1), choices.repeat(len(logits))) for logits, choices in drafts)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return head.requires_grad_(False)
+
+
+def _outside_of_inference(recording: Recording) -> Recording:
+    taps = {boundary: hidden.clone() for boundary, hidden in recording.taps.items()}
+    return replace(recording, tokens=recording.tokens.clone(), choices=recording.choices.clone(), taps=taps)
+
+
+Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]  # of config.json and the tensors
+
+
+def write(path: Path, head: Eagle3, stack: LayerStack, *edits: Edit) -> str:
+    """`head` as others write it, in the dialect of speculators, with faults."""
+    save_head(path, head, "speculators", stack.config, "a target")
+    config, weights = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    del config[MADE_WITH]
+    for edit in edits:
+        edit(config, weights)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(weights, path / "model.safetensors")
+    return str(path)

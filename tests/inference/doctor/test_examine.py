@@ -1,0 +1,172 @@
+"""The doctor in evaluate-checkpoint: who is examined, what is said of early exits and small LMs, what is refused."""
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data_prep.settings import DataConfig
+from data_prep.text.chat import encode
+from data_prep.text.prompts import Prompt
+from data_prep.text.sources import read_records
+from draft_models.checkpoint import save_pretrained
+from draft_models.eagle3.changes import ReadingChanges
+from draft_models.small_lm import TRAINING_FILE
+from draft_models.target.open_target import open_target
+from inference.doctor.examine import examine, find_patients
+from inference.doctor.table import coloured, table
+from inference.evaluate.command import evaluate
+from inference.evaluate.compare import render
+from inference.evaluate.subject import Models, find_subject, load_drafters, load_models
+from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from outrider.errors import UserError
+from tests.inference.doctor.fitted import TAPS, TEXTS, Clinic, write
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
+
+SAYS_ROLES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+OPENS = "{% if add_generation_prompt %}assistant: {% endif %}"
+CHAIN = {"m": MethodConfig("eagle3", stop=StopConfig(max_draft=2))}
+
+
+@pytest.fixture(scope="module")
+def practice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of chat; an early exit and a small LM that are the target; another LM, which says the next tokens."""
+    folder = tmp_path_factory.mktemp("practice")
+    path = save_target(folder / "target")
+    byte_tokenizer(SAYS_ROLES + OPENS).save_pretrained(path)
+    conversation = {"messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because."}]}
+    (folder / "chat.jsonl").write_text("\n".join([json.dumps(conversation)] * 3))
+    data = DataConfig(source="local", path=str(folder / "chat.jsonl"), template="vicuna", heldout_fraction=0.0)
+    fingerprint = open_target(str(path)).fingerprint
+    exit_ = make_drafter(path, LAYERS - 1)
+    save_pretrained(
+        folder / "exit", exit_, fingerprint, {"data": json.loads(json.dumps(data.deciding()))}, torch.float32
+    )
+    for name in ("lm", "shifted"):
+        shutil.copytree(path, folder / name)
+        byte_tokenizer("{% for m in messages %}<{{ m.content }}>{% endfor %}").save_pretrained(folder / name)
+    other = replace(fingerprint, weights="others")
+    report = {"target": "base", "settings": {"target": asdict(other), "data": None}}
+    (folder / "lm" / TRAINING_FILE).write_text(json.dumps(report))
+    model = AutoModelForCausalLM.from_pretrained(folder / "shifted")
+    model.lm_head.weight.data = model.lm_head.weight.data.roll(1, 0)
+    model.save_pretrained(folder / "shifted")
+    return folder
+
+
+def findings(practice: Path, prompts: list[Prompt], **options: Any) -> dict[str, dict[str, Any]]:
+    given: dict[str, Any] = {"max_new_tokens": 20, "device": "cpu", "threads": 1, **options}
+    config = EvaluateConfig(
+        target=str(practice / "target"), doctor=True, methods={"m": MethodConfig("prompt_lookup")}, **given
+    )
+    subject = find_subject(config)
+    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
+    models = load_models(config, subject, drafters)
+    rendered = [render(config, subject, prompt, prompt.turns[:1]) for prompt in prompts]
+    return examine(config, subject, models, prompts, rendered)
+
+
+def chat(count: int) -> list[Prompt]:
+    return [Prompt(str(n), "questions" if n % 2 else "riddles", (f"question {n}?",), True) for n in range(count)]
+
+
+def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
+    """What agrees with the target, what of its training is on record, its template, texts of some length."""
+    found = findings(
+        practice, chat(6), checkpoint=str(practice / "exit"), small_lm=str(practice / "lm"), doctor_lengths=(256,)
+    )
+    assert list(found) == ["early_exit", "small_lm"]
+    for one in found.values():
+        assert one["ways"][0]["agree"] == [1.0]
+        assert one["ways"][0]["accepted"][0] == pytest.approx(1, abs=1e-5)
+        assert one["lengths"] == {"256": 1.0}
+        assert one["better"] is one["relabelled"] is one["coverage"] is None
+        assert [*one["templates"]] == [
+            "as evaluated", "with a system prompt", "with an empty system prompt", "as bare text",
+            "in Vicuna's format", "by the template of small_lm",
+        ]  # fmt: skip
+        assert not any(way["better"] for way in one["templates"].values())
+    facts = {kind: {fact["name"]: fact for fact in one["facts"]} for kind, one in found.items()}
+    exit_, lm = facts["early_exit"], facts["small_lm"]
+    assert exit_["template"]["said"] == "trained with vicuna, prompts are rendered by tokenizer"
+    assert exit_["template"]["suspect"]
+    tokenizer = open_target(str(practice / "target")).tokenizer
+    data = DataConfig(source="local", path=str(practice / "chat.jsonl"), template="vicuna", heldout_fraction=0.0)
+    document = encode(list(read_records(data, "train")), tokenizer, "vicuna")[0]
+    assert exit_["learned from"]["said"].startswith(f"{document.supervised.mean():.1%} of the {3 * len(document.ids)} ")
+    assert "not this target (weights: drafter 'others'" in lm["made for"]["said"]
+    assert lm["made for"]["suspect"]
+    assert lm["learned from"]["said"] == "not known: no record of its data"
+    assert "a loss mask that was not shifted" in lm["not to be seen"]["said"]
+
+
+def test_tokens_under_other_ids_show(practice: Path) -> None:
+    prompts = [replace(prompt, chat=False) for prompt in chat(6)]
+    found = findings(practice, prompts, small_lm=str(practice / "shifted"), max_new_tokens=40)["small_lm"]
+    assert found["relabelled"] > 0.8
+    assert found["ways"][0]["agreement"] < 0.2
+    assert "map of the vocabulary is not the one" in "\n".join(text for text, _ in table("small_lm", found))
+
+
+def test_only_heads_of_others_are_examined_unasked(practice: Path, tmp_path: Path) -> None:
+    config = EvaluateConfig(
+        target=str(practice / "target"), checkpoint=str(practice / "exit"), small_lm=str(practice / "lm"),
+        eagle3="nowhere", methods=CHAIN,
+    )  # fmt: skip
+    subject: Any = find_subject(replace(config, eagle3=None, methods={"m": MethodConfig("prompt_lookup")}))
+    models = Models(None, None, {"early_exit": object(), "small_lm": object()}, None)  # type: ignore[arg-type]
+    assert find_patients(config, subject, models) == {}
+    everything = replace(models, drafters={**models.drafters, "eagle3": object()})
+    assert find_patients(replace(config, doctor=False), subject, everything) == {}
+
+
+def test_a_head_that_is_misread_ends_the_run_unless_it_is_read_rightly(
+    clinic: Clinic, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def taps_as_outputs(config: dict[str, Any], _: object) -> None:
+        config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in TAPS]
+
+    where = write(tmp_path / "head", clinic.head, clinic.stack, taps_as_outputs)
+    config = EvaluateConfig(
+        target=str(clinic.folder / "target"), eagle3=where, methods=CHAIN, prompt_text=TEXTS, max_new_tokens=24,
+        device="cpu", threads=1, compare_transformers=False, num_prompts=None, out_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"Give reading.taps=\[1,2,3\] to read it so"):
+        evaluate(config)
+    assert "taps a layer later [1, 2, 3] is better" in capsys.readouterr().out
+    assert not (tmp_path / "out/report.json").exists()
+    evaluate(replace(config, reading=ReadingChanges(taps=TAPS), num_prompts=4))
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    declared = report["doctor"]["eagle3"]["ways"][0]
+    assert declared["agreement"] > 0.5
+    assert report["doctor"]["eagle3"]["better"] is None
+    assert report["tau"] > 2  # the runtime reads it so, too
+    assert report["lossless"]["identical"] == 4
+    assert "doctor: eagle3, " in (tmp_path / "out/report.md").read_text()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_colours_are_for_terminals(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream: Any = type("Stream", (), {"isatty": lambda self: terminal})()
+    assert coloured([("good", 32), ("plain", 0)], stream) == (
+        "\033[32mgood\033[0m\nplain" if terminal else "good\nplain"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"doctor_lengths": (512,)}, "doctor_lengths"),
+        ({"doctor": True, "doctor_lengths": (100,)}, "doctor_lengths"),
+        ({"reading": ReadingChanges(final_norm=False)}, "nothing without eagle3="),
+    ],
+)
+def test_options_that_nobody_reads_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, **options)

@@ -1,0 +1,193 @@
+"""An EAGLE-3 head with each of the mistakes that were made with such heads: the doctor names every one that shows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_models.eagle3.changes import ReadingChanges
+from draft_models.eagle3.checkpoint import load_head, open_head
+from inference.doctor.drafting import draft_by_head
+from inference.doctor.examine import compare, judge
+from inference.doctor.head_ways import patient_of
+from inference.doctor.scores import join, score
+from inference.doctor.table import refuse, table
+from inference.drafters.eagle3 import Eagle3Maker
+from outrider.errors import UserError
+from tests.fitted_heads import hidden_of
+from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
+
+
+def examined(clinic: Clinic, where: str) -> dict[str, Any]:
+    stored = open_head(where, clinic.target.config)
+    patient = patient_of(stored, clinic.target, clinic.stack, clinic.stack.embed_tokens.weight)
+    scores, _ = judge(clinic.texts, {"eagle3": patient})
+    facts = [fact._asdict() for fact in patient.facts]
+    return compare(patient, scores["eagle3"]) | {"facts": facts, "coverage": None}
+
+
+def shown(found: dict[str, Any]) -> str:
+    return "\n".join(text for text, _ in table("eagle3", found))
+
+
+Config, Weights = dict[str, Any], dict[str, Tensor]
+
+
+def layer(**changes: Any) -> Callable[[Config, Weights], None]:
+    return lambda config, weights: config["transformer_layer_config"].update(changes)
+
+
+def top(**changes: Any) -> Callable[[Config, Weights], None]:
+    return lambda config, weights: config.update(changes)
+
+
+def random_rows(name: str, rows: int) -> Callable[[Config, Weights], None]:
+    made = torch.randn(rows, 64, generator=torch.Generator().manual_seed(3))
+    return lambda config, weights: weights.update({name: made.clone()})
+
+
+def maps(d2t: Tensor) -> Callable[[Config, Weights], None]:
+    def edit(config: Config, weights: Weights) -> None:
+        weights["d2t"] = d2t.clone()
+        del weights["t2d"]  # which would give it away at once
+
+    return edit
+
+
+def lost_norms(config: Config, weights: Weights) -> None:
+    config["fc_norm"] = False
+    for place in range(len(TAPS)):
+        del weights[f"fc_norm.{place}.weight"]
+
+
+COUNT = len(TOKENS)
+MISREAD: dict[str, tuple[Callable[[Config, Weights], None], str, str]] = {
+    "taps as outputs": (top(eagle_aux_hidden_state_layer_ids=[0, 1, 2]), "taps a layer later", "reading.taps=[1,2,3]"),
+    "taps one too far": (top(eagle_aux_hidden_state_layer_ids=[2, 3, 4]), "a layer earlier", "reading.taps=[1,2,3]"),
+    "a head overwritten": (random_rows("lm_head.weight", COUNT), "target's head", "reading.own_head=false"),
+    "a random embedding": (
+        random_rows("embed_tokens.weight", 260), "target's embedding", "reading.own_embedding=false",
+    ),
+    "d2t of ids": (maps(torch.tensor(TOKENS)), "d2t as index", "reading.draft_ids=index"),
+    "another residual": (
+        top(norm_before_residual=False), "norm_before_residual on", "reading.norm_before_residual=true",
+    ),
+    "output not normed": (top(norm_output=False), "norm_output on", "reading.norm_output=true"),
+    "taps not normed": (lost_norms, "tap_norms on", "reading.tap_norms=true"),
+    "another base": (layer(rope_theta=10000.0), "the target's rope", "reading.rope=target"),
+    "half rotated": (layer(partial_rotary_factor=0.5), "the target's rope", "reading.rope=target"),
+    "stretched": (
+        layer(rope_scaling={"rope_type": "linear", "factor": 8.0}), "the target's rope", "reading.rope=target",
+    ),
+}  # fmt: skip
+
+OF_THE_OTHER = {"a head overwritten", "another residual"}
+
+
+@pytest.mark.parametrize("fault", MISREAD)
+def test_a_reading_that_is_better_is_named_and_can_be_had(clinic: Clinic, tmp_path: Path, fault: str) -> None:
+    edit, name, option = MISREAD[fault]
+    where = write(tmp_path / "head", clinic.other if fault in OF_THE_OTHER else clinic.head, clinic.stack, edit)
+    found = examined(clinic, where)
+    assert name in found["better"]["name"]
+    assert f"{found['better']['name']} is better: {found['better']['meaning']}" in shown(found)
+    with pytest.raises(UserError, match=r"doctor=false to take it as declared") as refused:
+        refuse("eagle3", where, found)
+    assert f"Give {option} to read it so" in str(refused.value)
+    key, value = option.removeprefix("reading.").split("=")
+    read: Any = {"[1,2,3]": TAPS, "true": True, "false": False}.get(value, value)
+    changes = ReadingChanges(**{key: read})
+    cured = load_head(where, clinic.target.config, dtype=torch.float32, changes=changes)
+    Eagle3Maker().prepare(cured, clinic.stack)
+    scores = join([score(draft_by_head(cured, text), text, number) for number, text in enumerate(clinic.texts)])
+    assert scores.means["agree"] == found["better"]["agree"]
+    assert scores.agreement > 0.9 > found["ways"][0]["agreement"]
+
+
+def test_a_head_that_is_read_rightly_is_left_alone(clinic: Clinic, tmp_path: Path) -> None:
+    """Though other readings that are as good were looked at: of what its file copies from the target."""
+    found = examined(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
+    assert found["better"] is found["relabelled"] is None
+    assert found["ways"][0]["agreement"] > 0.9
+    assert len(found["ways"]) > 10
+    refuse("eagle3", "somewhere", found)
+
+
+@pytest.mark.parametrize("shift", [0, 9])
+def test_a_map_of_the_vocabulary_that_is_not_its_own_shows(clinic: Clinic, tmp_path: Path, shift: int) -> None:
+    """Never put in, so that its tokens are the first ones, or counted anew."""
+    where = write(tmp_path / "head", clinic.head, clinic.stack, maps(torch.full((COUNT,), shift)))
+    found = examined(clinic, where)
+    assert found["relabelled"] > 0.5 > found["ways"][0]["agree"][0]
+    assert "its map of the vocabulary is not the one of its training" in shown(found)
+    assert ("it was never put in" in shown(found)) == (shift == 0)
+    refuse("eagle3", where, found)  # there is no other map to be had
+
+
+def test_positions_that_stood_still_in_training_show(clinic: Clinic, tmp_path: Path) -> None:
+    """This runtime cannot draft so, so it is said and not refused."""
+    where = write(tmp_path / "head", clinic.other, clinic.stack)
+    found = examined(clinic, where)
+    assert found["better"]["name"] == "drafted positions stand still"
+    assert "train it again, with positions that move on" in shown(found)
+    refuse("eagle3", where, found)
+
+
+def test_what_only_servers_mind_and_numbers_that_overflow_are_said(clinic: Clinic, tmp_path: Path) -> None:
+    where = write(tmp_path / "head", clinic.head, clinic.stack, layer(max_position_embeddings=64))
+    found = examined(clinic, where)
+    assert "max_position_embeddings=64, below the target's 256: servers draft no further" in shown(found)
+    assert found["better"] is None
+
+    def overflow(config: Config, weights: Weights) -> None:
+        weights["layers.0.mlp.down_proj.weight"] *= 1e38
+
+    said = shown(examined(clinic, write(tmp_path / "far", clinic.head, clinic.stack, overflow)))
+    assert "of its logits are not finite" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"own_embedding": True}, "has no embed_tokens.weight, which the reading asks for"),
+        ({"taps": (1, 2)}, r"tensor fc.weight has shape \[64, 192\], but the reading asks for \[64, 128\]"),
+        ({"taps": (2, 3, 5)}, "expected are 0 to 4"),
+        ({"taps": (2, 3, 3)}, "reading.taps=.*ascending order"),
+        ({"final_norm": False}, "reading.norm_output=True: expected false where final_norm is false"),
+    ],
+)
+def test_a_reading_that_cannot_be_is_refused(
+    clinic: Clinic, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    where = write(tmp_path / "head", clinic.head, clinic.stack)
+    with pytest.raises(UserError, match=said):
+        load_head(where, clinic.target.config, dtype=torch.float32, changes=ReadingChanges(**changes))
+
+
+def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, tmp_path: Path) -> None:
+    """What the refusal says to give; t2d is beside it here."""
+    ids = torch.tensor(TOKENS)
+    where = write(tmp_path / "head", clinic.head, clinic.stack, lambda config, weights: weights.update(d2t=ids))
+    with pytest.raises(UserError, match=r"d2t and t2d name other tokens.*reading.draft_ids=index"):
+        load_head(where, clinic.target.config, dtype=torch.float32)
+    changes = ReadingChanges(draft_ids="index")
+    head = load_head(where, clinic.target.config, dtype=torch.float32, changes=changes)
+    assert torch.equal(head.draft_tokens, ids)  # type: ignore[arg-type]
+    assert Eagle3Maker(changes).known_tokens(where) == list(TOKENS)
+
+
+def test_what_is_drafted_along_a_text_is_what_decoding_drafts(clinic: Clinic) -> None:
+    """First and second token, at every place, in a few passes over the whole text."""
+    text = clinic.texts[0]
+    first, second = draft_by_head(clinic.head, text)
+    tokens = text.tokens.tolist()
+    for number in (0, 7, len(text.places) - 1):
+        place = text.places[number]
+        # The drafter is given the text, its last token as the root, and then the right token of the text.
+        [alone] = hidden_of(clinic.stack, clinic.head, tokens[: place - 1], tokens[place - 1 : place])
+        torch.testing.assert_close(first[number], clinic.head.logits(alone), rtol=1e-4, atol=1e-4)
+        _, after = hidden_of(clinic.stack, clinic.head, tokens[: place - 2], tokens[place - 2 : place])
+        torch.testing.assert_close(second[number], clinic.head.logits(after), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,55 @@
+"""When another reading is called better: seldom by chance, and whenever it plainly is."""
+
+import numpy as np
+
+from inference.doctor.scores import BLOCK, CHANCE, FEWEST, Scores, chance_of, is_apart, is_better, relabelled
+
+
+def scores_of(agree: np.ndarray, drafted: np.ndarray | None = None, said: np.ndarray | None = None) -> Scores:
+    count = len(agree)
+    zeros = np.zeros(count, int)
+    plain = np.zeros((1, count))
+    drafted, said = (zeros if one is None else one for one in (drafted, said))
+    return Scores(agree[None].astype(bool), plain, plain, plain > -1, drafted, said, np.arange(count) // BLOCK)
+
+
+def test_readings_that_are_as_good_are_seldom_called_better() -> None:
+    """Also where neighbouring places are right or wrong together, which a test of single places takes for evidence."""
+    draw, wrong, single = np.random.default_rng(1), 0, 0
+    for _ in range(100):
+        runs = draw.random((2, 2 * FEWEST)) < 0.5  # whole blocks agree or do not
+        one, other = (scores_of(np.repeat(run, BLOCK)) for run in runs)
+        wrong += chance_of(one.agree[0].astype(float) - other.agree[0], one.blocks) < 0.05
+        single += chance_of(one.agree[0].astype(float) - other.agree[0], np.arange(len(one.blocks))) < 0.05
+        assert not is_better(one, other, tried=15)[0]
+    assert wrong / 100 < 0.12 < single / 100
+
+
+def test_a_lead_must_be_worth_it_and_have_been_seen_often() -> None:
+    count = 4 * FEWEST * BLOCK
+    half = np.arange(count) % 2 == 0
+    ahead = half | (np.arange(count) % BLOCK == 1)  # one more in every block
+    assert is_better(scores_of(ahead), scores_of(half))[0]
+    assert not is_better(scores_of(half), scores_of(ahead))[0]
+    few = BLOCK * (FEWEST - 1)
+    assert not is_better(scores_of(np.ones(few)), scores_of(np.zeros(few)))[0]
+    places = np.arange(4 * count)
+    slightly = (places % 2 == 0) | (places % (8 * BLOCK) == 1)  # surely better, by 1/64
+    better, chance = is_better(scores_of(slightly), scores_of(places % 2 == 0))
+    assert chance < CHANCE
+    assert not better
+
+
+def test_tokens_under_other_names_are_found_by_what_was_not_learned_from() -> None:
+    said = np.random.default_rng(2).integers(6, size=60 * BLOCK)
+    assert relabelled(scores_of(said < 0, said + 10, said)).agree.mean() > 0.95
+    noise = np.random.default_rng(3).integers(40, size=len(said))
+    assert relabelled(scores_of(said < 0, noise, said)).agree.mean() < 0.3
+
+
+def test_texts_that_differ_are_told_apart() -> None:
+    draw = np.random.default_rng(4)
+    high, low = (scores_of(draw.random(30 * BLOCK) < share) for share in (0.8, 0.4))
+    assert is_apart(high, low)
+    assert not is_apart(low, high)
+    assert not is_apart(low, scores_of(draw.random(30 * BLOCK) < 0.4))
