@@ -256,3 +256,16 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
         group=group, width=width, depth=depth, most=triton.next_power_of_2(splits), num_warps=1,
     )  # fmt: skip
     return out
+
+
+def try_all(device: torch.device | str) -> None:
+    """Run every kernel once. Raises whatever Triton raises where it cannot build them for `device`."""
+    x = torch.ones(1, 1, 32, device=device)
+    summed, _ = add_and_norm(norm(x, x[0, 0], 0.0), gate(torch.cat([x, x], -1)), x[0, 0], 0.0)
+    heads, cache = (
+        summed.expand(1, 3, 32).reshape(1, 1, 3, 32).contiguous(),
+        torch.zeros(2, 1, 1, 64, 32, device=device),
+    )
+    slots = torch.zeros(1, dtype=torch.long, device=device)
+    query = place(heads, (x, x), heads[0, 0, :2].contiguous(), 0.0, slots, cache[0], cache[1])
+    attend(query, cache[0], cache[1], torch.zeros(1, 1, 1, 64, device=device), 1.0)
