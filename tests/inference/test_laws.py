@@ -124,6 +124,7 @@ CASES = {
     "ngrams, best_first": Case(ngrams(), 403),
     "ngrams, puct": Case(ngrams(search="puct", iterations=20, sentences=6), 403),
     "ngrams, mixed": Case(ngrams(evidence="mixed"), 403),
+    "ngrams, recycled": Case(ngrams(evidence="mixed", recycle=3), 403),
 }
 
 
