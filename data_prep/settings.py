@@ -137,6 +137,7 @@ class TrigramConfig(RehearsedConfig):
     orders: tuple[Order, ...] = (3,)  # n of the n-grams to count, each once
     min_count: Count = 2  # n-grams of fewer occurrences are left out
     max_successors: Count | None = None  # only this many successors of a context, the most frequent; null: all
+    suffixes: bool = False  # keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory
     merge: tuple[str, ...] = ()  # finished tables whose counts are added to the corpus's own, in memory
     workers: Count | None = free(None)  # tokenising processes; null: one for each CPU core
     # what counting may take, beside the program and the text of the largest record

@@ -149,11 +149,11 @@ class NgramConfig(Settings):
     c1: Annotated[float, at_least(0), only(evidence="table", search="puct")] = 32.0  # more explores more
     # larger makes exploration grow more slowly
     c2: Annotated[Positive, only(evidence="table", search="puct")] = 8.0
-    longest: Annotated[Count, only(evidence="mixed")] = 8  # longest context that is looked up in the text
+    longest: Annotated[Count, only(evidence="mixed")] = 16  # longest context that is looked up in the text
     # what a count keeps when its context occurs again
     decay: Annotated[float, above(0), at_most(1), only(evidence="mixed")] = 0.85
     # how many tokens' evidence the prior weight of a source counts for
-    strength: Annotated[Positive, only(evidence="mixed")] = 20.0
+    strength: Annotated[Positive, only(evidence="mixed")] = 60.0
     # likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none
     recycle: Annotated[int, at_least(0), at_most(64), only(evidence="mixed")] = 0
 

@@ -21,11 +21,12 @@ from numba import njit
 from tqdm import tqdm
 
 from data_prep.ngrams.blocks import blocks
-from data_prep.ngrams.token_shards import Encoder, Shards, open_encoder, passages, tokenise
+from data_prep.ngrams.token_shards import Encoder, Shards, open_encoder, passages, read_shard, tokenise
 from data_prep.settings import TrigramConfig
 from data_prep.text.sources import read_records
 from draft_models.ngrams.kernels import Grams, group, merge_grams
-from draft_models.ngrams.table import TrigramTable, merge
+from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
+from draft_models.ngrams.table import TrigramTable, merge, write_suffixes
 from draft_models.ngrams.table_files import (
     TABLE_FILE,
     Described,
@@ -40,12 +41,13 @@ from draft_models.ngrams.table_files import (
 )
 from draft_models.rehearsal import rehearsable
 from draft_models.target.vocabulary import vocabulary_digest
-from outrider.errors import UserError
+from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.run_dirs import only_run
 from outrider.settings import default_at
 
 _GB = 10**9
+_LEAST_MEMORY = 10**8  # what sorting a corpus may take in any case
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory an n-gram of a block takes, see `_aggregate`
 _MERGE_BYTES = 80  # memory an n-gram of a range takes: read, merged, grouped
 _LARGEST_BLOCK, _LARGEST_RANGE = 2**24, 2**22  # larger is not faster
@@ -129,12 +131,13 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
             f"{shards.tokens} tokens; lower min_count or give more data"
         )
     digest, facts = vocabulary_digest(encoder.pieces), _facts(config, shards)
+    kept = _write_suffixes(shards, encoder.vocabulary, table, limits[0]) if config.suffixes else {}
     if others:
         own = work / "runs" / "own"
-        publish(table, own, encoder.vocabulary, digest, described, facts)
+        publish(table, own, encoder.vocabulary, digest, described, facts, kept)
         merge([TrigramTable.open(own), *others]).save(config.out_dir)
     else:
-        publish(table, Path(config.out_dir), encoder.vocabulary, digest, described, facts)
+        publish(table, Path(config.out_dir), encoder.vocabulary, digest, described, facts, kept)
     _report(config.out_dir, counts, tokenised - began, time.perf_counter() - tokenised)
 
 
@@ -172,6 +175,7 @@ def _open_other(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTa
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"merge={path}")
     if sorted(table.levels) != sorted(config.orders):
         raise UserError(f"merge={path}: has orders {sorted(table.levels)}, expected {sorted(config.orders)}")
+    require((table.suffixes is not None) == config.suffixes, "suffixes", config.suffixes, f"as in merge={path}")
     return table
 
 
@@ -181,7 +185,7 @@ def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, 
     own, *merged = table.facts.get("merged") or [table.facts]
     found = dict(own["corpus"]) if isinstance(own.get("corpus"), dict) else {}
     found |= {key: own.get(key) for key in ("min_count", "max_successors")}
-    found |= {"orders": sorted(table.levels), "merge": merged}
+    found |= {"orders": sorted(table.levels), "merge": merged, "suffixes": table.suffixes is not None}
     wanted = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
     wanted |= {"orders": sorted(config.orders), "merge": [other.facts for other in others]}
     was = {key: found.get(key, default_at(config, key)) for key in wanted}
@@ -190,6 +194,28 @@ def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, 
         raise UserError(
             f"out_dir={config.out_dir}: holds a table built with {'; '.join(differences)}; choose another out_dir"
         )
+
+
+# ---------------------------------------------------------------------------------------------------- suffixes
+
+
+def _write_suffixes(shards: Shards, vocabulary: int, table: Path, memory: int) -> dict[str, Described]:
+    """Write the suffix array of the corpus to `table`; what table.json says of it."""
+    needed = SORT_BYTES * (shards.tokens + shards.documents)
+    expected = f"at least {needed / _GB:.1f} for suffixes=true: the corpus is sorted in memory"
+    require(needed <= max(memory, _LEAST_MEMORY), "memory_gb", memory / _GB, expected)
+    return write_suffixes(sort_suffixes(separated(_documents(shards), vocabulary), vocabulary), table)
+
+
+def _documents(shards: Shards) -> Iterator[np.ndarray]:
+    """The token ids of every document, whole."""
+    begun = np.empty(0, shards.dtype)
+    for path, continues in zip(shards.paths, [*shards.continued[1:], False], strict=True):
+        ids, lengths = read_shard(path, shards.dtype)
+        parts = np.split(ids, np.cumsum(lengths[:-1], dtype=np.int64))
+        parts[0] = np.concatenate([begun, parts[0]])
+        begun = parts.pop() if continues else begun[:0]
+        yield from parts
 
 
 # ---------------------------------------------------------------------------------------------------- counting

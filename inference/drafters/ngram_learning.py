@@ -6,6 +6,7 @@ from numba import njit
 from draft_models.ngrams.kernels import successors_of
 from draft_models.ngrams.overlay import index_text
 from draft_models.ngrams.recycled import recycled_rows
+from draft_models.ngrams.suffixes import LEAST, known_suffixes, successors_at
 from inference.drafters.ngram_mixing import TAIL, class_of, level_context, text_class, text_contexts
 
 _ELSEWHERE = 1e-5  # probability of a token that no source knows, to learn by
@@ -44,12 +45,29 @@ def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weigh
 
 
 @njit(cache=True, nogil=True, inline="always")
-def learn_weights(levels, known, longest, recycled, weights, strength, vocabulary, recent, length, token, slots):  # type: ignore[no-untyped-def]
-    """Adjust λ to `token` having come after `recent`, before the text index is told. Returns log P(token).
+def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):  # type: ignore[no-untyped-def]
+    spans, (after, counts) = scratch.spans, scratch.found
+    for size in range(known_suffixes(suffixes, scratch.recent, length, spans), LEAST - 1, -1):
+        first, end = spans[size, 0], spans[size, 1]
+        found, largest, seen = successors_at(suffixes, first, end, size, after, counts)
+        prob = 0.0
+        for i in range(found):
+            if after[i] == token:
+                prob = counts[i] / seen
+        kind = class_of(end - first, largest / seen)
+        weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = before + size - LEAST, kind, prob
+        m += 1
+    return m
+
+
+@njit(cache=True, nogil=True, inline="always")
+def learn_weights(levels, known, longest, recycled, suffixes, weights, strength, vocabulary, length, token, scratch):  # type: ignore[no-untyped-def]
+    """Adjust λ to `token` having come after `scratch.recent`, before the text index is told. Returns log P(token).
 
     A source is tried as far as the token was left to it, and hit by its share in P(token).
     """
     two, three, four = levels
+    recent, slots = scratch.recent, scratch.slots
     sources, probs, below = weights.integers, weights.numbers[0], weights.numbers[1]
     m = 0
     for size in range(text_contexts(known, recent, length, longest, slots), 0, -1):
@@ -63,6 +81,7 @@ def learn_weights(levels, known, longest, recycled, weights, strength, vocabular
         sources[0, m], sources[1, m], probs[m] = 2 + size, text_class(known, slot), prob
         m += 1
     m = _recycled_evidence(recycled, longest, m, recent, length, token, slots, weights)
+    m = _suffix_evidence(suffixes, 3 + longest + recycled.longest, m, length, token, scratch, weights)
     m = _level_evidence(four, 3, 2, m, vocabulary, recent, length, token, weights)
     m = _level_evidence(three, 2, 1, m, vocabulary, recent, length, token, weights)
     m = _level_evidence(two, 1, 0, m, vocabulary, recent, length, token, weights)
@@ -87,15 +106,17 @@ def learn_weights(levels, known, longest, recycled, weights, strength, vocabular
 
 
 @njit(cache=True, nogil=True)
-def learn_text(levels, known, longest, decay, recycled, weights, strength, vocabulary, ids, start, stop, recent, slots):  # type: ignore[no-untyped-def]
+def learn_text(  # type: ignore[no-untyped-def]
+    levels, known, longest, decay, recycled, suffixes, weights, strength, vocabulary, ids, start, stop, scratch
+):
     """Take in ids[start : stop] one by one: adjust λ to each, then index it. Returns Σ log P."""
     total = 0.0
     for end in range(start, stop):
-        length = min(len(recent), end)
+        length = min(len(scratch.recent), end)
         for i in range(length):
-            recent[i] = ids[end - 1 - i]
+            scratch.recent[i] = ids[end - 1 - i]
         total += learn_weights(
-            levels, known, longest, recycled, weights, strength, vocabulary, recent, length, ids[end], slots
+            levels, known, longest, recycled, suffixes, weights, strength, vocabulary, length, ids[end], scratch
         )
         index_text(known, ids, end, end + 1, longest, decay)
     return total

@@ -1,14 +1,14 @@
 """The better drafter's distribution: what followed the longest contexts, in the text so far and in the corpus.
 
 Every context that is known is one source of evidence. First come those of 1 to K tokens in the text, longest first,
-then the target's own recycled logits after the last two tokens and the last one, then contexts of 3, 2 and 1 tokens in
-the table. A source gives its share λ of the probability that is left, and leaves the rest to the next:
-P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…)).
+then the target's own recycled logits after the last two tokens and the last one, then contexts of 12 to 4 tokens in the
+corpus, where the table has it by longest suffix, then those of 3, 2 and 1 tokens in the table. A source gives its share
+λ of the probability that is left, and leaves the rest to the next:  P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…)).
 
 λ depends on how often the context was seen (N) and on how sure it is (m, the share of its likeliest successor). A
-priori λ = m^α · N / (N + κ), with one pair (α, κ) for the text and one for the corpus. Then λ follows what came true
-in this generation, per source and class of (N, m). That is one step of expectation–maximisation per token, the prior
-counting as `strength` tokens.
+priori λ = γ · m^α · N / (N + κ). Then λ follows what came true in this generation, per source and class of (N, m). That
+is one step of expectation–maximisation per token, the prior counting as `strength` tokens. γ, α and κ were fitted so on
+recorded answers of one model, Vicuna-7B to MT-Bench; those of recycled logits, which a recording lacks, were chosen.
 """
 
 from typing import NamedTuple
@@ -19,15 +19,22 @@ from numba import njit
 from draft_models.ngrams.kernels import find, mix, successors_of
 from draft_models.ngrams.overlay import longer_key, slot_of
 from draft_models.ngrams.recycled import recycled_rows
+from draft_models.ngrams.suffixes import LEAST, REACH, SAMPLE, known_suffixes, successors_at
 from inference.drafters.ngram_search import offer, tree_of
 
-CORPUS_ORDERS = (2, 3, 4)  # sources 0 … 2; then the text's contexts of 1 to K tokens; then the recycled ones of 1 to R
+CORPUS_ORDERS = (2, 3, 4)  # sources 0 … 2; then the text's contexts of 1 to K tokens, the recycled ones of 1 to R, and
+# the corpus's of `LEAST` to `REACH`
 TAIL = 48  # successors of a context that are looked at
 CLASSES = 70  # of a source: 10 of N × 7 of m
 CANDIDATES = 128  # tokens at a node at most
 _SURENESS = np.array([0.15, 0.3, 0.5, 0.7, 0.85, 0.95])  # upper ends of the classes of m, but the last
 _MIDDLES = np.array([0.1, 0.22, 0.4, 0.6, 0.78, 0.9, 0.98])  # what λ is computed for
-_CORPUS, _TEXT, _RECYCLED = (0.45, 9.0), (1.3, 4.0), (0.5, 1.0)  # (α, κ)
+# (γ, α, κ) of contexts of 1, 2, … tokens (of suffixes from `LEAST` on), the last also of all longer ones
+_CORPUS = ((0.93, 0.43, 4.4), (0.92, 0.47, 9.0), (0.96, 0.48, 9.8))
+_BELOW_SUFFIXES = ((0.92, 0.42, 2.9), (0.89, 0.49, 8.7), (0.78, 0.65, 9.4))  # of the corpus, where suffixes come first
+_TEXT = ((1.0, 0.93, 4.7), (0.97, 1.3, 3.2), (0.86, 1.54, 2.9), (0.73, 1.42, 3.1), (0.59, 1.5, 2.7))
+_RECYCLED = ((1.0, 0.5, 1.0),)
+_SUFFIXES = ((0.71, 0.7, 5.0), (0.79, 0.87, 9.0), (0.95, 0.75, 13.0))
 SUREST = 0.9  # a child likelier than this is not looked for where only it could enter a full draft
 
 
@@ -46,20 +53,42 @@ class Weights(NamedTuple):
     numbers: np.ndarray
 
 
-def new_weights(longest: int, recycled: int = 0) -> Weights:
-    """The prior of λ, for text contexts of up to `longest` tokens, and recycled ones of up to `recycled`."""
-    seen = 2.0 ** np.arange(10)  # class i of N is 2^i to 2^(i+1) − 1, the last open
-    middle = np.where(seen > 1, 1.4 * seen, 1.0)
-    prior = np.empty((3 + longest + recycled, CLASSES))
-    prior[:3] = _prior(middle, *_CORPUS)
-    prior[3 : 3 + longest] = _prior(middle, *_TEXT)
-    prior[3 + longest :] = _prior(middle, *_RECYCLED)
+def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Weights:
+    """The prior of λ, for text contexts of up to `longest` tokens, recycled ones of up to `recycled`, and suffixes."""
+    counts = (len(CORPUS_ORDERS), longest, recycled, REACH - LEAST + 1 if suffixes else 0)
+    corpus = _BELOW_SUFFIXES if suffixes else _CORPUS
+    numbered = zip((corpus, _TEXT, _RECYCLED, _SUFFIXES), counts, strict=True)
+    prior = np.array([_prior(*fitted[min(i, len(fitted) - 1)]) for fitted, count in numbered for i in range(count)])
     integers, numbers = np.empty((2, len(prior)), np.int64), np.empty((2, len(prior)))
     return Weights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
 
 
-def _prior(seen: np.ndarray, alpha: float, kappa: float) -> np.ndarray:
-    return np.outer(seen / (seen + kappa), _MIDDLES**alpha).ravel()
+def _prior(gamma: float, alpha: float, kappa: float) -> np.ndarray:
+    seen = 2.0 ** np.arange(10)  # class i of N is 2^i to 2^(i+1) − 1, the last open
+    middle = np.where(seen > 1, 1.4 * seen, 1.0)
+    return gamma * np.outer(middle / (middle + kappa), _MIDDLES**alpha).ravel()
+
+
+class Scratch(NamedTuple):
+    """Room to work in. recent: the last tokens, latest first, as many as any source looks at. slots: of contexts of 1,
+    2, … tokens. tokens, probs: candidates at a node. spans, found: see `known_suffixes` and `successors_at`."""
+
+    recent: np.ndarray
+    slots: np.ndarray
+    tokens: np.ndarray
+    probs: np.ndarray
+    spans: np.ndarray
+    found: np.ndarray
+
+
+def new_scratch(longest: int) -> Scratch:
+    """For text contexts of up to `longest` tokens."""
+    reach = max(longest, REACH)
+    candidates = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES)
+    found = np.empty((2, 2 * SAMPLE), np.int64)
+    return Scratch(
+        np.empty(reach, np.int64), np.empty(reach, np.int64), *candidates, np.empty((reach + 1, 2), np.int64), found
+    )
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -158,12 +187,31 @@ def _add_recycled(recycled, longest, weights, recent, length, left, floor, slots
 
 
 @njit(cache=True, nogil=True, inline="always")
-def predict(levels, known, longest, recycled, weights, vocabulary, recent, length, floor, slots, tokens, probs):  # type: ignore[no-untyped-def]
-    """Likely tokens after `recent` (latest first, `length` of them) and their P, in no order; returns how many.
+def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count):  # type: ignore[no-untyped-def]
+    """before: the number of sources before those of suffixes."""
+    spans, (after, counts) = scratch.spans, scratch.found
+    for size in range(known_suffixes(suffixes, scratch.recent, length, spans), LEAST - 1, -1):
+        first, end = spans[size, 0], spans[size, 1]
+        found, largest, seen = successors_at(suffixes, first, end, size, after, counts)
+        share = weights.now[before + size - LEAST, class_of(end - first, largest / seen)]
+        for i in range(found):
+            prob = left * share * counts[i] / seen
+            if prob >= floor:
+                count = _add(scratch.tokens, scratch.probs, count, after[i], prob)
+        left *= 1 - share
+        if left < floor:
+            break
+    return left, count
+
+
+@njit(cache=True, nogil=True, inline="always")
+def predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch):  # type: ignore[no-untyped-def]
+    """Likely tokens after `scratch.recent`, `length` of them, and their P, in no order; returns how many.
 
     Contributions below `floor` are left out.
     """
     two, three, four = levels
+    recent, slots, tokens, probs = scratch.recent, scratch.slots, scratch.tokens, scratch.probs
     left, count = 1.0, 0
     for size in range(text_contexts(known, recent, length, longest, slots), 0, -1):
         slot = slots[size - 1]
@@ -181,6 +229,9 @@ def predict(levels, known, longest, recycled, weights, vocabulary, recent, lengt
             recycled, longest, weights, recent, length, left, floor, slots, tokens, probs, count
         )
     if left >= floor:
+        before = 3 + longest + recycled.longest
+        left, count = _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count)
+    if left >= floor:
         left, count = _add_level(four, 3, weights, vocabulary, recent, length, left, floor, tokens, probs, count)
     if left >= floor:
         left, count = _add_level(three, 2, weights, vocabulary, recent, length, left, floor, tokens, probs, count)
@@ -190,9 +241,9 @@ def predict(levels, known, longest, recycled, weights, vocabulary, recent, lengt
 
 
 @njit(cache=True, nogil=True)
-def mixed_best_first(levels, known, longest, recycled, weights, vocabulary, ids, stop, depth, nodes, scratch):  # type: ignore[no-untyped-def]
-    """As `ngram_search.best_first`, by the mixed distribution. scratch: recent, slots, tokens int64, probs float64."""
-    recent, slots, tokens, probs = scratch
+def mixed_best_first(levels, known, longest, recycled, suffixes, weights, vocabulary, ids, stop, depth, nodes, scratch):  # type: ignore[no-untyped-def]
+    """As `ngram_search.best_first`, by the mixed distribution."""
+    recent, tokens, probs = scratch.recent, scratch.tokens, scratch.probs
     budget, reach = len(nodes.order), len(recent)
     size, done, made = 0, -1, 0
     while done < size:
@@ -212,9 +263,7 @@ def mixed_best_first(levels, known, longest, recycled, weights, vocabulary, ids,
             recent[length] = ids[place]
             length += 1
         floor = max(1e-6, worst / path / 4)  # four contributions may add up to a probability that counts
-        found = predict(
-            levels, known, longest, recycled, weights, vocabulary, recent, length, floor, slots, tokens, probs
-        )
+        found = predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch)
         for i in range(found):
             size, made, _ = offer(nodes, size, done, made, tokens[i], parent, below, path * probs[i])
     return tree_of(nodes, size)

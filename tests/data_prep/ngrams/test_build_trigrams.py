@@ -78,7 +78,9 @@ def expected(config: TrigramConfig, texts: Sequence[str]) -> TrigramTable:
     encoder = open_encoder(config.tokenizer, None)
     documents = [[*ids, encoder.eos] for ids in encoder.encode(list(texts))]
     limits = (config.min_count, config.max_successors)
-    return TrigramTable.from_documents(documents, config.orders, encoder.vocabulary, "", *limits)
+    return TrigramTable.from_documents(
+        documents, config.orders, encoder.vocabulary, "", *limits, suffixes=config.suffixes
+    )
 
 
 def require_same_counts(built: TrigramTable, reference: TrigramTable) -> None:
@@ -88,11 +90,15 @@ def require_same_counts(built: TrigramTable, reference: TrigramTable) -> None:
             array, other = getattr(level, name), getattr(built.levels[order], name)
             assert array.dtype == other.dtype
             np.testing.assert_array_equal(array, other, name)
+    assert (built.suffixes is None) == (reference.suffixes is None)
+    for array, other in zip(built.suffixes or (), reference.suffixes or (), strict=True):
+        assert array.dtype == other.dtype
+        np.testing.assert_array_equal(array, other)
 
 
-@pytest.mark.parametrize("limits", [{}, {"min_count": 3}, {"min_count": 2, "max_successors": 2}])
+@pytest.mark.parametrize("limits", [{"suffixes": True}, {"min_count": 3}, {"min_count": 2, "max_successors": 2}])
 def test_a_built_table_equals_counting_in_memory(
-    config: TrigramConfig, limits: dict[str, int], capsys: pytest.CaptureFixture[str]
+    config: TrigramConfig, limits: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = replace(config, **limits)
     build_table(config)

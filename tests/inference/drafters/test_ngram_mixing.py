@@ -8,11 +8,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draft_models.ngrams.suffixes import LEAST, REACH
+from draft_models.ngrams.table import TrigramTable
 from inference.drafters.ngram_mixing import class_of, new_weights
 from inference.drafters.ngrams import MixedDrafter
 from inference.settings import NgramConfig
 from inference.tree import DraftTree
-from tests.inference.ngram_cases import TABLE, TEXTS, VOCABULARY, FakeSession, draft, make_table, paths_of
+from tests.draft_models.ngrams.test_suffixes import slow_successors
+from tests.inference.ngram_cases import (
+    TABLE,
+    TEXTS,
+    VOCABULARY,
+    FakeSession,
+    draft,
+    make_documents,
+    make_table,
+    paths_of,
+)
 
 Rows = dict[tuple[int, ...], tuple[int, dict[int, float]]]  # recycled: how often seen, and what was likely, by context
 NO_ROWS: Rows = {}
@@ -39,6 +51,14 @@ def slow_sources(
         if tuple(text[-size:]) in rows:
             seen, law = rows[tuple(text[-size:])]
             found.append((2 + drafter.config.longest + size, class_of(seen, max(law.values())), law))
+    sizes = range(min(REACH, len(text)), LEAST - 1, -1) if drafter.table.suffixes is not None else ()
+    for size in sizes:
+        after = slow_successors(make_documents(), text[-size:])
+        if after:
+            counts = Counter(token for token in after if token is not None)
+            share = max(counts.values(), default=0) / len(after)
+            source = 3 + drafter.config.longest + drafter.recycled.longest + size - LEAST
+            found.append((source, class_of(len(after), share), {t: c / len(after) for t, c in counts.items()}))
     for order in (4, 3, 2):
         state = text[-(order - 1) :]
         if order in drafter.table.levels and len(state) == order - 1 and max(state) < VOCABULARY:
@@ -140,15 +160,34 @@ def test_recycled_rows_are_evidence_of_the_mixture() -> None:
     assert sum(found.values()) == pytest.approx(sum(expected.values()), abs=1e-2)
 
 
-@pytest.mark.parametrize("recycle", [0, WIDEST])
-def test_weights_follow_what_came_true(recycle: int) -> None:
+def test_the_corpus_by_longest_suffix_is_evidence_of_the_mixture() -> None:
+    """A text from the corpus, in which contexts of more than three tokens are known, and the same a token ahead."""
+    table = TrigramTable.from_documents(make_documents(), [2, 3, 4], VOCABULARY, "t", min_count=2, suffixes=True)
+    drafter = MixedDrafter(table, NgramConfig(evidence="mixed", nodes=400, depth=2, longest=2))
+    text = make_documents()[4][20:33]
+    tree = draft(drafter, text)
+    assert {source for source, *_ in slow_sources(drafter, text)} >= {5, 6, 7}
+    expected = {}
+    for token, p in slow_mixture(drafter, text).items():
+        expected[token,] = p
+        for after, q in slow_mixture_after(drafter, text, token).items():
+            expected[token, after] = p * q
+    found = dict(zip(paths_of(tree), tree.path_probs.tolist(), strict=True))
+    assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-2, abs=1e-5)
+    assert sum(found.values()) == pytest.approx(sum(expected.values()), abs=1e-2)
+
+
+@pytest.mark.parametrize(("recycle", "suffixes"), [(0, False), (WIDEST, False), (0, True)])
+def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
     """One step of expectation–maximisation per token of the output, none for the prompt."""
     config = NgramConfig(evidence="mixed", longest=3, strength=5.0, recycle=recycle)
-    drafter, rows = MixedDrafter(TABLE, config), dict[tuple[int, ...], tuple[int, dict[int, float]]]()
+    table = TrigramTable.from_documents(make_documents(), [2, 3, 4], VOCABULARY, "t", min_count=2, suffixes=suffixes)
+    drafter, rows = MixedDrafter(table, config), dict[tuple[int, ...], tuple[int, dict[int, float]]]()
     text = np.random.default_rng(2).integers(0, 4, 80).tolist()
+    text[40:60] = make_documents()[4][20:40]
     session = FakeSession(text[:30])
     drafter.begin(session, None, None)
-    assert np.array_equal(drafter.weights.now, new_weights(3, 2 if recycle else 0).prior)
+    assert np.array_equal(drafter.weights.now, new_weights(3, 2 if recycle else 0, suffixes).prior)
     hits, trials = np.zeros_like(drafter.weights.hits), np.zeros_like(drafter.weights.hits)
     for end in range(30, 80):
         sources = slow_sources(drafter, text[:end], rows)
@@ -170,3 +209,4 @@ def test_weights_follow_what_came_true(recycle: int) -> None:
     expected = (5.0 * drafter.weights.prior + hits) / (5.0 + trials)
     np.testing.assert_allclose(drafter.weights.now, expected, rtol=1e-9)
     assert not np.allclose(drafter.weights.now, drafter.weights.prior)
+    assert (trials[6 + (2 if recycle else 0) :].sum() > 1) == suffixes
