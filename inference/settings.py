@@ -149,7 +149,8 @@ class NgramConfig(Settings):
     c1: Annotated[float, at_least(0), only(evidence="table", search="puct")] = 32.0  # more explores more
     # larger makes exploration grow more slowly
     c2: Annotated[Positive, only(evidence="table", search="puct")] = 8.0
-    longest: Annotated[Count, only(evidence="mixed")] = 16  # longest context that is looked up in the text
+    # longest context that is looked up in the text; 0: the text says nothing
+    longest: Annotated[int, at_least(0), only(evidence="mixed")] = 16
     # what a count keeps when its context occurs again
     decay: Annotated[float, above(0), at_most(1), only(evidence="mixed")] = 0.85
     # how many tokens' evidence the prior weight of a source counts for

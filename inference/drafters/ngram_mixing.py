@@ -5,10 +5,9 @@ then the target's own recycled logits after the last two tokens and the last one
 corpus, where the table has it by longest suffix, then those of 3, 2 and 1 tokens in the table. A source gives its share
 λ of the probability that is left, and leaves the rest to the next:  P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…)).
 
-λ depends on how often the context was seen (N) and on how sure it is (m, the share of its likeliest successor). A
-priori λ = γ · m^α · N / (N + κ). Then λ follows what came true in this generation, per source and class of (N, m). That
-is one step of expectation–maximisation per token, the prior counting as `strength` tokens. γ, α and κ were fitted so on
-recorded answers of one model, Vicuna-7B to MT-Bench; those of recycled logits, which a recording lacks, were chosen.
+λ depends on how often the context was seen (N) and on how sure it is (m, the share of its likeliest successor). Per
+source and class of (N, m) it begins at what `ngram_priors` says and follows what came true in this generation. That is
+one step of expectation–maximisation per token, the prior counting as `strength` tokens.
 """
 
 from typing import NamedTuple
@@ -20,21 +19,14 @@ from draft_models.ngrams.kernels import find, mix, successors_of
 from draft_models.ngrams.overlay import longer_key, slot_of
 from draft_models.ngrams.recycled import recycled_rows
 from draft_models.ngrams.suffixes import LEAST, REACH, SAMPLE, known_suffixes, successors_at
+from inference.drafters.ngram_priors import BELOW_SUFFIXES, CORPUS, SUFFIXES, TEXT, recycled_shares
 from inference.drafters.ngram_search import offer, tree_of
 
 CORPUS_ORDERS = (2, 3, 4)  # sources 0 … 2; then the text's contexts of 1 to K tokens, the recycled ones of 1 to R, and
 # the corpus's of `LEAST` to `REACH`
 TAIL = 48  # successors of a context that are looked at
-CLASSES = 70  # of a source: 10 of N × 7 of m
 CANDIDATES = 128  # tokens at a node at most
 _SURENESS = np.array([0.15, 0.3, 0.5, 0.7, 0.85, 0.95])  # upper ends of the classes of m, but the last
-_MIDDLES = np.array([0.1, 0.22, 0.4, 0.6, 0.78, 0.9, 0.98])  # what λ is computed for
-# (γ, α, κ) of contexts of 1, 2, … tokens (of suffixes from `LEAST` on), the last also of all longer ones
-_CORPUS = ((0.93, 0.43, 4.4), (0.92, 0.47, 9.0), (0.96, 0.48, 9.8))
-_BELOW_SUFFIXES = ((0.92, 0.42, 2.9), (0.89, 0.49, 8.7), (0.78, 0.65, 9.4))  # of the corpus, where suffixes come first
-_TEXT = ((1.0, 0.93, 4.7), (0.97, 1.3, 3.2), (0.86, 1.54, 2.9), (0.73, 1.42, 3.1), (0.59, 1.5, 2.7))
-_RECYCLED = ((1.0, 0.5, 1.0),)
-_SUFFIXES = ((0.71, 0.7, 5.0), (0.79, 0.87, 9.0), (0.95, 0.75, 13.0))
 SUREST = 0.9  # a child likelier than this is not looked for where only it could enter a full draft
 
 
@@ -55,18 +47,15 @@ class Weights(NamedTuple):
 
 def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Weights:
     """The prior of λ, for text contexts of up to `longest` tokens, recycled ones of up to `recycled`, and suffixes."""
-    counts = (len(CORPUS_ORDERS), longest, recycled, REACH - LEAST + 1 if suffixes else 0)
-    corpus = _BELOW_SUFFIXES if suffixes else _CORPUS
-    numbered = zip((corpus, _TEXT, _RECYCLED, _SUFFIXES), counts, strict=True)
-    prior = np.array([_prior(*fitted[min(i, len(fitted) - 1)]) for fitted, count in numbered for i in range(count)])
+    groups = (
+        (BELOW_SUFFIXES if suffixes else CORPUS, len(CORPUS_ORDERS)),
+        (TEXT, longest),
+        (recycled_shares(), recycled),
+        (SUFFIXES, REACH - LEAST + 1 if suffixes else 0),
+    )
+    prior = np.array([shares[min(i, len(shares) - 1)] for shares, count in groups for i in range(count)])
     integers, numbers = np.empty((2, len(prior)), np.int64), np.empty((2, len(prior)))
     return Weights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
-
-
-def _prior(gamma: float, alpha: float, kappa: float) -> np.ndarray:
-    seen = 2.0 ** np.arange(10)  # class i of N is 2^i to 2^(i+1) − 1, the last open
-    middle = np.where(seen > 1, 1.4 * seen, 1.0)
-    return gamma * np.outer(middle / (middle + kappa), _MIDDLES**alpha).ravel()
 
 
 class Scratch(NamedTuple):
