@@ -3,11 +3,14 @@
     python benchmarks/ngram_sources.py ablate --table runs/ngrams --transcripts 7b.jsonl 13b.jsonl \
         --prompts mt_bench.jsonl --tokenizer llama.model
     python benchmarks/ngram_sources.py decode --table runs/trigrams --target runs/target --prompts prompts.jsonl
+    python benchmarks/ngram_sources.py prune --table runs/ngrams --transcripts 7b.jsonl --prompts mt_bench.jsonl \
+        --tokenizer llama.model
     python benchmarks/ngram_sources.py fit --table runs/ngrams --transcripts 7b.jsonl --prompts mt_bench.jsonl \
         --tokenizer llama.model
 
 ablate: τ on recorded answers, with all sources and with each of them left out.
 decode: the same with a target that runs, greedily, so that recycled logits are one of the sources.
+prune: τ on the first transcript, and megabytes, without n-grams of fewer than 2, 3, 5, … occurrences.
 fit: λ by source and class, as inference/drafters/ngram_priors.py has it, by three rounds over the first transcript.
 
 Each writes ngram_sources_COMMAND.json.
@@ -25,7 +28,7 @@ from bench_aded import MAX_NEW_TOKENS, Result, summary, turns_of
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.ngrams.table import TrigramTable
+from draft_models.ngrams.table import TrigramTable, prune
 from draft_models.target.open_target import open_target
 from inference.decode import speculative
 from inference.drafters import ngrams
@@ -98,6 +101,15 @@ def decode(table: TrigramTable, args: argparse.Namespace) -> Result:
     return found
 
 
+def prunings(table: TrigramTable, args: argparse.Namespace) -> Result:
+    turns = turns_of(args, args.transcripts[0], table)
+    found: Result = {}
+    for count in (2, 3, 5, 10, 30, 100):
+        pruned = prune(table, count)
+        found[str(count)] = {"level_mb": round(pruned.level_bytes / 1e6, 1), **replayed(pruned, ALL, turns)}
+    return found
+
+
 def fit(table: TrigramTable, args: argparse.Namespace) -> Result:
     """Of every source by class, and the τ of each round."""
     turns = turns_of(args, args.transcripts[0], table)
@@ -133,7 +145,7 @@ def alike(sources: int) -> list[list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {"ablate": ablate, "decode": decode, "fit": fit}
+    commands = {"ablate": ablate, "decode": decode, "prune": prunings, "fit": fit}
     parser.add_argument("command", choices=commands)
     parser.add_argument("--table", required=True)
     parser.add_argument("--prompts", required=True)

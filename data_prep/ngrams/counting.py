@@ -26,7 +26,7 @@ from data_prep.settings import TrigramConfig
 from data_prep.text.sources import read_records
 from draft_models.ngrams.kernels import Grams, group, merge_grams
 from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
-from draft_models.ngrams.table import TrigramTable, merge, write_suffixes
+from draft_models.ngrams.table import TrigramTable, merge, prune, prune_to, write_suffixes
 from draft_models.ngrams.table_files import (
     TABLE_FILE,
     Described,
@@ -121,7 +121,9 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
     for part in (table, work / "runs"):  # of a build that was killed
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-    limits = (int(config.memory_gb * _GB), config.min_count, config.max_successors)
+    memory = int(config.memory_gb * _GB)
+    # What is rare here may be frequent in all tables together.
+    limits = (memory, 1, None) if others else (memory, config.min_count, config.max_successors)
     described = {
         order: count_order(shards, order, encoder.vocabulary, work, *limits) for order in sorted(config.orders)
     }
@@ -131,14 +133,20 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
             f"{shards.tokens} tokens; lower min_count or give more data"
         )
     digest, facts = vocabulary_digest(encoder.pieces), _facts(config, shards)
-    kept = _write_suffixes(shards, encoder.vocabulary, table, limits[0]) if config.suffixes else {}
-    if others:
+    kept = _write_suffixes(shards, encoder.vocabulary, table, memory) if config.suffixes else {}
+    if others or config.max_mb is not None:
         own = work / "runs" / "own"
         publish(table, own, encoder.vocabulary, digest, described, facts, kept)
-        merge([TrigramTable.open(own), *others]).save(config.out_dir)
+        _shrunk(config, TrigramTable.open(own), others).save(config.out_dir)
     else:
         publish(table, Path(config.out_dir), encoder.vocabulary, digest, described, facts, kept)
     _report(config.out_dir, counts, tokenised - began, time.perf_counter() - tokenised)
+
+
+def _shrunk(config: TrigramConfig, own: TrigramTable, others: list[TrigramTable]) -> TrigramTable:
+    """The table of all counts, without what is rare in it."""
+    table = prune(merge([own, *others]), config.min_count, config.max_successors) if others else own
+    return table if config.max_mb is None else prune_to(table, config.max_mb)
 
 
 def _report(out_dir: str, counts: Counter[str], tokenise_seconds: float, count_seconds: float) -> None:
@@ -185,7 +193,12 @@ def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, 
     own, *merged = table.facts.get("merged") or [table.facts]
     found = dict(own["corpus"]) if isinstance(own.get("corpus"), dict) else {}
     found |= {key: own.get(key) for key in ("min_count", "max_successors")}
-    found |= {"orders": sorted(table.levels), "merge": merged, "suffixes": table.suffixes is not None}
+    found |= {
+        "orders": sorted(table.levels),
+        "merge": merged,
+        "max_mb": table.facts.get("max_mb"),
+        "suffixes": table.suffixes is not None,
+    }
     wanted = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
     wanted |= {"orders": sorted(config.orders), "merge": [other.facts for other in others]}
     was = {key: found.get(key, default_at(config, key)) for key in wanted}

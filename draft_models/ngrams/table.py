@@ -16,7 +16,7 @@ directory that has `table.json` is complete: it got its name by a rename after t
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +203,12 @@ class TrigramTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        levels = sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
-        return levels + sum(array.nbytes for array in self.suffixes or ())
+        return self.level_bytes + sum(array.nbytes for array in self.suffixes or ())
+
+    @property
+    def level_bytes(self) -> int:
+        """Bytes of the n-grams' arrays."""
+        return sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
 
 
 def merge(tables: Sequence[TrigramTable]) -> TrigramTable:
@@ -228,6 +232,35 @@ def merge(tables: Sequence[TrigramTable]) -> TrigramTable:
     kept = [table.suffixes.tokens for table in tables if table.suffixes is not None]
     suffixes = sort_suffixes(np.concatenate(kept), first.vocabulary) if kept else None
     return TrigramTable(first.vocabulary, first.tokenizer, levels, facts, suffixes)
+
+
+def prune(table: TrigramTable, min_count: int, max_successors: int | None = None) -> TrigramTable:
+    """What `table` has of n-grams that occurred `min_count` times, of a context the `max_successors` most frequent.
+
+    It equals a table that was built so, if this one was built with less of both left out. Suffixes stay.
+    """
+    levels = {}
+    for order, level in table.levels.items():
+        grouped = Grouped(*group(*level.grams(), min_count, max_successors or table.vocabulary))
+        totals = level.totals[np.searchsorted(level.keys, grouped.keys)]  # what is left out counts too
+        levels[order] = make_level(order, table.vocabulary, grouped._replace(totals=totals))
+    return replace(table, levels=levels)
+
+
+def prune_to(table: TrigramTable, megabytes: float) -> TrigramTable:
+    """`table` without its rarest n-grams: of as many occurrences as the smallest number with which its levels fit.
+
+    facts["kept_from"] says which. Raises `UserError` where nothing would be left.
+    """
+    count = 1
+    pruned = table
+    while pruned.level_bytes > megabytes * 10**6:
+        rarest = min(int(level.counts.min()) for level in pruned.levels.values() if len(level.counts))
+        count = rarest + 1
+        pruned = prune(pruned, count)
+        left = any(len(level.keys) for level in pruned.levels.values())
+        require(left, "max_mb", megabytes, "room for the most frequent n-grams at least")
+    return replace(pruned, facts={**table.facts, "max_mb": megabytes, "kept_from": count})
 
 
 # --------------------------------------------------------------------------------------------------------- merging

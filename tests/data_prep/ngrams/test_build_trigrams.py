@@ -207,6 +207,17 @@ def test_tables_are_added_up(config: TrigramConfig) -> None:
     table = TrigramTable.open(more.out_dir)
     require_same_counts(table, expected(config, sentences(50, seed=1) + sentences(300)))
     build_table(replace(more, resume=True))
+    frequent = replace(more, min_count=3, max_successors=4, out_dir=f"{config.out_dir}.frequent")
+    build_table(frequent)  # of all texts together, which is more than is frequent in both
+    require_same_counts(TrigramTable.open(frequent.out_dir), expected(frequent, sentences(50, seed=1) + sentences(300)))
+    small = replace(more, max_mb=0.01, out_dir=f"{config.out_dir}.small")
+    build_table(small)
+    build_table(replace(small, resume=True))
+    assert TrigramTable.open(small.out_dir).level_bytes <= 10_000 < table.level_bytes
+    with pytest.raises(UserError, match=r"max_mb=0\.01, not None"):
+        build_table(replace(small, max_mb=None, resume=True))
+    with pytest.raises(UserError, match="suffixes=True: expected as in"):
+        build_table(replace(more, suffixes=True, out_dir=f"{config.out_dir}.suffixes"))
     with pytest.raises(UserError, match="merge="):
         build_table(replace(more, resume=True, merge=()))
     with pytest.raises(UserError, match="orders"):
