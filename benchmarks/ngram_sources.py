@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench_aded import MAX_NEW_TOKENS, Result, summary, turns_of
+from bench_aded import MAX_NEW_TOKENS, Result, turns_of
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
@@ -33,9 +33,10 @@ from draft_models.target.open_target import open_target
 from inference.decode import speculative
 from inference.drafters import ngrams
 from inference.drafters.ngram_mixing import Weights, new_weights
-from inference.evaluate.arms import collect, prepare
+from inference.evaluate.arms import Generation, collect, prepare
 from inference.evaluate.replay import Recording, replay_turns
 from inference.evaluate.report import describe_machine
+from inference.evaluate.statistics import decode_statistics
 from inference.evaluate.subject import end_tokens, load_stack
 from inference.settings import MethodConfig, NgramConfig
 
@@ -59,6 +60,11 @@ def arms(table: TrigramTable, recycle: int) -> Iterator[tuple[str, TrigramTable,
     yield "without the corpus", no_corpus, settings
     yield "without learning of weights", table, replace(settings, strength=FROZEN)
     yield "the text alone", no_corpus, replace(settings, recycle=0)
+
+
+def summary(generations: Sequence[Generation]) -> Result:
+    found = decode_statistics(generations)
+    return {"tau": found["tau"], "drafted_per_round": found["drafted_tokens_per_round"]}
 
 
 def replayed(table: TrigramTable, config: NgramConfig, turns: Sequence[Recording]) -> Result:
@@ -166,7 +172,8 @@ def main() -> None:
         "command": args.command,
         "transcripts": [Path(name).name for name in args.transcripts],
         "nodes": args.nodes,
-        "table": table.facts | {"mb": round(table.nbytes / 1e6, 1), "suffixes": table.suffixes is not None},
+        "table": {key: table.facts.get(key) for key in ("tokens", "documents", "min_count", "max_successors")}
+        | {"mb": round(table.nbytes / 1e6, 1), "suffixes": table.suffixes is not None},
         "machine": describe_machine(),
         "results": commands[args.command](table, args),
     }

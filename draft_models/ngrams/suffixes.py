@@ -15,7 +15,8 @@ from numba import njit
 from draft_models.ngrams.table_files import token_bits, token_type
 
 LEAST, REACH = 4, 12  # tokens of a context; n-grams have the shorter ones
-SAMPLE = 64  # places of a context that are looked at, evenly spread
+SAMPLE = 64  # places of a context that are looked at, evenly spread, where there are many
+FEW = 2 * SAMPLE  # so many are looked at one by one
 SORT_BYTES = 60  # memory that sorting takes, for each token
 
 
@@ -29,6 +30,28 @@ class Suffixes(NamedTuple):
     tokens: np.ndarray
     order: np.ndarray
     starts: np.ndarray
+
+
+class Places(NamedTuple):
+    """Room for the places of a text's last tokens.
+
+    By the number of tokens, int64 [REACH + 1]: first, where they begin in `Suffixes.order`, and number, how many there
+    are. near: int64 [2, FEW], of each place what follows it and how many tokens agree before that. tokens, counts:
+    int64 [FEW], see `successors_at`.
+    """
+
+    first: np.ndarray
+    number: np.ndarray
+    near: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
+
+
+def new_places() -> Places:
+    """Empty ones."""
+    first, number = np.zeros((2, REACH + 1), np.int64)
+    tokens, counts = np.zeros((2, FEW), np.int64)
+    return Places(first, number, np.zeros((2, FEW), np.int64), tokens, counts)
 
 
 def no_suffixes(vocabulary: int) -> Suffixes:
@@ -111,7 +134,10 @@ def places_of(suffixes, recent, size):  # type: ignore[no-untyped-def]
             low = middle + 1
         else:
             high = middle
-    first, high = low, most
+    first, step = low, 1
+    while low + step < most and _after(suffixes, np.int64(suffixes.order[low + step]), recent, size) <= 0:
+        low, step = low + step, 2 * step  # most contexts have few places
+    high = min(low + step, most)
     while low < high:
         middle = (low + high) // 2
         if _after(suffixes, np.int64(suffixes.order[middle]), recent, size) <= 0:
@@ -122,40 +148,70 @@ def places_of(suffixes, recent, size):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def known_suffixes(suffixes, recent, length, spans):  # type: ignore[no-untyped-def]
-    """The most tokens, `LEAST` to `REACH`, that end the text and stand in the corpus; `LEAST` − 1: no such.
+def known_suffixes(suffixes, recent, length, places):  # type: ignore[no-untyped-def]
+    """(the most tokens that end the text and stand in the corpus, `LEAST` to `REACH`, or `LEAST` − 1 for no such;
+    from how many tokens on `places.near` has all there is).
 
-    spans: int64 [≥ REACH + 1, 2], gets `places_of` each number of them.
+    Once a context has few places, longer ones are looked for among those, and not in all of the corpus.
     """
-    size = LEAST - 1
-    while len(suffixes.order) > 0 and size < min(REACH, length):
-        spans[size + 1, 0], spans[size + 1, 1] = places_of(suffixes, recent, size + 1)
-        if spans[size + 1, 0] == spans[size + 1, 1]:
+    vocabulary, reach, size = len(suffixes.starts) - 1, 0, LEAST - 1
+    while reach < min(REACH, length) and recent[reach] < vocabulary:
+        reach += 1
+    while len(suffixes.order) > 0 and size < reach:
+        first, end = places_of(suffixes, recent, size + 1)
+        if first == end:
             break
         size += 1
-    return size
+        places.first[size], places.number[size] = first, end - first
+        if end - first < FEW:
+            return _look_closer(suffixes, recent, reach, first, end, size, places), size
+    return size, size + 1
 
 
 @njit(cache=True, nogil=True)
-def successors_at(suffixes, first, end, size, tokens, counts):  # type: ignore[no-untyped-def]
-    """What follows the places order[first : end] of a context of `size` tokens, of at most 2 · `SAMPLE` of them.
+def _look_closer(suffixes, recent, reach, first, end, size, places):  # type: ignore[no-untyped-def]
+    """Fill `places.near` with order[first : end], of a context of `size` tokens; the most tokens that agree there."""
+    places.number[size + 1 :] = 0
+    longest = size
+    for i in range(end - first):
+        place, agree = np.int64(suffixes.order[first + i]), size
+        before, after = place - 1, place + size
+        while agree < reach and before >= 0 and suffixes.tokens[before] == recent[agree]:
+            agree, before = agree + 1, before - 1
+            places.number[agree] += 1
+        places.near[0, i] = suffixes.tokens[after] if after < len(suffixes.tokens) else len(suffixes.starts) - 1
+        places.near[1, i] = agree
+        longest = max(longest, agree)
+    return longest
 
-    tokens, counts: int64 [≥ 2 · SAMPLE], get the distinct successors and how often each came. Returns how many there
-    are, the largest count, and the number of places looked at, ends of documents among them.
+
+@njit(cache=True, nogil=True)
+def successors_at(suffixes, size, narrow, places):  # type: ignore[no-untyped-def]
+    """What follows a context of `size` tokens that `known_suffixes` has found, with its second answer as `narrow`.
+
+    `places.tokens` and `places.counts` get the distinct successors and how often each came. Returns how many there are,
+    the largest count, and the number of places looked at, ends of documents among them.
     """
     found, largest, seen = 0, 0, 0
-    vocabulary = len(suffixes.starts) - 1
-    for at in range(first, end, max(1, (end - first) // SAMPLE)):
-        place = np.int64(suffixes.order[at]) + size
+    near = size >= narrow
+    total = places.number[narrow] if near else places.number[size]
+    for i in range(0, total, 1 if near else max(1, total // SAMPLE)):
+        if near:
+            if places.near[1, i] < size:
+                continue
+            token = places.near[0, i]
+        else:
+            place = np.int64(suffixes.order[places.first[size] + i]) + size
+            token = np.int64(suffixes.tokens[place]) if place < len(suffixes.tokens) else len(suffixes.starts) - 1
         seen += 1
-        if place >= len(suffixes.tokens) or suffixes.tokens[place] >= vocabulary:
+        if token >= len(suffixes.starts) - 1:
             continue
-        token, i = np.int64(suffixes.tokens[place]), 0
-        while i < found and tokens[i] != token:
-            i += 1
-        if i == found:
-            tokens[i], counts[i] = token, 0
+        at = 0
+        while at < found and places.tokens[at] != token:
+            at += 1
+        if at == found:
+            places.tokens[at], places.counts[at] = token, 0
             found += 1
-        counts[i] += 1
-        largest = max(largest, counts[i])
+        places.counts[at] += 1
+        largest = max(largest, places.counts[at])
     return found, largest, seen

@@ -46,15 +46,15 @@ def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weigh
 
 @njit(cache=True, nogil=True, inline="always")
 def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):  # type: ignore[no-untyped-def]
-    spans, (after, counts) = scratch.spans, scratch.found
-    for size in range(known_suffixes(suffixes, scratch.recent, length, spans), LEAST - 1, -1):
-        first, end = spans[size, 0], spans[size, 1]
-        found, largest, seen = successors_at(suffixes, first, end, size, after, counts)
+    places = scratch.places
+    longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
+    for size in range(longest, LEAST - 1, -1):
+        found, largest, seen = successors_at(suffixes, size, narrow, places)
         prob = 0.0
         for i in range(found):
-            if after[i] == token:
-                prob = counts[i] / seen
-        kind = class_of(end - first, largest / seen)
+            if places.tokens[i] == token:
+                prob = places.counts[i] / seen
+        kind = class_of(places.number[size], largest / seen)
         weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = before + size - LEAST, kind, prob
         m += 1
     return m

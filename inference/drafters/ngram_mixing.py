@@ -18,7 +18,7 @@ from numba import njit
 from draft_models.ngrams.kernels import find, mix, successors_of
 from draft_models.ngrams.overlay import longer_key, slot_of
 from draft_models.ngrams.recycled import recycled_rows
-from draft_models.ngrams.suffixes import LEAST, REACH, SAMPLE, known_suffixes, successors_at
+from draft_models.ngrams.suffixes import LEAST, REACH, Places, known_suffixes, new_places, successors_at
 from inference.drafters.ngram_priors import BELOW_SUFFIXES, CORPUS, SUFFIXES, TEXT, recycled_shares
 from inference.drafters.ngram_search import offer, tree_of
 
@@ -60,24 +60,20 @@ def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Weig
 
 class Scratch(NamedTuple):
     """Room to work in. recent: the last tokens, latest first, as many as any source looks at. slots: of contexts of 1,
-    2, … tokens. tokens, probs: candidates at a node. spans, found: see `known_suffixes` and `successors_at`."""
+    2, … tokens. tokens, probs: candidates at a node. places: in the corpus."""
 
     recent: np.ndarray
     slots: np.ndarray
     tokens: np.ndarray
     probs: np.ndarray
-    spans: np.ndarray
-    found: np.ndarray
+    places: Places
 
 
 def new_scratch(longest: int) -> Scratch:
     """For text contexts of up to `longest` tokens."""
     reach = max(longest, REACH)
     candidates = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES)
-    found = np.empty((2, 2 * SAMPLE), np.int64)
-    return Scratch(
-        np.empty(reach, np.int64), np.empty(reach, np.int64), *candidates, np.empty((reach + 1, 2), np.int64), found
-    )
+    return Scratch(np.empty(reach, np.int64), np.empty(reach, np.int64), *candidates, new_places())
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -178,15 +174,15 @@ def _add_recycled(recycled, longest, weights, recent, length, left, floor, slots
 @njit(cache=True, nogil=True, inline="always")
 def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count):  # type: ignore[no-untyped-def]
     """before: the number of sources before those of suffixes."""
-    spans, (after, counts) = scratch.spans, scratch.found
-    for size in range(known_suffixes(suffixes, scratch.recent, length, spans), LEAST - 1, -1):
-        first, end = spans[size, 0], spans[size, 1]
-        found, largest, seen = successors_at(suffixes, first, end, size, after, counts)
-        share = weights.now[before + size - LEAST, class_of(end - first, largest / seen)]
+    places = scratch.places
+    longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
+    for size in range(longest, LEAST - 1, -1):
+        found, largest, seen = successors_at(suffixes, size, narrow, places)
+        share = weights.now[before + size - LEAST, class_of(places.number[size], largest / seen)]
         for i in range(found):
-            prob = left * share * counts[i] / seen
+            prob = left * share * places.counts[i] / seen
             if prob >= floor:
-                count = _add(scratch.tokens, scratch.probs, count, after[i], prob)
+                count = _add(scratch.tokens, scratch.probs, count, places.tokens[i], prob)
         left *= 1 - share
         if left < floor:
             break

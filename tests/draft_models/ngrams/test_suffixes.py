@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.ngrams.suffixes import (
+    FEW,
     LEAST,
     REACH,
     SAMPLE,
     fault_of_suffixes,
     known_suffixes,
+    new_places,
     read_only,
     separated,
     sort_suffixes,
@@ -63,35 +65,33 @@ def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], 
     if long and seed:
         text = long[seed % len(long)][:-1][-seed - REACH :]
     table = made(documents)
-    kept = read_only(table.suffixes)
-    recent, spans = np.array(text[::-1], np.int64), np.empty((REACH + 1, 2), np.int64)
-    after, counts = np.empty((2, 2 * SAMPLE), np.int64)
-    longest = known_suffixes(kept, recent, len(text), spans)
+    kept, places = read_only(table.suffixes), new_places()
+    longest, narrow = known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
     for size in range(LEAST, min(REACH, len(text)) + 1):
         expected = slow_successors(documents, text[-size:])
         assert (size <= longest) == bool(expected)
         if expected:
-            first, end = spans[size]
-            assert end - first == len(expected) < 2 * SAMPLE
-            found, largest, seen = successors_at(kept, first, end, size, after, counts)
+            assert places.number[size] == len(expected)
+            found, largest, seen = successors_at(kept, size, narrow, places)
             assert seen == len(expected)
             known = [token for token in expected if token is not None]
-            assert dict(zip(after[:found].tolist(), counts[:found].tolist(), strict=True)) == {
-                token: known.count(token) for token in known
-            }
+            after = dict(zip(places.tokens[:found].tolist(), places.counts[:found].tolist(), strict=True))
+            assert after == {token: known.count(token) for token in known}
             assert largest == max(map(known.count, known), default=0)
 
 
 def test_many_places_are_sampled_evenly() -> None:
-    """Half of very many places say what the whole does."""
-    documents = [[1, 1, 1, 1, token] for token in [2] * 300 + [3] * 100]
-    kept = read_only(made(documents).suffixes)
-    spans, (after, counts) = np.empty((REACH + 1, 2), np.int64), np.empty((2, 2 * SAMPLE), np.int64)
-    assert known_suffixes(kept, np.array([1, 1, 1, 1]), 4, spans) == 4
-    found, _, seen = successors_at(kept, *spans[4], 4, after, counts)
-    shares = dict(zip(after[:found].tolist(), (counts[:found] / seen).tolist(), strict=True))
-    assert SAMPLE <= seen < 2 * SAMPLE
-    assert shares == pytest.approx({2: 0.75, 3: 0.25}, abs=0.02)
+    """Half of very many places say what the whole does; of longer contexts, few of them, all are looked at."""
+    documents = [[0, 1, 1, 1, 1, token] for token in [2] * 300] + [[3, 1, 1, 1, 1, 3]] * 100
+    kept, places = read_only(made(documents).suffixes), new_places()
+    longest, narrow = known_suffixes(kept, np.array([1, 1, 1, 1, 3]), 5, places)
+    assert (longest, narrow) == (5, 5)
+    assert places.number[4:6].tolist() == [400, 100]
+    for size, shares in ((4, {2: 0.75, 3: 0.25}), (5, {3: 1.0})):
+        found, _, seen = successors_at(kept, size, narrow, places)
+        after = dict(zip(places.tokens[:found].tolist(), (places.counts[:found] / seen).tolist(), strict=True))
+        assert after == pytest.approx(shares, abs=0.02)
+        assert SAMPLE <= seen < FEW
 
 
 def test_saved_opened_and_merged_it_is_the_same(tmp_path: Path) -> None:

@@ -207,6 +207,6 @@ def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
             trials[source, kind] += left
             left -= hit
     expected = (5.0 * drafter.weights.prior + hits) / (5.0 + trials)
-    np.testing.assert_allclose(drafter.weights.now, expected, rtol=1e-9)
+    np.testing.assert_allclose(drafter.weights.now, expected, rtol=1e-6)  # recycled rows are float32
     assert not np.allclose(drafter.weights.now, drafter.weights.prior)
     assert (trials[6 + (2 if recycle else 0) :].sum() > 1) == suffixes
