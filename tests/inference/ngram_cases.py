@@ -36,9 +36,11 @@ def make_documents(vocabulary: int = VOCABULARY) -> list[list[int]]:
     return documents
 
 
-def make_table(vocabulary: int = VOCABULARY, orders: tuple[int, ...] = (2, 3, 4)) -> TrigramTable:
+def make_table(
+    vocabulary: int = VOCABULARY, orders: tuple[int, ...] = (2, 3, 4), suffixes: bool = False
+) -> TrigramTable:
     documents = make_documents(vocabulary)
-    return TrigramTable.from_documents(documents, list(orders), vocabulary, "t", min_count=2)
+    return TrigramTable.from_documents(documents, list(orders), vocabulary, "t", min_count=2, suffixes=suffixes)
 
 
 TABLE = make_table()

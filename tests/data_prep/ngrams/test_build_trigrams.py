@@ -324,6 +324,21 @@ def test_bad_input_is_named_and_leaves_nothing(
     assert not Path(config.out_dir).exists()
 
 
+def test_sorting_a_corpus_that_memory_does_not_hold(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "SORT_BYTES", 10**7)
+    with pytest.raises(UserError, match=r"memory_gb=1\.0: expected at least \d+\.\d for suffixes=true"):
+        build_table(replace(config, suffixes=True))
+    assert not Path(config.out_dir).exists()
+
+
+def test_suffixes_of_documents_over_several_shards(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, whatever a shard holds of them."""
+    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)
+    config = replace(with_records(config, [{"text": text} for text in sentences(20, seed=3)]), suffixes=True)
+    build_table(config)
+    require_same_counts(TrigramTable.open(config.out_dir), expected(config, sentences(20, seed=3)))
+
+
 def test_a_file_that_is_no_tokenizer(config: TrigramConfig) -> None:
     with pytest.raises(UserError, match="not a SentencePiece model"):
         build_table(replace(config, tokenizer=str(config.data.path[0])))
