@@ -80,6 +80,15 @@ def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], 
             assert largest == max(map(known.count, known), default=0)
 
 
+def test_no_context_reaches_over_two_documents() -> None:
+    """What separates them is followed by nothing, is no successor, and no id of a text is it."""
+    kept, places = read_only(made([[0, 1, 2, 3]] * 2).suffixes), new_places()
+    longest, narrow = known_suffixes(kept, np.array([3, 2, 1, 0]), 4, places)
+    assert longest == 4
+    assert successors_at(kept, 4, narrow, places) == (0, 0, 2)
+    assert known_suffixes(kept, np.array([1, 0, 4, 3, 2]), 5, places)[0] == LEAST - 1
+
+
 def test_many_places_are_sampled_evenly() -> None:
     """Half of very many places say what the whole does; of longer contexts, few of them, all are looked at."""
     documents = [[0, 1, 1, 1, 1, token] for token in [2] * 300] + [[3, 1, 1, 1, 1, 3]] * 100

@@ -220,7 +220,9 @@ def test_pruning_after_merging_equals_one_build(limits: tuple[int, int | None]) 
     """What is rare in every part may be frequent in all of them: parts keep all, and the whole leaves out."""
     parts = [random_documents(300, seed=seed) for seed in range(3)]
     whole = make([d for part in parts for d in part], min_count=limits[0], max_successors=limits[1])
-    assert same(prune(merge([make(part) for part in parts]), *limits), whole)
+    merged = merge([make(part) for part in parts])
+    assert same(prune(merged, *limits), whole)
+    assert same(prune(prune(merged, 2), 3), prune(merged, 3))  # totals count what was left out before, too
 
 
 def test_pruning_to_a_size_leaves_out_no_more_than_it_must() -> None:
