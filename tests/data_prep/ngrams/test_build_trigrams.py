@@ -331,12 +331,23 @@ def test_sorting_a_corpus_that_memory_does_not_hold(config: TrigramConfig, monke
     assert not Path(config.out_dir).exists()
 
 
-def test_suffixes_of_documents_over_several_shards(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, whatever a shard holds of them."""
+def test_documents_over_several_shards_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no token, of one shard, over two and over many, in shards of three passages."""
     monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)
-    config = replace(with_records(config, [{"text": text} for text in sentences(20, seed=3)]), suffixes=True)
-    build_table(config)
-    require_same_counts(TrigramTable.open(config.out_dir), expected(config, sentences(20, seed=3)))
+    rng = np.random.default_rng(0)
+    parts = [rng.integers(0, 9, rng.integers(0, 4)).tolist() for _ in range(60)]
+    continues = [bool(number and rng.random() < 0.7) for number in range(60)]
+    texts = [Passage(f"{number:010d}", False, goes_on) for number, goes_on in enumerate(continues)]
+    encoder = token_shards.Encoder(lambda batch: [parts[int(text)] for text in batch], {"last": 8}, None, "")
+    shards = tokenise(texts, "", None, encoder, tmp_path, 1)
+    assert len(shards.paths) > 10 < sum(shards.continued) + 5
+    documents: list[list[int]] = []
+    for part, goes_on in zip(parts, continues, strict=True):
+        if goes_on:
+            documents[-1] = documents[-1] + part
+        else:
+            documents.append(part)
+    assert [document.tolist() for document in counting._documents(shards)] == documents
 
 
 def test_a_file_that_is_no_tokenizer(config: TrigramConfig) -> None:
