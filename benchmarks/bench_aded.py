@@ -43,14 +43,14 @@ PAPER = NgramConfig(search="puct")
 METHODS = {
     "aded": PAPER,
     "aded_best_first": NgramConfig(depth=10),
-    "ngrams": NgramConfig(evidence="mixed", depth=20),
+    "ngrams": NgramConfig(evidence="mixed", depth=30),
 }
 Result = dict[str, Any]
 
 
 def turns_of(args: argparse.Namespace, transcripts: str, table: TrigramTable) -> list[Recording]:
     vocabulary = load_vocabulary(args.tokenizer)
-    table.require_tokenizer(vocabulary.vocabulary_digest, args.table[0])
+    table.require_tokenizer(vocabulary.vocabulary_digest, "--table")
     prompts = read_prompts(args.prompts, limit=args.questions)
     return recordings(prompts, read_transcripts(transcripts), vocabulary)
 

@@ -145,7 +145,7 @@ def decode_rounds(
 ) -> Iterator[Round]:
     """The loop: draft a tree under the last token, run the target once over it, verify, commit. Prefill first."""
     watch = Stopwatch(clock)
-    session.taps = drafter.taps
+    session.taps, session.successors = drafter.taps, drafter.successors
     logits = session.prefill(prompt)
     drafter.begin(session, chooser, watch)
     session.commit(range(len(prompt)))

@@ -8,6 +8,7 @@ from torch import Tensor
 from draft_models.target.attention import Band
 from draft_models.target.whole_model import PlainLM, RowCache
 from inference.rows import Rows, unpack
+from inference.sampling import successors
 from inference.session import TargetSession
 
 
@@ -41,7 +42,10 @@ class PlainTargetSession(TargetSession):
         tokens = self.tokens[list(self._finished)]
         parts = [self._run(chosen, tokens, start, last_only) for start in range(0, len(chosen), Band.BLOCK)]
         self._last_hidden = torch.cat([hidden for hidden, _ in parts])
-        return parts[-1][1] if last_only else torch.cat([logits for _, logits in parts])
+        logits = parts[-1][1] if last_only else torch.cat([logits for _, logits in parts])
+        if self.successors:
+            self._beside_logits = [successors(logits, self.successors)[None]]
+        return logits
 
     def _run(self, rows: Rows, tokens: Tensor, start: int, last_only: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Rows start … of `rows`, as many as a mask may have at a time."""

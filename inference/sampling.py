@@ -120,6 +120,16 @@ def likeliest(logits: Tensor) -> Tensor:
     return tokens.masked_fill_(difference != difference, -1)
 
 
+def successors(logits: Tensor, count: int) -> Tensor:
+    """The `count` likeliest tokens after each row of logits [..., V], then the probability of each.
+
+    float32 [..., 2k], k being the smaller of count and V: one tensor to fetch. Ids below 2^24 are exact in it.
+    """
+    scores = logits.float()
+    values, tokens = scores.topk(min(count, logits.shape[-1]))
+    return torch.cat([tokens.float(), (values - scores.logsumexp(-1, keepdim=True)).exp()], dim=-1)
+
+
 def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tensor]:
     """The text before each row of a verified tree: `text` [length], and for each node `text` and the path to it.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from draft_models.target.stack import LayerStack, Rotary
 from inference.cache import KVCache
 from inference.rows import Layout, Masks, Rows
+from inference.sampling import successors
 from inference.tree import ROOT, DraftTree, chain_parents
 
 
@@ -61,11 +62,13 @@ class TargetSession:
     `base` counts the committed positions before row 0; all caches hold exactly those between rounds. `target_hidden`
     [1, d] is the hidden state after the last layer at the last committed position. `capacity` counts the slots of the
     caches, `context` (by default as many) the positions the text may reach. `taps` are boundaries (see
-    `LayerStack.run_tapped`) at which a drafter wants the hidden states of every pass; they need split = 0.
+    `LayerStack.run_tapped`) at which a drafter wants the hidden states of every pass; they need split = 0. `successors`
+    is how many of the likeliest tokens after every row a drafter wants (see `recycled`).
     """
 
     target_hidden: Tensor
     taps: tuple[int, ...] = ()
+    successors: int = 0
 
     def __init__(self, stack: LayerStack, split: int, capacity: int, context: int | None = None):
         self.stack = stack
@@ -85,7 +88,7 @@ class TargetSession:
         self._hidden: list[Tensor] = []
         self._view: _EagerView | None = None  # of the last pass
         self._finished: Sequence[int] = ()  # the rows that have been through the second half
-        self._tapped: list[Tensor] = []  # what they were at `taps` [1, n, taps · d], where there are any
+        self._beside_logits: list[Tensor] = []  # at `taps` [1, n, taps · d], and `successors` [1, n, 2k], if wanted
 
     def beside(self, stack: LayerStack) -> "TargetSession":
         """A session of the same kind and size for another model, run through by `extend`."""
@@ -171,16 +174,22 @@ class TargetSession:
 
         def second_half(hidden: Tensor, view: View) -> tuple[Tensor, ...]:
             given = (hidden, self.split, len(self.stack.layers), view.rotary, view.masks())
-            if not self.taps:
+            beside = []
+            if self.taps:
+                hidden, tapped = self.stack.run_tapped(*given, self.taps, self.rest)
+                beside.append(torch.cat(tapped, dim=-1))
+            else:
                 hidden = self.stack.run(*given, self.rest)
-                return hidden, self.stack.logits(view.last(hidden, wanted))
-            hidden, tapped = self.stack.run_tapped(*given, self.taps, self.rest)
-            return hidden, self.stack.logits(view.last(hidden, wanted)), torch.cat(tapped, dim=-1)
+            logits = self.stack.logits(view.last(hidden, wanted))
+            if self.successors:
+                beside.append(successors(logits, self.successors))
+            return hidden, logits, *beside
 
-        name = f"rest, tapped at {self.taps}" if self.taps else "rest"
-        hidden, logits, *tapped = self._run(name, second_half, hidden, chosen.layout(self.base, 0, count), self.rest)
+        name = "rest" + (f", tapped at {self.taps}" if self.taps else "")
+        name += f", {self.successors} successors" if self.successors else ""
+        layout = chosen.layout(self.base, 0, count)
+        hidden, logits, *self._beside_logits = self._run(name, second_half, hidden, layout, self.rest)
         self._last_hidden = hidden[0]
-        self._tapped = tapped
         return logits[0, -wanted:]
 
     def tapped(self, rows: Sequence[int]) -> Tensor:
@@ -189,7 +198,14 @@ class TargetSession:
         rows: some of those that `finish` ran last.
         """
         place = {row: index for index, row in enumerate(self._finished)}
-        return self._tapped[0][:, [place[row] for row in rows]]
+        return self._beside_logits[0][:, [place[row] for row in rows]]
+
+    def recycled(self) -> tuple[Sequence[int], Tensor]:
+        """The rows [n] that `finish` ran last, and `sampling.successors` of each, float32 [n, 2k].
+
+        Holds until the next pass. It needs the logits of every row.
+        """
+        return self._finished, self._beside_logits[-1][0]
 
     def run_rows(self, name: str, pass_: Pass, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
         """Add rows as `feed` does and run a pass over x [1, n, …] of them, where all layers are in the first half.

@@ -151,11 +151,14 @@ class NgramConfig(Settings):
     c1: Annotated[float, at_least(0), only(evidence="table", search="puct")] = 32.0  # more explores more
     # larger makes exploration grow more slowly
     c2: Annotated[Positive, only(evidence="table", search="puct")] = 8.0
-    longest: Annotated[Count, only(evidence="mixed")] = 8  # longest context that is looked up in the text
+    # longest context that is looked up in the text; 0: the text says nothing
+    longest: Annotated[int, at_least(0), only(evidence="mixed")] = 16
     # what a count keeps when its context occurs again
     decay: Annotated[float, above(0), at_most(1), only(evidence="mixed")] = 0.85
     # how many tokens' evidence the prior weight of a source counts for
-    strength: Annotated[Positive, only(evidence="mixed")] = 20.0
+    strength: Annotated[Positive, only(evidence="mixed")] = 60.0
+    # likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none
+    recycle: Annotated[int, at_least(0), at_most(64), only(evidence="mixed")] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -319,6 +322,11 @@ class EvaluateConfig(RehearsedConfig):
                 "target for target=replay: no model runs",
             ),
             ("stop_strings", self.stop_strings, "none for target=replay: recordings are replayed whole"),
+            (
+                "ngrams.recycle",
+                max(method.ngrams.recycle for method in self.methods.values()),
+                "0 for target=replay: a recording has no logits",
+            ),
             ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
             ("minutes", self.minutes, "null for target=replay: it takes seconds"),
             ("plan", self.plan, "false for target=replay: no model runs"),

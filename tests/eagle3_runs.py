@@ -28,7 +28,7 @@ def require_same_texts(path: Path, structure: str, device: torch.device) -> None
         rounds = autoregressive(stack, random_prompt(length), max_new_tokens=count)
         expected[length] = [token for r in rounds for token in r.tokens]
     answers = [(random_prompt(length), answer) for length, answer in expected.items()]
-    head = fitted_head(target.stack(dtype=torch.float32), answers).to(device)
+    head = fitted_head(target.stack(dtype=torch.float32), answers).to(device).requires_grad_(False)
     prepare(stack, {"eagle3": head})
     runtime = Graphed()
     runtime.prepare(40, ())

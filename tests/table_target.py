@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.sampling import successors
 from inference.session import TargetSession
 
 CPU = torch.device("cpu")
@@ -73,6 +74,7 @@ class TableSession:
     base: int = 0
     rows: int = 0
     taps: tuple[int, ...] = ()
+    successors: int = 0
     first: Length = field(default_factory=Length)
     rest: Length = field(default_factory=Length)
     _fed: list[Tensor] = field(default_factory=list)
@@ -113,7 +115,11 @@ class TableSession:
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         tokens = self.tokens if rows is None else self.tokens[list(rows)]
-        return self.stack.table[tokens[-1:] if last_only else tokens]
+        self._finished = range(self.rows) if rows is None else rows
+        logits = self.stack.table[tokens[-1:] if last_only else tokens]
+        if self.successors:
+            self._beside_logits = [successors(logits, self.successors)[None]]
+        return logits
 
     def commit(self, rows: Sequence[int]) -> None:
         self._last = self.tokens[rows[-1] : rows[-1] + 1]
@@ -124,6 +130,7 @@ class TableSession:
         return TableSession(model, 1, self.capacity, self.context)
 
     prefill, run_tree, path = TargetSession.prefill, TargetSession.run_tree, TargetSession.path
+    recycled = TargetSession.recycled
 
     def cache_beside(self, owner: object, layers: range) -> Length:
         return Length()

@@ -21,11 +21,12 @@ from numba import njit
 from tqdm import tqdm
 
 from data_prep.ngrams.blocks import blocks
-from data_prep.ngrams.token_shards import Encoder, Shards, open_encoder, passages, tokenise
+from data_prep.ngrams.token_shards import Encoder, Shards, open_encoder, passages, read_shard, tokenise
 from data_prep.settings import TrigramConfig
 from data_prep.text.sources import read_records
 from draft_models.ngrams.kernels import Grams, group, merge_grams
-from draft_models.ngrams.table import TrigramTable, merge
+from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
+from draft_models.ngrams.table import TrigramTable, merge, prune, prune_to, write_suffixes
 from draft_models.ngrams.table_files import (
     TABLE_FILE,
     Described,
@@ -40,12 +41,13 @@ from draft_models.ngrams.table_files import (
 )
 from draft_models.rehearsal import rehearsable
 from draft_models.target.vocabulary import vocabulary_digest
-from outrider.errors import UserError
+from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.run_dirs import only_run
 from outrider.settings import default_at
 
 _GB = 10**9
+_LEAST_MEMORY = 10**8  # what sorting a corpus may take in any case
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory an n-gram of a block takes, see `_aggregate`
 _MERGE_BYTES = 80  # memory an n-gram of a range takes: read, merged, grouped
 _LARGEST_BLOCK, _LARGEST_RANGE = 2**24, 2**22  # larger is not faster
@@ -119,7 +121,9 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
     for part in (table, work / "runs"):  # of a build that was killed
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-    limits = (int(config.memory_gb * _GB), config.min_count, config.max_successors)
+    memory = int(config.memory_gb * _GB)
+    # What is rare here may be frequent in all tables together.
+    limits = (memory, 1, None) if others else (memory, config.min_count, config.max_successors)
     described = {
         order: count_order(shards, order, encoder.vocabulary, work, *limits) for order in sorted(config.orders)
     }
@@ -129,13 +133,20 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
             f"{shards.tokens} tokens; lower min_count or give more data"
         )
     digest, facts = vocabulary_digest(encoder.pieces), _facts(config, shards)
-    if others:
+    kept = _write_suffixes(shards, encoder.vocabulary, table, memory) if config.suffixes else {}
+    if others or config.max_mb is not None:
         own = work / "runs" / "own"
-        publish(table, own, encoder.vocabulary, digest, described, facts)
-        merge([TrigramTable.open(own), *others]).save(config.out_dir)
+        publish(table, own, encoder.vocabulary, digest, described, facts, kept)
+        _shrunk(config, TrigramTable.open(own), others).save(config.out_dir)
     else:
-        publish(table, Path(config.out_dir), encoder.vocabulary, digest, described, facts)
+        publish(table, Path(config.out_dir), encoder.vocabulary, digest, described, facts, kept)
     _report(config.out_dir, counts, tokenised - began, time.perf_counter() - tokenised)
+
+
+def _shrunk(config: TrigramConfig, own: TrigramTable, others: list[TrigramTable]) -> TrigramTable:
+    """The table of all counts, without what is rare in it."""
+    table = prune(merge([own, *others]), config.min_count, config.max_successors) if others else own
+    return table if config.max_mb is None else prune_to(table, config.max_mb)
 
 
 def _report(out_dir: str, counts: Counter[str], tokenise_seconds: float, count_seconds: float) -> None:
@@ -172,6 +183,7 @@ def _open_other(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTa
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"merge={path}")
     if sorted(table.levels) != sorted(config.orders):
         raise UserError(f"merge={path}: has orders {sorted(table.levels)}, expected {sorted(config.orders)}")
+    require((table.suffixes is not None) == config.suffixes, "suffixes", config.suffixes, f"as in merge={path}")
     return table
 
 
@@ -181,7 +193,12 @@ def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, 
     own, *merged = table.facts.get("merged") or [table.facts]
     found = dict(own["corpus"]) if isinstance(own.get("corpus"), dict) else {}
     found |= {key: own.get(key) for key in ("min_count", "max_successors")}
-    found |= {"orders": sorted(table.levels), "merge": merged}
+    found |= {
+        "orders": sorted(table.levels),
+        "merge": merged,
+        "max_mb": table.facts.get("max_mb"),
+        "suffixes": table.suffixes is not None,
+    }
     wanted = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
     wanted |= {"orders": sorted(config.orders), "merge": [other.facts for other in others]}
     was = {key: found.get(key, default_at(config, key)) for key in wanted}
@@ -190,6 +207,28 @@ def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, 
         raise UserError(
             f"out_dir={config.out_dir}: holds a table built with {'; '.join(differences)}; choose another out_dir"
         )
+
+
+# ---------------------------------------------------------------------------------------------------- suffixes
+
+
+def _write_suffixes(shards: Shards, vocabulary: int, table: Path, memory: int) -> dict[str, Described]:
+    """Write the suffix array of the corpus to `table`; what table.json says of it."""
+    needed = SORT_BYTES * (shards.tokens + shards.documents)
+    expected = f"at least {needed / _GB:.1f} for suffixes=true: the corpus is sorted in memory"
+    require(needed <= max(memory, _LEAST_MEMORY), "memory_gb", memory / _GB, expected)
+    return write_suffixes(sort_suffixes(separated(_documents(shards), vocabulary), vocabulary), table)
+
+
+def _documents(shards: Shards) -> Iterator[np.ndarray]:
+    """The token ids of every document, whole."""
+    begun = np.empty(0, shards.dtype)
+    for path, continues in zip(shards.paths, [*shards.continued[1:], False], strict=True):
+        ids, lengths = read_shard(path, shards.dtype)
+        parts = np.split(ids, np.cumsum(lengths[:-1], dtype=np.int64))
+        parts[0] = np.concatenate([begun, parts[0]])
+        begun = parts.pop() if continues else begun[:0]
+        yield from parts
 
 
 # ---------------------------------------------------------------------------------------------------- counting

@@ -16,7 +16,7 @@ directory that has `table.json` is complete: it got its name by a rename after t
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ from draft_models.ngrams.kernels import (
     group,
     merge_grams,
 )
+from draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, separated, sort_suffixes
 from draft_models.ngrams.table_files import (
     ARRAYS,
     ORDERS,
+    Described,
     array_file,
     count_buckets,
     describe,
@@ -43,6 +45,7 @@ from draft_models.ngrams.table_files import (
     require_no_table,
     require_vocabulary,
     start_type,
+    suffix_file,
     token_bits,
     token_type,
 )
@@ -98,12 +101,14 @@ class TrigramTable:
 
     facts: where the counts come from: tokens, documents, min_count, max_successors, corpus; of a merged table tokens,
     documents and `merged`, the facts of each.
+    suffixes: the corpus itself, by longest suffix; None: it was not kept.
     """
 
     vocabulary: int
     tokenizer: str
     levels: dict[int, Level]
     facts: dict[str, Any]
+    suffixes: Suffixes | None = None
 
     def __post_init__(self) -> None:
         require_vocabulary(self.vocabulary)
@@ -118,6 +123,7 @@ class TrigramTable:
         min_count: int = 1,
         max_successors: int | None = None,
         corpus: object = None,
+        suffixes: bool = False,
     ) -> "TrigramTable":
         """Count documents (token ids each) in memory; n-grams of fewer than `min_count` occurrences are left out,
         and all but the `max_successors` most frequent of a context (null: none)."""
@@ -139,15 +145,20 @@ class TrigramTable:
             "max_successors": max_successors,
             "corpus": corpus,
         }
-        return cls(vocabulary, tokenizer, levels, facts)
+        kept = sort_suffixes(separated(ids, vocabulary), vocabulary) if suffixes else None
+        return cls(vocabulary, tokenizer, levels, facts, kept)
 
     @classmethod
     def open(cls, path: Path | str) -> "TrigramTable":
         """Map a saved table into memory. Raises `UserError` for anything but a whole, sound table."""
-        header, arrays = open_arrays(Path(path))
+        header, arrays, kept = open_arrays(Path(path))
         bits = token_bits(header.vocabulary)
         levels = {order: Level(order, bits, *parts) for order, parts in arrays.items()}
-        return cls(header.vocabulary, header.tokenizer, levels, header.facts)
+        suffixes = Suffixes(*kept) if kept else None
+        fault = "" if suffixes is None else fault_of_suffixes(suffixes)
+        if fault:
+            raise UserError(f"{path}: damaged n-gram table (suffixes: {fault}); build it again")
+        return cls(header.vocabulary, header.tokenizer, levels, header.facts, suffixes)
 
     def save(self, path: Path | str) -> None:
         """Write the table to a new directory, all of it or nothing. Raises `UserError`."""
@@ -163,7 +174,8 @@ class TrigramTable:
                     with open(staging / array_file(order, name), "wb") as handle:
                         handle.write(np.ascontiguousarray(getattr(level, name)).data)
                 described[order] = {name: describe(getattr(level, name)) for name in ARRAYS}
-            publish(staging, path, self.vocabulary, self.tokenizer, described, self.facts)
+            kept = {} if self.suffixes is None else write_suffixes(self.suffixes, staging)
+            publish(staging, path, self.vocabulary, self.tokenizer, described, self.facts, kept)
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another") from None
         finally:
@@ -191,6 +203,11 @@ class TrigramTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
+        return self.level_bytes + sum(array.nbytes for array in self.suffixes or ())
+
+    @property
+    def level_bytes(self) -> int:
+        """Bytes of the n-grams' arrays."""
         return sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
 
 
@@ -206,12 +223,44 @@ def merge(tables: Sequence[TrigramTable]) -> TrigramTable:
         table.require_tokenizer(first.tokenizer, "merge")
         require(table.vocabulary == first.vocabulary, "vocabulary", table.vocabulary, f"{first.vocabulary} to merge")
         require(sorted(table.levels) == sorted(first.levels), "orders", sorted(table.levels), f"{sorted(first.levels)}")
+        require((table.suffixes is None) == (first.suffixes is None), "suffixes", "of some", "of all tables or of none")
     levels = {
         order: _merge_levels([table.levels[order] for table in tables], first.vocabulary) for order in first.levels
     }
     facts: dict[str, Any] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
     facts["merged"] = [table.facts for table in tables]
-    return TrigramTable(first.vocabulary, first.tokenizer, levels, facts)
+    kept = [table.suffixes.tokens for table in tables if table.suffixes is not None]
+    suffixes = sort_suffixes(np.concatenate(kept), first.vocabulary) if kept else None
+    return TrigramTable(first.vocabulary, first.tokenizer, levels, facts, suffixes)
+
+
+def prune(table: TrigramTable, min_count: int, max_successors: int | None = None) -> TrigramTable:
+    """What `table` has of n-grams that occurred `min_count` times, of a context the `max_successors` most frequent.
+
+    It equals a table that was built so, if this one was built with less of both left out. Suffixes stay.
+    """
+    levels = {}
+    for order, level in table.levels.items():
+        grouped = Grouped(*group(*level.grams(), min_count, max_successors or table.vocabulary))
+        totals = level.totals[np.searchsorted(level.keys, grouped.keys)]  # what is left out counts too
+        levels[order] = make_level(order, table.vocabulary, grouped._replace(totals=totals))
+    return replace(table, levels=levels)
+
+
+def prune_to(table: TrigramTable, megabytes: float) -> TrigramTable:
+    """`table` without its rarest n-grams: of as many occurrences as the smallest number with which its levels fit.
+
+    facts["kept_from"] says which. Raises `UserError` where nothing would be left.
+    """
+    count = 1
+    pruned = table
+    while pruned.level_bytes > megabytes * 10**6:
+        rarest = min(int(level.counts.min()) for level in pruned.levels.values() if len(level.counts))
+        count = rarest + 1
+        pruned = prune(pruned, count)
+        left = any(len(level.keys) for level in pruned.levels.values())
+        require(left, "max_mb", megabytes, "room for the most frequent n-grams at least")
+    return replace(pruned, facts={**table.facts, "max_mb": megabytes, "kept_from": count})
 
 
 # --------------------------------------------------------------------------------------------------------- merging
@@ -233,6 +282,13 @@ def _merge_levels(levels: Sequence[Level], vocabulary: int) -> Level:
 
 
 # --------------------------------------------------------------------------------------------------------- layout
+
+
+def write_suffixes(suffixes: Suffixes, folder: Path) -> dict[str, Described]:
+    """Write the arrays of `suffixes` to `folder`. Returns what table.json says of them."""
+    for name, array in suffixes._asdict().items():
+        (folder / suffix_file(name)).write_bytes(np.ascontiguousarray(array).data)
+    return {name: describe(array) for name, array in suffixes._asdict().items()}
 
 
 def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray]) -> Level:

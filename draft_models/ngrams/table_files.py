@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from outrider.settings import construct
 FORMAT, UNSEALED_FORMAT = 2, 1  # tables without digests are read too
 TABLE_FILE = "table.json"  # a directory that has it holds a whole table
 ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # as in `draft_models.ngrams.table.Level`
+SUFFIX_ARRAYS = ("tokens", "order", "starts")  # as in `draft_models.ngrams.suffixes.Suffixes`
 ORDERS = (2, 3, 4)
 MAX_VOCABULARY = 2**21  # so that the context of a 4-gram fits 63 bits
 _AGAIN = "build it again with data_prep/build_trigrams.py"
@@ -34,13 +35,17 @@ Described = tuple[str, int, str]  # an array's type, length and sha256
 
 @dataclass(frozen=True)
 class Header:
-    """What table.json holds. levels: what is known of each array, by order and name; format 1 knows no digests."""
+    """What table.json holds. levels: what is known of each array, by order and name; format 1 knows no digests.
+
+    suffixes: likewise of the arrays of the suffix array, none where there is none.
+    """
 
     format: int
     vocabulary: int
     tokenizer: str
     facts: dict[str, Any]
     levels: dict[str, dict[str, tuple[str, int, str] | tuple[str, int]]]
+    suffixes: dict[str, tuple[str, int, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_vocabulary(self.vocabulary)
@@ -55,10 +60,17 @@ class Header:
             for name, described in arrays.items():
                 fits = described[:2] == expected[name] and len(described) == (3 if self.format == FORMAT else 2)
                 require(fits, f"levels.{order}.{name}", described, f"{expected[name]}, with a sha256 from format 2 on")
+        names = set(self.suffixes)
+        require(names in (set(), set(SUFFIX_ARRAYS)), "suffixes", sorted(names), ", ".join(SUFFIX_ARRAYS) + " or none")
+        for name, (kind, length, _) in self.suffixes.items():
+            wanted = _suffix_types(self.vocabulary, self.suffixes["tokens"][1])[name]
+            require((kind, length) == wanted, f"suffixes.{name}", (kind, length), str(wanted))
 
 
-def open_arrays(path: Path) -> tuple[Header, dict[int, list[np.ndarray]]]:
-    """The table in `path`: table.json, and the arrays by order as `ARRAYS` has them, mapped into memory, read-only.
+def open_arrays(path: Path) -> tuple[Header, dict[int, list[np.ndarray]], list[np.ndarray]]:
+    """The table in `path`: table.json, the arrays by order as `ARRAYS` has them, and those of `SUFFIX_ARRAYS`, if any.
+
+    They are mapped into memory, read-only.
 
     Raises `UserError` for anything but a whole, sound table; warns of one without digests.
     """
@@ -67,6 +79,8 @@ def open_arrays(path: Path) -> tuple[Header, dict[int, list[np.ndarray]]]:
     for (order, name), file in files.items():
         kind, length = header.levels[order][name][:2]
         _require_size(file, np.dtype(kind).itemsize * length)
+    for name, (kind, length, _) in header.suffixes.items():
+        _require_size(path / suffix_file(name), np.dtype(kind).itemsize * length)
     if header.format == UNSEALED_FORMAT:
         warn(
             f"{path}: an n-gram table of an earlier version, without digests: that its files fit together was checked, "
@@ -79,7 +93,8 @@ def open_arrays(path: Path) -> tuple[Header, dict[int, list[np.ndarray]]]:
         if fault:
             raise UserError(f"{path}: damaged n-gram table (order {order}: {fault}); {_AGAIN}")
         levels[int(order)] = arrays
-    return header, levels
+    suffixes = [_map(path / suffix_file(name), *header.suffixes[name]) for name in SUFFIX_ARRAYS if header.suffixes]
+    return header, levels, suffixes
 
 
 def read_header(path: Path) -> Header:
@@ -116,10 +131,12 @@ def publish(
     tokenizer: str,
     arrays: Mapping[int, Mapping[str, Described]],
     facts: Mapping[str, Any],
+    suffixes: Mapping[str, Described] | None = None,
 ) -> None:
     """Turn a directory with all array files into the table `path`: sync, describe, rename. Raises `OSError`."""
     levels: Any = {str(order): dict(arrays[order]) for order in sorted(arrays)}
-    header = sealed(asdict(Header(FORMAT, vocabulary, tokenizer, dict(facts), levels)))
+    values = asdict(Header(FORMAT, vocabulary, tokenizer, dict(facts), levels, dict(suffixes or {})))
+    header = sealed({key: value for key, value in values.items() if key != "suffixes" or value})
     (staging / TABLE_FILE).write_text(json.dumps(header, indent=1, sort_keys=True) + "\n")
     for file in staging.iterdir():
         with open(file, "rb+") as handle:
@@ -135,6 +152,11 @@ def describe(array: np.ndarray) -> Described:
 def array_file(order: int, name: str) -> str:
     """File of the array `name` of a level."""
     return f"order{order}_{name}.bin"
+
+
+def suffix_file(name: str) -> str:
+    """File of the array `name` of the suffix array."""
+    return f"suffix_{name}.bin"
 
 
 def require_no_table(path: Path) -> None:
@@ -190,6 +212,12 @@ def _expected(order: int, vocabulary: int, contexts: int, successors: int) -> di
         "tokens": (token_type(vocabulary).str, successors),
         "counts": (u4, successors),
     }
+
+
+def _suffix_types(vocabulary: int, tokens: int) -> dict[str, tuple[str, int]]:
+    """Type and length of each array of the suffix array."""
+    u4 = np.dtype(np.uint32).str
+    return {"tokens": (token_type(vocabulary + 1).str, tokens), "order": (u4, tokens), "starts": (u4, vocabulary + 1)}
 
 
 def count_buckets(chunks: Iterable[np.ndarray], contexts: int, order: int, vocabulary: int) -> np.ndarray:

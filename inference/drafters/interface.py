@@ -17,12 +17,14 @@ class Drafter(ABC):
 
     split: how many of the target's first layers it shares. The session is split there.
     taps: the boundaries of the target's layers at which it reads hidden states (see `TargetSession.tapped`).
+    successors: how many likeliest tokens after every row it reads (see `TargetSession.recycled`).
     max_rows: how many rows a round may add to the caches, besides the root.
     totals: sums over rounds, for the report (see `Structure.totals`).
     """
 
     split: int = 0
     taps: tuple[int, ...] = ()
+    successors: int = 0
     max_rows: int
     totals: Mapping[str, float] = {}
 

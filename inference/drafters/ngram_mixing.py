@@ -1,13 +1,13 @@
 """The better drafter's distribution: what followed the longest contexts, in the text so far and in the corpus.
 
 Every context that is known is one source of evidence. First come those of 1 to K tokens in the text, longest first,
-then those of 3, 2 and 1 tokens in the table. A source gives its share λ of the probability that is left, and leaves
-the rest to the next:  P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…)).
+then the target's own recycled logits after the last two tokens and the last one, then contexts of 12 to 4 tokens in the
+corpus, where the table has it by longest suffix, then those of 3, 2 and 1 tokens in the table. A source gives its share
+λ of the probability that is left, and leaves the rest to the next:  P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…)).
 
-λ depends on how often the context was seen (N) and on how sure it is (m, the share of its likeliest successor). A
-priori λ = m^α · N / (N + κ), with one pair (α, κ) for the text and one for the corpus. Then λ follows what came true
-in this generation, per source and class of (N, m). That is one step of expectation–maximisation per token, the prior
-counting as `strength` tokens.
+λ depends on how often the context was seen (N) and on how sure it is (m, the share of its likeliest successor). Per
+source and class of (N, m) it begins at what `ngram_priors` says and follows what came true in this generation. That is
+one step of expectation–maximisation per token, the prior counting as `strength` tokens.
 """
 
 from typing import NamedTuple
@@ -16,25 +16,25 @@ import numpy as np
 from numba import njit
 
 from draft_models.ngrams.kernels import find, mix, successors_of
-from draft_models.ngrams.overlay import index_text, longer_key, slot_of
+from draft_models.ngrams.overlay import longer_key, slot_of
+from draft_models.ngrams.recycled import recycled_rows
+from draft_models.ngrams.suffixes import LEAST, REACH, Places, known_suffixes, new_places, successors_at
+from inference.drafters.ngram_priors import BELOW_SUFFIXES, CORPUS, SUFFIXES, TEXT, recycled_shares
 from inference.drafters.ngram_search import offer, tree_of
 
-CORPUS_ORDERS = (2, 3, 4)  # sources 0 … 2; source 2 + n is the text's context of n tokens
+CORPUS_ORDERS = (2, 3, 4)  # sources 0 … 2; then the text's contexts of 1 to K tokens, the recycled ones of 1 to R, and
+# the corpus's of `LEAST` to `REACH`
 TAIL = 48  # successors of a context that are looked at
-CLASSES = 70  # of a source: 10 of N × 7 of m
 CANDIDATES = 128  # tokens at a node at most
 _SURENESS = np.array([0.15, 0.3, 0.5, 0.7, 0.85, 0.95])  # upper ends of the classes of m, but the last
-_MIDDLES = np.array([0.1, 0.22, 0.4, 0.6, 0.78, 0.9, 0.98])  # what λ is computed for
-_CORPUS, _TEXT = (0.45, 9.0), (1.3, 4.0)  # (α, κ)
 SUREST = 0.9  # a child likelier than this is not looked for where only it could enter a full draft
-_ELSEWHERE = 1e-5  # probability of a token that no source knows, to learn by
 
 
 class Weights(NamedTuple):
-    """λ by source and class: float64 [3 + K, CLASSES], and with it:
+    """λ by source and class: float64 [S = 3 + K + R, CLASSES], and with it:
 
-    the prior it began as; hits and trials seen, as expected numbers; scratch for one token (integers int64 [2, 3 + K],
-    numbers float64 [2, 3 + K]).
+    the prior it began as; hits and trials seen, as expected numbers; scratch for one token (integers int64 [2, S],
+    numbers float64 [2, S]).
     """
 
     now: np.ndarray
@@ -45,19 +45,35 @@ class Weights(NamedTuple):
     numbers: np.ndarray
 
 
-def new_weights(longest: int) -> Weights:
-    """The prior of λ, for text contexts of up to `longest` tokens."""
-    seen = 2.0 ** np.arange(10)  # class i of N is 2^i to 2^(i+1) − 1, the last open
-    middle = np.where(seen > 1, 1.4 * seen, 1.0)
-    prior = np.empty((3 + longest, CLASSES))
-    prior[:3] = _prior(middle, *_CORPUS)
-    prior[3:] = _prior(middle, *_TEXT)
+def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Weights:
+    """The prior of λ, for text contexts of up to `longest` tokens, recycled ones of up to `recycled`, and suffixes."""
+    groups = (
+        (BELOW_SUFFIXES if suffixes else CORPUS, len(CORPUS_ORDERS)),
+        (TEXT, longest),
+        (recycled_shares(), recycled),
+        (SUFFIXES, REACH - LEAST + 1 if suffixes else 0),
+    )
+    prior = np.array([shares[min(i, len(shares) - 1)] for shares, count in groups for i in range(count)])
     integers, numbers = np.empty((2, len(prior)), np.int64), np.empty((2, len(prior)))
     return Weights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
 
 
-def _prior(seen: np.ndarray, alpha: float, kappa: float) -> np.ndarray:
-    return np.outer(seen / (seen + kappa), _MIDDLES**alpha).ravel()
+class Scratch(NamedTuple):
+    """Room to work in. recent: the last tokens, latest first, as many as any source looks at. slots: of contexts of 1,
+    2, … tokens. tokens, probs: candidates at a node. places: in the corpus."""
+
+    recent: np.ndarray
+    slots: np.ndarray
+    tokens: np.ndarray
+    probs: np.ndarray
+    places: Places
+
+
+def new_scratch(longest: int) -> Scratch:
+    """For text contexts of up to `longest` tokens."""
+    reach = max(longest, REACH)
+    candidates = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES)
+    return Scratch(np.empty(reach, np.int64), np.empty(reach, np.int64), *candidates, new_places())
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -140,12 +156,47 @@ def _add_level(level, size, weights, vocabulary, recent, length, left, floor, to
 
 
 @njit(cache=True, nogil=True, inline="always")
-def predict(levels, known, longest, weights, vocabulary, recent, length, floor, slots, tokens, probs):  # type: ignore[no-untyped-def]
-    """Likely tokens after `recent` (latest first, `length` of them) and their P, in no order; returns how many.
+def _add_recycled(recycled, longest, weights, recent, length, left, floor, slots, tokens, probs, count):  # type: ignore[no-untyped-def]
+    for size in range(recycled_rows(recycled, recent, length, slots), 0, -1):
+        place = slots[size - 1]
+        if place < 0:
+            continue
+        share = weights.now[2 + longest + size, class_of(recycled.seen[place], recycled.probs[place, 0])]
+        for j in range(recycled.tokens.shape[1]):
+            prob = left * share * recycled.probs[place, j]
+            if prob < floor:
+                break
+            count = _add(tokens, probs, count, np.int64(recycled.tokens[place, j]), prob)
+        left *= 1 - share
+    return left, count
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count):  # type: ignore[no-untyped-def]
+    """before: the number of sources before those of suffixes."""
+    places = scratch.places
+    longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
+    for size in range(longest, LEAST - 1, -1):
+        found, largest, seen = successors_at(suffixes, size, narrow, places)
+        share = weights.now[before + size - LEAST, class_of(places.number[size], largest / seen)]
+        for i in range(found):
+            prob = left * share * places.counts[i] / seen
+            if prob >= floor:
+                count = _add(scratch.tokens, scratch.probs, count, places.tokens[i], prob)
+        left *= 1 - share
+        if left < floor:
+            break
+    return left, count
+
+
+@njit(cache=True, nogil=True, inline="always")
+def predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch):  # type: ignore[no-untyped-def]
+    """Likely tokens after `scratch.recent`, `length` of them, and their P, in no order; returns how many.
 
     Contributions below `floor` are left out.
     """
     two, three, four = levels
+    recent, slots, tokens, probs = scratch.recent, scratch.slots, scratch.tokens, scratch.probs
     left, count = 1.0, 0
     for size in range(text_contexts(known, recent, length, longest, slots), 0, -1):
         slot = slots[size - 1]
@@ -159,6 +210,13 @@ def predict(levels, known, longest, weights, vocabulary, recent, length, floor, 
             entry, seen = known.entries[entry].following, seen + 1
         left *= 1 - share
     if left >= floor:
+        left, count = _add_recycled(
+            recycled, longest, weights, recent, length, left, floor, slots, tokens, probs, count
+        )
+    if left >= floor:
+        before = 3 + longest + recycled.longest
+        left, count = _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count)
+    if left >= floor:
         left, count = _add_level(four, 3, weights, vocabulary, recent, length, left, floor, tokens, probs, count)
     if left >= floor:
         left, count = _add_level(three, 2, weights, vocabulary, recent, length, left, floor, tokens, probs, count)
@@ -168,9 +226,9 @@ def predict(levels, known, longest, weights, vocabulary, recent, length, floor, 
 
 
 @njit(cache=True, nogil=True)
-def mixed_best_first(levels, known, longest, weights, vocabulary, ids, stop, depth, nodes, scratch):  # type: ignore[no-untyped-def]
-    """As `ngram_search.best_first`, by the mixed distribution. scratch: recent, slots, tokens int64, probs float64."""
-    recent, slots, tokens, probs = scratch
+def mixed_best_first(levels, known, longest, recycled, suffixes, weights, vocabulary, ids, stop, depth, nodes, scratch):  # type: ignore[no-untyped-def]
+    """As `ngram_search.best_first`, by the mixed distribution."""
+    recent, tokens, probs = scratch.recent, scratch.tokens, scratch.probs
     budget, reach = len(nodes.order), len(recent)
     size, done, made = 0, -1, 0
     while done < size:
@@ -190,80 +248,7 @@ def mixed_best_first(levels, known, longest, weights, vocabulary, ids, stop, dep
             recent[length] = ids[place]
             length += 1
         floor = max(1e-6, worst / path / 4)  # four contributions may add up to a probability that counts
-        found = predict(levels, known, longest, weights, vocabulary, recent, length, floor, slots, tokens, probs)
+        found = predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch)
         for i in range(found):
             size, made, _ = offer(nodes, size, done, made, tokens[i], parent, below, path * probs[i])
     return tree_of(nodes, size)
-
-
-# ---------------------------------------------------------------------------------------- learning what comes true
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _level_evidence(level, size, source, m, vocabulary, recent, length, token, weights):  # type: ignore[no-untyped-def]
-    index, kind = level_context(level, recent, length, size, vocabulary)
-    if index < 0:
-        return m
-    prob = 0.0
-    begin, end = successors_of(level.starts, level.tokens, index)
-    for at in range(begin, min(end, begin + TAIL)):
-        if level.tokens[at] == token:
-            prob = level.counts[at] / max(level.totals[index], 1)
-            break
-    weights.integers[0, m], weights.integers[1, m], weights.numbers[0, m] = source, kind, prob
-    return m + 1
-
-
-@njit(cache=True, nogil=True, inline="always")
-def learn_weights(levels, known, longest, weights, strength, vocabulary, recent, length, token, slots):  # type: ignore[no-untyped-def]
-    """Adjust λ to `token` having come after `recent`, before the text index is told. Returns log P(token).
-
-    A source is tried as far as the token was left to it, and hit by its share in P(token).
-    """
-    two, three, four = levels
-    sources, probs, below = weights.integers, weights.numbers[0], weights.numbers[1]
-    m = 0
-    for size in range(text_contexts(known, recent, length, longest, slots), 0, -1):
-        slot = slots[size - 1]
-        prob, entry, seen = 0.0, known.slots[slot].head, 0
-        while entry >= 0 and seen < TAIL:
-            if known.entries[entry].token == token:
-                prob = known.entries[entry].weight / known.slots[slot].sum
-                break
-            entry, seen = known.entries[entry].following, seen + 1
-        sources[0, m], sources[1, m], probs[m] = 2 + size, text_class(known, slot), prob
-        m += 1
-    m = _level_evidence(four, 3, 2, m, vocabulary, recent, length, token, weights)
-    m = _level_evidence(three, 2, 1, m, vocabulary, recent, length, token, weights)
-    m = _level_evidence(two, 1, 0, m, vocabulary, recent, length, token, weights)
-    chance = _ELSEWHERE
-    for i in range(m - 1, -1, -1):
-        share = weights.now[sources[0, i], sources[1, i]]
-        chance = share * probs[i] + (1 - share) * chance
-        below[i] = chance
-    left = 1.0
-    for i in range(m):
-        source, kind = sources[0, i], sources[1, i]
-        hit = left * weights.now[source, kind] * probs[i] / below[i]
-        weights.hits[source, kind] += hit
-        weights.trials[source, kind] += left
-        left -= hit
-    for i in range(m):
-        source, kind = sources[0, i], sources[1, i]
-        weights.now[source, kind] = (strength * weights.prior[source, kind] + weights.hits[source, kind]) / (
-            strength + weights.trials[source, kind]
-        )
-    return np.log(chance)
-
-
-@njit(cache=True, nogil=True)
-def learn_text(levels, known, longest, decay, weights, strength, vocabulary, ids, start, stop, recent, slots):  # type: ignore[no-untyped-def]
-    """Take in ids[start : stop] one by one: adjust λ to each, then index it. Returns Σ log P."""
-    total = 0.0
-    for end in range(start, stop):
-        length = min(len(recent), end)
-        for i in range(length):
-            recent[i] = ids[end - 1 - i]
-        total += learn_weights(levels, known, longest, weights, strength, vocabulary, recent, length, ids[end], slots)
-        index_text(known, ids, end, end + 1, longest, decay)
-    return total

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, with_room
+from draft_models.ngrams.recycled import new_recycled, recycle
+from draft_models.ngrams.suffixes import no_suffixes, read_only
 from draft_models.ngrams.table import TrigramTable, make_level
 from draft_models.ngrams.table_files import table_digest
 from draft_models.target.open_target import OpenTarget
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
-from inference.drafters.ngram_mixing import CANDIDATES, CORPUS_ORDERS, learn_text, mixed_best_first, new_weights
+from inference.drafters.ngram_learning import learn_text
+from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, new_weights
 from inference.drafters.ngram_search import best_first, exploration, new_nodes, new_search, puct
 from inference.drafters.registry import Maker
 from inference.session import TargetSession
@@ -28,6 +31,8 @@ from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree
 from outrider.errors import require
 from outrider.streams import Streams
+
+_RECYCLED_CONTEXT = 2  # a row of the target's is known by its last token and by its last two
 
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
 
@@ -127,20 +132,36 @@ class TrigramDrafter(_OverText):
 
 
 class MixedDrafter(_OverText):
-    """The mixture of `inference.drafters.ngram_mixing`, best-first. Uses the orders 2 to 4 that the table has."""
+    """The mixture of `inference.drafters.ngram_mixing`, best-first. Uses the orders 2 to 4 that the table
+    has, and its suffixes.
+
+    Its rows of a round are the root and the nodes in their order: it shares nothing with the target.
+    """
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         super().__init__(config.nodes)
         self.table, self.config = table, config
         self._levels = tuple(_level_or_empty(table, order) for order in CORPUS_ORDERS)
         self._nodes = new_nodes(config.nodes)
-        self._recent = np.empty(max(config.longest, max(CORPUS_ORDERS) - 1), np.int64)
-        self._slots = np.empty(config.longest, np.int64)
-        self._scratch = (self._recent, self._slots, np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES))
+        self._scratch = new_scratch(config.longest)
+        self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
+        self.successors = config.recycle
+
+    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+        self._session = session
+        super().begin(session, chooser, watch)
+
+    def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        if self.successors:
+            rows, found = self._session.recycled()
+            drafted = (tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64))
+            recycle(self.recycled, self._ids, self._length + 1, *drafted, np.array(rows, np.int64), found.cpu().numpy())
+        super().commit(tree, nodes, tokens)
 
     def _reset(self) -> None:
         self.index = TextIndex(self.config.longest, self.config.decay)
-        self.weights = new_weights(self.config.longest)
+        self.recycled = new_recycled(_RECYCLED_CONTEXT, self.config.recycle)
+        self.weights = new_weights(self.config.longest, self.recycled.longest, self.table.suffixes is not None)
 
     def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
         self.index.learn(ids, 0, stop)  # what a user wrote says little about how the target follows its sources
@@ -149,15 +170,15 @@ class MixedDrafter(_OverText):
         index, config = self.index, self.config
         index.known = with_room(index.known, config.longest * (stop - start))
         learn_text(
-            self._levels, index.known, config.longest, config.decay, self.weights, config.strength,
-            self.table.vocabulary, ids, start, stop, self._recent, self._slots,
+            self._levels, index.known, config.longest, config.decay, self.recycled, self._suffixes, self.weights,
+            config.strength, self.table.vocabulary, ids, start, stop, self._scratch,
         )  # fmt: skip
 
     def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
         config = self.config
         return mixed_best_first(
-            self._levels, self.index.known, config.longest, self.weights, self.table.vocabulary,
-            ids, stop, min(limit, config.depth), self._nodes, self._scratch,
+            self._levels, self.index.known, config.longest, self.recycled, self._suffixes, self.weights,
+            self.table.vocabulary, ids, stop, min(limit, config.depth), self._nodes, self._scratch,
         )  # fmt: skip
 
 

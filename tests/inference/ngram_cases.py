@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from draft_models.ngrams.table import TrigramTable
 from inference.drafters.ngrams import MixedDrafter, TrigramDrafter
+from inference.sampling import successors
 from inference.tree import DraftTree
 
 VOCABULARY = 12
@@ -13,8 +14,14 @@ TEXTS = st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=40)  # one id 
 
 
 class FakeSession:
-    def __init__(self, tokens: list[int]):
+    """recycle: of the rows of a round, the probabilities [m, V] after each, for drafters that read them."""
+
+    def __init__(self, tokens: list[int], recycle: dict[int, list[float]] | None = None):
         self.tokens = torch.tensor(tokens, dtype=torch.long)
+        self.rows = recycle or {}
+
+    def recycled(self) -> tuple[list[int], torch.Tensor]:
+        return list(self.rows), successors(torch.tensor(list(self.rows.values())).log(), 4)
 
 
 def make_documents(vocabulary: int = VOCABULARY) -> list[list[int]]:
@@ -29,9 +36,11 @@ def make_documents(vocabulary: int = VOCABULARY) -> list[list[int]]:
     return documents
 
 
-def make_table(vocabulary: int = VOCABULARY, orders: tuple[int, ...] = (2, 3, 4)) -> TrigramTable:
+def make_table(
+    vocabulary: int = VOCABULARY, orders: tuple[int, ...] = (2, 3, 4), suffixes: bool = False
+) -> TrigramTable:
     documents = make_documents(vocabulary)
-    return TrigramTable.from_documents(documents, list(orders), vocabulary, "t", min_count=2)
+    return TrigramTable.from_documents(documents, list(orders), vocabulary, "t", min_count=2, suffixes=suffixes)
 
 
 TABLE = make_table()

@@ -128,6 +128,7 @@ CASES = {
     "ngrams, best_first": Case(ngrams(), 403, draws=MATCHED),
     "ngrams, puct": Case(ngrams(search="puct", iterations=20, sentences=6), 403, draws=MATCHED),
     "ngrams, mixed": Case(ngrams(evidence="mixed"), 403, draws=MATCHED),
+    "ngrams, recycled": Case(ngrams(evidence="mixed", recycle=3), 403, draws=MATCHED),
 }
 
 

@@ -35,7 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ngrams": {
         "evidence": "mixed", "nodes": 9, "depth": 3, "order": 2, "adapt": False, "increment": 0.3,
         "max_probability": 0.9, "search": "puct", "iterations": 20, "sentences": 5, "widest": 3, "c1": 2.0, "c2": 2.0,
-        "longest": 4, "decay": 0.5, "strength": 5.0,
+        "longest": 4, "decay": 0.5, "strength": 5.0, "recycle": 3,
     },
 }  # fmt: skip
 SHAPES = {

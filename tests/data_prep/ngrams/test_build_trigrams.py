@@ -78,7 +78,9 @@ def expected(config: TrigramConfig, texts: Sequence[str]) -> TrigramTable:
     encoder = open_encoder(config.tokenizer, None)
     documents = [[*ids, encoder.eos] for ids in encoder.encode(list(texts))]
     limits = (config.min_count, config.max_successors)
-    return TrigramTable.from_documents(documents, config.orders, encoder.vocabulary, "", *limits)
+    return TrigramTable.from_documents(
+        documents, config.orders, encoder.vocabulary, "", *limits, suffixes=config.suffixes
+    )
 
 
 def require_same_counts(built: TrigramTable, reference: TrigramTable) -> None:
@@ -88,11 +90,15 @@ def require_same_counts(built: TrigramTable, reference: TrigramTable) -> None:
             array, other = getattr(level, name), getattr(built.levels[order], name)
             assert array.dtype == other.dtype
             np.testing.assert_array_equal(array, other, name)
+    assert (built.suffixes is None) == (reference.suffixes is None)
+    for array, other in zip(built.suffixes or (), reference.suffixes or (), strict=True):
+        assert array.dtype == other.dtype
+        np.testing.assert_array_equal(array, other)
 
 
-@pytest.mark.parametrize("limits", [{}, {"min_count": 3}, {"min_count": 2, "max_successors": 2}])
+@pytest.mark.parametrize("limits", [{"suffixes": True}, {"min_count": 3}, {"min_count": 2, "max_successors": 2}])
 def test_a_built_table_equals_counting_in_memory(
-    config: TrigramConfig, limits: dict[str, int], capsys: pytest.CaptureFixture[str]
+    config: TrigramConfig, limits: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = replace(config, **limits)
     build_table(config)
@@ -201,6 +207,17 @@ def test_tables_are_added_up(config: TrigramConfig) -> None:
     table = TrigramTable.open(more.out_dir)
     require_same_counts(table, expected(config, sentences(50, seed=1) + sentences(300)))
     build_table(replace(more, resume=True))
+    frequent = replace(more, min_count=3, max_successors=4, out_dir=f"{config.out_dir}.frequent")
+    build_table(frequent)  # of all texts together, which is more than is frequent in both
+    require_same_counts(TrigramTable.open(frequent.out_dir), expected(frequent, sentences(50, seed=1) + sentences(300)))
+    small = replace(more, max_mb=0.01, out_dir=f"{config.out_dir}.small")
+    build_table(small)
+    build_table(replace(small, resume=True))
+    assert TrigramTable.open(small.out_dir).level_bytes <= 10_000 < table.level_bytes
+    with pytest.raises(UserError, match=r"max_mb=0\.01, not None"):
+        build_table(replace(small, max_mb=None, resume=True))
+    with pytest.raises(UserError, match="suffixes=True: expected as in"):
+        build_table(replace(more, suffixes=True, out_dir=f"{config.out_dir}.suffixes"))
     with pytest.raises(UserError, match="merge="):
         build_table(replace(more, resume=True, merge=()))
     with pytest.raises(UserError, match="orders"):
@@ -305,6 +322,32 @@ def test_bad_input_is_named_and_leaves_nothing(
     with pytest.raises(UserError, match=message):
         build_table(config)
     assert not Path(config.out_dir).exists()
+
+
+def test_sorting_a_corpus_that_memory_does_not_hold(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "SORT_BYTES", 10**7)
+    with pytest.raises(UserError, match=r"memory_gb=1\.0: expected at least \d+\.\d for suffixes=true"):
+        build_table(replace(config, suffixes=True))
+    assert not Path(config.out_dir).exists()
+
+
+def test_documents_over_several_shards_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no token, of one shard, over two and over many, in shards of three passages."""
+    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)
+    rng = np.random.default_rng(0)
+    parts = [rng.integers(0, 9, rng.integers(0, 4)).tolist() for _ in range(60)]
+    continues = [bool(number and rng.random() < 0.7) for number in range(60)]
+    texts = [Passage(f"{number:010d}", False, goes_on) for number, goes_on in enumerate(continues)]
+    encoder = token_shards.Encoder(lambda batch: [parts[int(text)] for text in batch], {"last": 8}, None, "")
+    shards = tokenise(texts, "", None, encoder, tmp_path, 1)
+    assert len(shards.paths) > 10 < sum(shards.continued) + 5
+    documents: list[list[int]] = []
+    for part, goes_on in zip(parts, continues, strict=True):
+        if goes_on:
+            documents[-1] = documents[-1] + part
+        else:
+            documents.append(part)
+    assert [document.tolist() for document in counting._documents(shards)] == documents
 
 
 def test_a_file_that_is_no_tokenizer(config: TrigramConfig) -> None:

@@ -27,7 +27,7 @@ CONFIGS = (
 TEXTS = ([0, 3, 1, 4, 1, 5], [7, 7, 2, 11, 0], [9])
 
 
-TABLE = make_table(orders=(2, 3))
+TABLE = make_table(orders=(2, 3), suffixes=True)
 
 
 def save(folder: Path) -> Path:

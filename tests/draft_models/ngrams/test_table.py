@@ -11,7 +11,7 @@ import pytest
 
 from draft_models.ngrams import table_files
 from draft_models.ngrams.kernels import Grams, merge_grams, mix
-from draft_models.ngrams.table import TrigramTable, merge
+from draft_models.ngrams.table import TrigramTable, merge, prune, prune_to
 from draft_models.ngrams.table_files import ARRAYS, MAX_VOCABULARY
 from draft_models.target.vocabulary import vocabulary_digest
 from outrider.errors import UserError
@@ -213,6 +213,28 @@ def test_merging_adds_what_was_left_out_to_the_totals() -> None:
     tokens, probabilities = merge([first, second]).successors([1])
     assert tokens.tolist() == [2, 4]
     np.testing.assert_allclose(probabilities, [3 / 7, 2 / 7])
+
+
+@pytest.mark.parametrize("limits", [(2, None), (3, 2), (1, 1)])
+def test_pruning_after_merging_equals_one_build(limits: tuple[int, int | None]) -> None:
+    """What is rare in every part may be frequent in all of them: parts keep all, and the whole leaves out."""
+    parts = [random_documents(300, seed=seed) for seed in range(3)]
+    whole = make([d for part in parts for d in part], min_count=limits[0], max_successors=limits[1])
+    merged = merge([make(part) for part in parts])
+    assert same(prune(merged, *limits), whole)
+    assert same(prune(prune(merged, 2), 3), prune(merged, 3))  # totals count what was left out before, too
+
+
+def test_pruning_to_a_size_leaves_out_no_more_than_it_must() -> None:
+    table = make(random_documents(300, 100))
+    room = table.level_bytes / 2e6
+    pruned = prune_to(table, room)
+    count = pruned.facts["kept_from"]
+    assert same(pruned, prune(table, count))
+    assert pruned.level_bytes <= room * 10**6 < prune(table, count - 1).level_bytes
+    assert prune_to(table, 1.0).facts["kept_from"] == 1
+    with pytest.raises(UserError, match="max_mb=1e-06: expected room"):
+        prune_to(table, 1e-6)
 
 
 def test_only_tables_of_one_kind_merge() -> None:

@@ -8,13 +8,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draft_models.ngrams.suffixes import LEAST, REACH
+from draft_models.ngrams.table import TrigramTable
 from inference.drafters.ngram_mixing import class_of, new_weights
 from inference.drafters.ngrams import MixedDrafter
 from inference.settings import NgramConfig
-from tests.inference.ngram_cases import TABLE, TEXTS, VOCABULARY, FakeSession, draft, make_table, paths_of
+from inference.tree import DraftTree
+from tests.draft_models.ngrams.test_suffixes import slow_successors
+from tests.inference.ngram_cases import (
+    TABLE,
+    TEXTS,
+    VOCABULARY,
+    FakeSession,
+    draft,
+    make_documents,
+    make_table,
+    paths_of,
+)
+
+Rows = dict[tuple[int, ...], tuple[int, dict[int, float]]]  # recycled: how often seen, and what was likely, by context
+NO_ROWS: Rows = {}
 
 
-def slow_sources(drafter: MixedDrafter, text: list[int]) -> list[tuple[int, int, dict[int, float]]]:
+def slow_sources(
+    drafter: MixedDrafter, text: list[int], rows: Rows = NO_ROWS
+) -> list[tuple[int, int, dict[int, float]]]:
     """(source, class, its probabilities) of every context known, the most trusted first; the text's from scratch."""
     found = []
     for size in range(min(drafter.config.longest, len(text) - 1), 0, -1):
@@ -29,6 +47,18 @@ def slow_sources(drafter: MixedDrafter, text: list[int]) -> list[tuple[int, int,
             total = sum(counts.values())
             share = max(counts.values()) / total
             found.append((2 + size, class_of(seen, share), {t: c / total for t, c in counts.items()}))
+    for size in (2, 1):
+        if tuple(text[-size:]) in rows:
+            seen, law = rows[tuple(text[-size:])]
+            found.append((2 + drafter.config.longest + size, class_of(seen, max(law.values())), law))
+    sizes = range(min(REACH, len(text)), LEAST - 1, -1) if drafter.table.suffixes is not None else ()
+    for size in sizes:
+        after = slow_successors(make_documents(), text[-size:])
+        if after:
+            counts = Counter(token for token in after if token is not None)
+            share = max(counts.values(), default=0) / len(after)
+            source = 3 + drafter.config.longest + drafter.recycled.longest + size - LEAST
+            found.append((source, class_of(len(after), share), {t: c / len(after) for t, c in counts.items()}))
     for order in (4, 3, 2):
         state = text[-(order - 1) :]
         if order in drafter.table.levels and len(state) == order - 1 and max(state) < VOCABULARY:
@@ -40,10 +70,10 @@ def slow_sources(drafter: MixedDrafter, text: list[int]) -> list[tuple[int, int,
     return found
 
 
-def slow_mixture(drafter: MixedDrafter, text: list[int]) -> dict[int, float]:
+def slow_mixture(drafter: MixedDrafter, text: list[int], rows: Rows = NO_ROWS) -> dict[int, float]:
     mixed: Counter = Counter()
     left = 1.0
-    for source, kind, probabilities in slow_sources(drafter, text):
+    for source, kind, probabilities in slow_sources(drafter, text, rows):
         share = drafter.weights.now[source, kind]
         for token, p in probabilities.items():
             mixed[token] += left * share * p
@@ -73,7 +103,7 @@ def test_mixed_draft_is_the_best_of_the_mixture(text: list[int], nodes: int, ord
             assert sum(expected) >= 0.95 * sum(sorted(probabilities.values(), reverse=True)[:nodes])
 
 
-def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int) -> dict[int, float]:
+def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int, rows: Rows = NO_ROWS) -> dict[int, float]:
     """The mixture one token ahead: contexts end with the draft, what followed them comes from the text alone."""
     mixed: Counter = Counter()
     left = 1.0
@@ -87,8 +117,8 @@ def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int) -> di
             for t, c in counts.items():
                 mixed[t] += left * share * c / total
             left *= 1 - share
-    for source, kind, probabilities in slow_sources(drafter, longer):
-        if source < 3:
+    for source, kind, probabilities in slow_sources(drafter, longer, rows):
+        if source < 3 or source > 2 + drafter.config.longest:
             share = drafter.weights.now[source, kind]
             for t, p in probabilities.items():
                 mixed[t] += left * share * p
@@ -96,19 +126,77 @@ def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int) -> di
     return mixed
 
 
-def test_weights_follow_what_came_true() -> None:
+LAWS = np.random.default_rng(5).dirichlet(np.full(VOCABULARY, 0.4), VOCABULARY).tolist()
+WIDEST = 4
+
+
+def note(rows: Rows, text: list[int], law: list[float]) -> None:
+    """As `recycle` does with the row after `text`."""
+    best = sorted(range(VOCABULARY), key=lambda token: -law[token])[:WIDEST]
+    for size in (1, 2):
+        context = tuple(text[-size:])
+        rows[context] = (rows.get(context, (0, {}))[0] + 1, {token: law[token] for token in best})
+
+
+def test_recycled_rows_are_evidence_of_the_mixture() -> None:
+    """Of the root, of an accepted node and of a rejected one: between the text's contexts and the table's."""
+    drafter = MixedDrafter(TABLE, NgramConfig(evidence="mixed", nodes=400, depth=2, longest=2, recycle=WIDEST))
+    text, rows = [1, 2, 3, 1, 2, 4, 1, 2], dict[tuple[int, ...], tuple[int, dict[int, float]]]()
+    drafter.begin(FakeSession(text[:-1], {row: LAWS[row] for row in range(3)}), None, None)
+    drafter.draft(torch.tensor([2]), 2)
+    drafter.commit(DraftTree(torch.tensor([7, 3]), (-1, 0), (-1, -1)), (0,), (2, 7))
+    for row, path in enumerate(([], [7], [7, 3])):
+        note(rows, text + path, LAWS[row])
+    text += [7, 7]
+    tree = drafter.draft(torch.tensor([7]), 2)
+    expected = {}
+    for token, p in slow_mixture(drafter, text, rows).items():
+        expected[token,] = p
+        for after, q in slow_mixture_after(drafter, text, token, rows).items():
+            expected[token, after] = p * q
+    assert {path for path in expected if path[0] == 3} > {(3,)}
+    found = dict(zip(paths_of(tree), tree.path_probs.tolist(), strict=True))
+    assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-2, abs=1e-5)
+    assert sum(found.values()) == pytest.approx(sum(expected.values()), abs=1e-2)
+
+
+def test_the_corpus_by_longest_suffix_is_evidence_of_the_mixture() -> None:
+    """A text from the corpus, in which contexts of more than three tokens are known, and the same a token ahead."""
+    table = TrigramTable.from_documents(make_documents(), [2, 3, 4], VOCABULARY, "t", min_count=2, suffixes=True)
+    drafter = MixedDrafter(table, NgramConfig(evidence="mixed", nodes=400, depth=2, longest=2))
+    text = make_documents()[4][20:33]
+    tree = draft(drafter, text)
+    assert {source for source, *_ in slow_sources(drafter, text)} >= {5, 6, 7}
+    expected = {}
+    for token, p in slow_mixture(drafter, text).items():
+        expected[token,] = p
+        for after, q in slow_mixture_after(drafter, text, token).items():
+            expected[token, after] = p * q
+    found = dict(zip(paths_of(tree), tree.path_probs.tolist(), strict=True))
+    assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-2, abs=1e-5)
+    assert sum(found.values()) == pytest.approx(sum(expected.values()), abs=1e-2)
+
+
+@pytest.mark.parametrize(("recycle", "suffixes"), [(0, False), (WIDEST, False), (0, True)])
+def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
     """One step of expectation–maximisation per token of the output, none for the prompt."""
-    config = NgramConfig(evidence="mixed", longest=3, strength=5.0)
-    drafter = MixedDrafter(TABLE, config)
+    config = NgramConfig(evidence="mixed", longest=3, strength=5.0, recycle=recycle)
+    table = TrigramTable.from_documents(make_documents(), [2, 3, 4], VOCABULARY, "t", min_count=2, suffixes=suffixes)
+    drafter, rows = MixedDrafter(table, config), dict[tuple[int, ...], tuple[int, dict[int, float]]]()
     text = np.random.default_rng(2).integers(0, 4, 80).tolist()
-    drafter.begin(FakeSession(text[:30]), None, None)
-    assert np.array_equal(drafter.weights.now, new_weights(3).prior)
+    text[40:60] = make_documents()[4][20:40]
+    session = FakeSession(text[:30])
+    drafter.begin(session, None, None)
+    assert np.array_equal(drafter.weights.now, new_weights(3, 2 if recycle else 0, suffixes).prior)
     hits, trials = np.zeros_like(drafter.weights.hits), np.zeros_like(drafter.weights.hits)
     for end in range(30, 80):
-        sources = slow_sources(drafter, text[:end])
+        sources = slow_sources(drafter, text[:end], rows)
         shares = [drafter.weights.now[source, kind] for source, kind, _ in sources]
         drafter.draft(torch.tensor([text[end]]), 1)
-        drafter.commit(None, (), [text[end]])
+        session.rows = {0: LAWS[text[end]]}
+        drafter.commit(DraftTree(torch.empty(0, dtype=torch.long), (), ()), (), [text[end]])
+        if recycle:
+            note(rows, text[: end + 1], LAWS[text[end]])
         left = 1.0
         for i, (source, kind, probabilities) in enumerate(sources):
             rest = 1e-5
@@ -119,5 +207,6 @@ def test_weights_follow_what_came_true() -> None:
             trials[source, kind] += left
             left -= hit
     expected = (5.0 * drafter.weights.prior + hits) / (5.0 + trials)
-    np.testing.assert_allclose(drafter.weights.now, expected, rtol=1e-9)
+    np.testing.assert_allclose(drafter.weights.now, expected, rtol=1e-6)  # recycled rows are float32
     assert not np.allclose(drafter.weights.now, drafter.weights.prior)
+    assert (trials[6 + (2 if recycle else 0) :].sum() > 1) == suffixes

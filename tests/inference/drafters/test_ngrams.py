@@ -164,6 +164,7 @@ CONFIGS = {
     "not adapted": NgramConfig(adapt=False, order=2),
     "mixed": NgramConfig(evidence="mixed", depth=8, nodes=30),
 }
+RECYCLED = NgramConfig(evidence="mixed", depth=8, nodes=30, recycle=4)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -172,7 +173,7 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str) -> None:
     prompt = random_prompt(10) * 2
     expected = reference_generate(model, prompt, 50)
     table = TrigramTable.from_documents([expected[:30], random_prompt(60)], [2, 3, 4], 256, "t")
-    for config in CONFIGS.values():
+    for config in (*CONFIGS.values(), RECYCLED):
         drafter = make_ngram_drafter(table, config, 0)
         rounds = list(speculative(stack, drafter, prompt, max_new_tokens=50))
         assert [t for r in rounds for t in r.tokens] == expected

@@ -168,6 +168,7 @@ def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.
         ),
         (["method=ngrams", "generation_config=none"], "generation_config='none': expected target for target=replay"),
         (["method=ngrams", "stop_strings=[cat]"], "stop_strings=['cat']: expected none for target=replay"),
+        (["method=ngrams_recycled"], "ngrams.recycle=8: expected 0 for target=replay: a recording has no logits"),
         (["method=ngrams", "card=true"], "card=True: expected false for target=replay"),
         (["method=ngrams", "debug=true"], "debug=True: expected false for target=replay"),
         (["method=ngrams", "tokenizer=null"], "tokenizer=None: expected a file for target=replay"),

@@ -1,0 +1,140 @@
+"""The suffix array: against sorting and searching in plain Python; on disk; merged; as evidence of the mixture."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_models.ngrams.suffixes import (
+    FEW,
+    LEAST,
+    REACH,
+    SAMPLE,
+    fault_of_suffixes,
+    known_suffixes,
+    new_places,
+    read_only,
+    separated,
+    sort_suffixes,
+    successors_at,
+)
+from draft_models.ngrams.table import TrigramTable, merge
+from draft_models.ngrams.table_files import suffix_file
+from outrider.errors import UserError
+from tests.inference.ngram_cases import VOCABULARY, make_documents
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=6)
+
+
+def made(documents: list[list[int]], vocabulary: int = 4) -> TrigramTable:
+    return TrigramTable.from_documents(documents, [2], vocabulary, "t", suffixes=True)
+
+
+def slow_successors(documents: list[list[int]], context: list[int]) -> list[int | None]:
+    """What follows every place of a context; None at the end of a document."""
+    size = len(context)
+    return [
+        document[at + size] if at + size < len(document) else None
+        for document in documents
+        for at in range(len(document) - size + 1)
+        if document[at : at + size] == context
+    ]
+
+
+@pytest.mark.parametrize("vocabulary", [4, 70_000, 2**21])
+@settings(deadline=None, max_examples=15)
+@given(documents=DOCUMENTS)
+def test_places_are_sorted_by_what_begins_there(vocabulary: int, documents: list[list[int]]) -> None:
+    """By the first `REACH` tokens, however many of them fit a word; separators last."""
+    tokens = separated(documents, vocabulary)
+    kept = sort_suffixes(tokens, vocabulary)
+    padded = [*tokens.tolist(), *[vocabulary] * REACH]
+    assert kept.order.tolist() == sorted(range(len(tokens)), key=lambda at: (padded[at : at + REACH], at))
+    for token in range(4):
+        inside = kept.order[kept.starts[token] : kept.starts[token + 1]]
+        assert sorted(inside.tolist()) == np.flatnonzero(tokens == token).tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(documents=DOCUMENTS, text=st.lists(st.integers(0, 4), min_size=1, max_size=20), seed=st.integers(0, 9))
+def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], text: list[int], seed: int) -> None:
+    """Of every length, within documents only; a text that is in the corpus, or has an id beyond the table."""
+    long = [document for document in documents if len(document) > REACH]
+    if long and seed:
+        text = long[seed % len(long)][:-1][-seed - REACH :]
+    table = made(documents)
+    kept, places = read_only(table.suffixes), new_places()
+    longest, narrow = known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
+    for size in range(LEAST, min(REACH, len(text)) + 1):
+        expected = slow_successors(documents, text[-size:])
+        assert (size <= longest) == bool(expected)
+        if expected:
+            assert places.number[size] == len(expected)
+            found, largest, seen = successors_at(kept, size, narrow, places)
+            assert seen == len(expected)
+            known = [token for token in expected if token is not None]
+            after = dict(zip(places.tokens[:found].tolist(), places.counts[:found].tolist(), strict=True))
+            assert after == {token: known.count(token) for token in known}
+            assert largest == max(map(known.count, known), default=0)
+
+
+def test_no_context_reaches_over_two_documents() -> None:
+    """What separates them is followed by nothing, is no successor, and no id of a text is it."""
+    kept, places = read_only(made([[0, 1, 2, 3]] * 2).suffixes), new_places()
+    longest, narrow = known_suffixes(kept, np.array([3, 2, 1, 0]), 4, places)
+    assert longest == 4
+    assert successors_at(kept, 4, narrow, places) == (0, 0, 2)
+    assert known_suffixes(kept, np.array([1, 0, 4, 3, 2]), 5, places)[0] == LEAST - 1
+
+
+def test_many_places_are_sampled_evenly() -> None:
+    """Half of very many places say what the whole does; of longer contexts, few of them, all are looked at."""
+    documents = [[0, 1, 1, 1, 1, token] for token in [2] * 300] + [[3, 1, 1, 1, 1, 3]] * 100
+    kept, places = read_only(made(documents).suffixes), new_places()
+    longest, narrow = known_suffixes(kept, np.array([1, 1, 1, 1, 3]), 5, places)
+    assert (longest, narrow) == (5, 5)
+    assert places.number[4:6].tolist() == [400, 100]
+    for size, shares in ((4, {2: 0.75, 3: 0.25}), (5, {3: 1.0})):
+        found, _, seen = successors_at(kept, size, narrow, places)
+        after = dict(zip(places.tokens[:found].tolist(), (places.counts[:found] / seen).tolist(), strict=True))
+        assert after == pytest.approx(shares, abs=0.02)
+        assert SAMPLE <= seen < FEW
+
+
+def test_saved_opened_and_merged_it_is_the_same(tmp_path: Path) -> None:
+    documents = make_documents()
+    whole = made(documents, VOCABULARY)
+    whole.save(tmp_path / "whole")
+    opened = TrigramTable.open(tmp_path / "whole")
+    both = merge([made(documents[:7], VOCABULARY), made(documents[7:], VOCABULARY)])
+    assert whole.suffixes is not None
+    for other in (opened.suffixes, both.suffixes):
+        assert other is not None
+        for array, same in zip(whole.suffixes, other, strict=True):
+            np.testing.assert_array_equal(array, same)
+            assert array.dtype == same.dtype
+    assert opened.nbytes == whole.nbytes == sum(file.stat().st_size for file in (tmp_path / "whole").glob("*.bin"))
+    with pytest.raises(UserError, match="suffixes='of some': expected of all tables or of none"):
+        merge([whole, TrigramTable.from_documents(documents, [2], VOCABULARY, "t")])
+
+
+def test_damage_is_refused(tmp_path: Path) -> None:
+    table = made(make_documents(), VOCABULARY)
+    for number, (name, change) in enumerate((("tokens", 1), ("order", 2), ("starts", 3))):
+        table.save(tmp_path / str(number))
+        file = tmp_path / str(number) / suffix_file(name)
+        content = bytearray(file.read_bytes())
+        content[-change] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"damaged n-gram table \(.* is altered"):
+            TrigramTable.open(tmp_path / str(number))
+        file.write_bytes(content[:-4])
+        with pytest.raises(UserError, match="damaged n-gram table"):
+            TrigramTable.open(tmp_path / str(number))
+    kept = table.suffixes
+    assert kept is not None
+    assert fault_of_suffixes(kept) == ""
+    assert "places" in fault_of_suffixes(kept._replace(order=kept.order + np.uint32(1)))
+    assert "ascend" in fault_of_suffixes(kept._replace(starts=kept.starts[::-1].copy()))
