@@ -8,13 +8,18 @@ Figures = Mapping[str, Any]
 
 def tables(entry: Mapping[str, Any]) -> str:
     """An entry of the record: what was measured, all prompts together, and by category."""
+    return "\n".join([summary(entry), "Tokens/s, and over plain decoding, by category:\n",
+                      table_by_category(entry["arms"])])  # fmt: skip
+
+
+def summary(entry: Mapping[str, Any]) -> str:
+    """What was measured, and all prompts together."""
     threads = ", ".join(f"{count} threads" for count in entry["threads"])
     said = (
         f"{entry['prompts']} prompts × up to {entry['max_new_tokens']} tokens, greedy, {entry['dtype']} on "
         f"{entry['machine']['device']} ({threads}), arms interleaved prompt by prompt.\n"
     )
-    return "\n".join([said, table(entry["arms"]), "Tokens/s, and over plain decoding, by category:\n",
-                      table_by_category(entry["arms"])])  # fmt: skip
+    return "\n".join([said, table(entry["arms"])])
 
 
 def table(arms: Mapping[str, Figures]) -> str:

@@ -132,11 +132,13 @@ def test_a_record_goes_on_and_has_an_entry_a_dtype(tmp_path: Path, monkeypatch: 
     assert set(both["arms"]["vanilla"]["by_category"]) == {"one", "two", "three"}
     with pytest.raises(SystemExit):  # the same prompts
         record("float32", "--work", str(tmp_path / "elsewhere"), "--beside", str(tmp_path / "elsewhere"))
-    page = "a\n<!-- float32 table: begin -->\nold\n<!-- float32 table: end -->\nb\n"
+    marked = (f"<!-- float32 {kind}: begin -->\nold\n<!-- float32 {kind}: end -->\n" for kind in ("table", "summary"))
+    page = f"a\n{''.join(marked)}b\n"
     filled = fill_record(page, found)
     assert filled == fill_record(filled, found)
     assert (filled[:2], filled[-2:]) == ("a\n", "b\n")
     assert "old" not in filled
+    assert filled.count("by category") == 1
     for name, arm in entry["arms"].items():
         assert f"| {name} | 4/4 | " in filled
         assert f"| {arm['tokens_per_second']:.1f} | {arm['speedup']['median']:.2f}× [" in filled
