@@ -8,18 +8,23 @@ Figures = Mapping[str, Any]
 
 def tables(entry: Mapping[str, Any]) -> str:
     """An entry of the record: what was measured, all prompts together, and by category."""
-    return "\n".join([summary(entry), "Tokens/s, and over plain decoding, by category:\n",
+    return "\n".join([said(entry), table(entry["arms"]), "Tokens/s, and over plain decoding, by category:\n",
                       table_by_category(entry["arms"])])  # fmt: skip
 
 
 def summary(entry: Mapping[str, Any]) -> str:
-    """What was measured, and all prompts together."""
+    """What was measured, and all prompts together; of peers with and without a K that they were told, the former."""
+    asked = {name: arm for name, arm in entry["arms"].items() if not name.endswith("_default")}
+    return "\n".join([said(entry), table(asked)])
+
+
+def said(entry: Mapping[str, Any]) -> str:
+    """What was measured."""
     threads = ", ".join(f"{count} threads" for count in entry["threads"])
-    said = (
+    return (
         f"{entry['prompts']} prompts × up to {entry['max_new_tokens']} tokens, greedy, {entry['dtype']} on "
         f"{entry['machine']['device']} ({threads}), arms interleaved prompt by prompt.\n"
     )
-    return "\n".join([said, table(entry["arms"])])
 
 
 def table(arms: Mapping[str, Figures]) -> str:

@@ -164,7 +164,7 @@ def test_colours_are_for_terminals(terminal: bool, monkeypatch: pytest.MonkeyPat
     [
         ({"doctor_lengths": (512,)}, "doctor_lengths"),
         ({"doctor": True, "doctor_lengths": (100,)}, "doctor_lengths"),
-        ({"reading": ReadingChanges(final_norm=False)}, "nothing without eagle3="),
+        ({"reading": ReadingChanges(final_norm=False)}, "nothing without an EAGLE-3 head"),
     ],
 )
 def test_options_that_nobody_reads_are_refused(options: dict[str, Any], said: str) -> None:

@@ -16,7 +16,7 @@ from draft_models.target.whole_model import PlainLM
 from inference.cuda_graphs import Graphed
 from inference.decode import speculative
 from inference.drafters.ngrams import MixedDrafter
-from inference.evaluate.subject import load_stack
+from inference.evaluate.subject import load_plain
 from inference.runtime import Eager
 from inference.settings import NgramConfig
 from inference.tree import DraftTree
@@ -77,8 +77,7 @@ def test_rows_are_those_of_the_verified_tree(tmp_path: Path, monkeypatch: pytest
     path = save_target(tmp_path, "llama", kv_heads=2, peak=6.0)
     model, stack = open_stack(path, torch.float64)
     if runtime == "whole model":
-        stack = load_stack(open_target(str(path), by_layers=False), None, torch.float64, CPU, by_layers=False)
-        assert isinstance(stack, PlainLM)
+        stack = PlainLM(load_plain(open_target(str(path), by_layers=False), torch.float64, CPU))
     if runtime == "graphs":
         record_graphs(monkeypatch)
     texts: list[list[int]] = []
