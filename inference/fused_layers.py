@@ -105,8 +105,8 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """As transformers' layers: hidden [B, Q, d] → [B, Q, d]."""
         batch, queries, _ = hidden.shape
-        if hidden.is_cuda and self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed:
-            kernels = triton_kernels()
+        if self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed is not None:
+            kernels = triton_kernels(hidden.device)
             if kernels is not None:
                 return self._in_few_launches(kernels, hidden, attention_mask, position_embeddings, past_key_values)
         attention_norm, qkv, out, mlp_norm, up, activation, down = self._parts

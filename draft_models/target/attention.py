@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from outrider.errors import reason
+from outrider.errors import UserError, reason
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
 # For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax one by one.
@@ -59,11 +59,13 @@ class Band:
         return (seen & (keys <= keys[begin - start :, None]))[:, None]
 
 
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """`draft_models.target.triton_kernels`, where it works: on a GPU, with Triton and a C compiler."""
+    return _built_kernels() if device.type == "cuda" else None
+
+
 @cache
-def triton_kernels() -> ModuleType | None:
-    """`draft_models.target.triton_kernels`, where it works: with a GPU, Triton and a C compiler."""
-    if not torch.cuda.is_available():
-        return None
+def _built_kernels() -> ModuleType | None:
     try:
         from draft_models.target import triton_kernels as kernels
 
@@ -76,7 +78,7 @@ def triton_kernels() -> ModuleType | None:
 
 def kernels_on(device: torch.device) -> tuple[str, ...]:
     """The kernels that attention over a filled cache may be computed with on `device`."""
-    return (*KERNELS, SPLIT) if device.type == "cuda" and triton_kernels() is not None else KERNELS
+    return KERNELS if triton_kernels(device) is None else (*KERNELS, SPLIT)
 
 
 @contextmanager
@@ -134,8 +136,12 @@ def grouped_attention(
         )
         return out.transpose(1, 2), None
     if _kernel == SPLIT and attention_mask is not None and (batch, value.shape[3]) == (1, width) and not dropout:
-        kernels = triton_kernels()
-        assert kernels is not None
+        kernels = triton_kernels(query.device)
+        if kernels is None:
+            raise UserError(
+                f"attention kernel {SPLIT!r}: this run began where it was measured to be fastest. It needs Triton on a "
+                "GPU, which is not here; go on there, or begin anew with another out_dir"
+            )
         scale = scaling if scaling is not None else width**-0.5
         return kernels.attend(query.contiguous(), key, value, attention_mask, scale), None
     if group > 1:

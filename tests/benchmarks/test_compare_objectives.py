@@ -60,3 +60,20 @@ def test_all_objectives_are_compared_if_none_is_chosen() -> None:
 
     options = compare_objectives.parse(["--target", "t", "--minutes", "1"])
     assert options.objectives == list(OBJECTIVES)
+    assert options.kinds == ["eesd", "small_lm"]
+
+
+@pytest.mark.usefixtures("watched")
+def test_kinds_that_are_not_asked_for_are_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import compare_objectives
+
+    def measured(kind: Any, objective: str, options: Any) -> dict[str, Any]:
+        figures = dict.fromkeys(compare_objectives.WATCHED)
+        return {"drafter": kind.label, "objective": objective, "steps": 1, "tokens": 1, "minutes": 1.0, **figures}
+
+    monkeypatch.setattr(compare_objectives, "measured", measured)
+    given = ["--target", "t", "--minutes", "1", "--kinds", "small_lm", "--out", str(tmp_path)]
+    compare_objectives.main(given)
+    rows = json.loads((tmp_path / "compare_objectives.json").read_text())["rows"]
+    assert {row["drafter"] for row in rows} == {"small LM"}
+    assert len(rows) == len(OBJECTIVES)

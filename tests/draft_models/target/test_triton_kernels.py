@@ -8,6 +8,7 @@ from torch import Tensor
 from draft_models.target.attention import triton_kernels
 
 pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
 # Of the largest value; a token in 16 bits may be rounded to its neighbour where float32 sums were taken in other order.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SHAPES = [(4, 2, 16, 5, 40), (6, 2, 8, 3, 130), (9, 3, 64, 1, 256), (4, 4, 32, 20, 200), (8, 1, 128, 64, 1000)]
@@ -32,7 +33,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 576), (5, 96), (64, 4096), (3, 11008)])
 def test_norms_and_gates(dtype: torch.dtype, rows: int, size: int) -> None:
-    kernels = triton_kernels()
+    kernels = triton_kernels(CUDA)
     x, added, weight = (drawn(*shape, dtype=dtype) for shape in ((1, rows, size), (1, rows, size), (size,)))
     summed, normed = kernels.add_and_norm(x, added, weight, 1e-5)
     assert torch.equal(summed, x + added)
@@ -53,7 +54,7 @@ def test_heads_go_where_they_belong(
     scales = drawn(heads + key_heads, width, dtype=dtype)
     keys, values = torch.zeros(2, 1, key_heads, capacity, width, dtype=dtype, device="cuda")
     slots = torch.randperm(capacity, device="cuda")[:queries]
-    query = triton_kernels().place(
+    query = triton_kernels(CUDA).place(
         given, (cos, sin) if rotates else None, scales if norms else None, 1e-6, slots, keys, values
     )
     expected = given[:, :, : heads + key_heads]
@@ -84,6 +85,6 @@ def test_attention_split_over_keys(
     expected = F.scaled_dot_product_attention(
         query.double(), keys.double(), values.double(), attn_mask=mask.double(), scale=0.3, enable_gqa=True
     )
-    same(triton_kernels().attend(query, keys, values, mask, 0.3), expected.transpose(1, 2).to(dtype))
+    same(triton_kernels(CUDA).attend(query, keys, values, mask, 0.3), expected.transpose(1, 2).to(dtype))
     mask[:, :, -1] = lowest
-    assert triton_kernels().attend(query, keys, values, mask, 0.3).isfinite().all()
+    assert triton_kernels(CUDA).attend(query, keys, values, mask, 0.3).isfinite().all()
