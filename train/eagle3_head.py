@@ -32,7 +32,7 @@ from outrider.files import require_writable, write_json
 from outrider.groups import join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.streams import Streams
-from train import run_dir
+from train import run_dir, sharding
 from train.best import BEST_FOLDER, Best
 from train.draft_tokens import pick_tokens
 from train.eagle3_plan import describe_plan
@@ -130,6 +130,7 @@ def _train(
         settings=config,
         evaluate=watch or (lambda *_: {}),
     )
+    sharding.make_whole(student.head, frozen=True)  # what is frozen of it is saved as well
     if state.is_main_process and result.was_finished and (out_dir / TRAINING_FILE).exists():  # the card may have more
         print(f"{out_dir}: finished already", flush=True)
     elif state.is_main_process:
