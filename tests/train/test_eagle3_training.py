@@ -84,6 +84,8 @@ def test_an_interrupted_run_ends_with_the_same_bits(
     assert capsys.readouterr().out.endswith(f"{tmp_path / 'whole'}: finished already\n")
     with pytest.raises(UserError, match=r"step_decay=0\.5 \(was 0\.8\)"):
         train_eagle3(replace(cut, resume=True, step_decay=0.5))
+    with pytest.raises(UserError, match=r'dialect="speculators" \(was "specforge"\)'):  # it is written already
+        train_eagle3(replace(whole, resume=True, dialect="speculators"))
 
 
 def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
@@ -94,6 +96,7 @@ def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> N
     )  # fmt: skip
     train_eagle3(run)
     stored = open_head(str(tmp_path / "out"), load_config(str(sure)))
+    assert stored.made_here  # the doctor does not take it for another trainer's
     assert (stored.dialect, stored.reading.taps, stored.reading.intermediate) == ("modelopt", (1, 3), 40)
     assert not stored.reading.tap_norms
     assert not stored.reading.norm_output
