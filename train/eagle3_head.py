@@ -29,7 +29,6 @@ from draft_models.target.stack import LayerStack
 from inference.drafters.eagle3 import Eagle3Source
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
-from outrider.groups import join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.streams import Streams
 from train import run_dir, sharding
@@ -78,8 +77,8 @@ def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrain
     empty = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
     require_said(empty, config.dialect, target)
     limit = context_limit(target)
-    for name in ("seq_len", "decode_tokens"):
-        if getattr(config, name) + (name == "decode_tokens") > limit:
+    for name, most in (("seq_len", limit), ("decode_tokens", limit - 1)):
+        if getattr(config, name) > most:
             raise UserError(f"{name}={getattr(config, name)}: the target's context is {limit} tokens")
     return reading
 
@@ -105,10 +104,8 @@ def _train(
     if config.features is not None:
         made_from = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
         made_from["frozen_dtype"] = str(frozen_dtype(config, state.device))
-        item, dtype = (
-            (config.seq_len, len(reading.taps) + 1, reading.target_hidden),
-            getattr(torch, config.features_dtype),
-        )
+        item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
+        dtype = getattr(torch, config.features_dtype)
         taught = with_states(rows, build, item, Path(config.features), dtype, made_from, state)
     settings = within_minutes(config.minutes, build, taught, config.fit, out_dir, resume=config.resume)
     student = build()
@@ -117,9 +114,7 @@ def _train(
     identity = config.deciding() | {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
     identity["start_model"] = None if stored is None else from_main(state, lambda: model_identity(stored.files))
     best = Best(out_dir / BEST_FOLDER, identity, config)
-    watch = None
-    if join_group(state, 1).is_first:
-        watch = Watch(config, target.config, heldout, student, best)
+    watch = Watch(config, target.config, heldout, student, best) if state.is_main_process else None
     result = fit(
         student,
         taught,

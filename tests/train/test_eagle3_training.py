@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,17 +124,25 @@ def test_from_a_folder_of_features_it_learns_the_same(
     train_eagle3(replace(kept, out_dir=str(tmp_path / "again")))
     assert len(made) == 1  # the evaluation's
     assert same(weights(tmp_path / "again"), weights(tmp_path / "online"))
+    (tmp_path / "features" / STATES_FILE).write_bytes(b"cut")
+    train_eagle3(replace(kept, out_dir=str(tmp_path / "refilled")))
+    assert len(made) > 3
+    assert same(weights(tmp_path / "refilled"), weights(tmp_path / "online"))
     with pytest.raises(UserError, match=r"holds what was made with other settings: dtype='bfloat16' \(was 'float32'\)"):
         train_eagle3(replace(kept, features_dtype="bfloat16", out_dir=str(tmp_path / "other")))
 
 
-def test_features_that_a_dtype_cannot_hold_are_refused(
+def test_features_that_a_disk_or_a_dtype_cannot_hold_are_refused(
     sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = Eagle3Student.states
+    run, states = heading(sure, corpus, tmp_path / "out", features=str(tmp_path / "features")), Eagle3Student.states
+    with monkeypatch.context() as full:
+        full.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(UserError, match=r"and 0\.00 GB are free there"):
+            train_eagle3(run)
     monkeypatch.setattr(Eagle3Student, "states", lambda *own, **given: 1e6 * states(*own, **given))
     with pytest.raises(UserError, match="float16 cannot hold the target's states of rows 0 to 7"):
-        train_eagle3(heading(sure, corpus, tmp_path / "out", features=str(tmp_path / "features")))
+        train_eagle3(run)
     assert not (tmp_path / "features" / MADE_FROM_FILE).exists()
 
 
