@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
 from data_prep.text.rows import Rows, load_rows
+from draft_models.acceptance import tau_of_rounds
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
 from draft_models.eagle3.card import TRAINING_FILE, USE
@@ -41,7 +41,7 @@ from train.export import served_dtype
 from train.fit import fit
 from train.target_states import RowsWithStates, with_states
 from train.time_budget import within_minutes
-from train.watch import WATCHED_DRAFT, MovedNorms, decode_metrics, heldout_prompts
+from train.watch import WATCHED_DRAFT, MovedNorms, batches_of, decode_metrics, heldout_prompts
 
 
 @rehearsable
@@ -200,11 +200,7 @@ class Watch:
         self.best, self.new_tokens = best, config.decode_tokens
         self.steps = max(config.draft_steps, WATCHED_DRAFT)
         self.norms = MovedNorms(student, served_dtype(target))
-        size = config.eval_batch_rows
-        self.batches = [
-            default_collate([heldout[i] for i in range(start, min(start + size, len(heldout)))])
-            for start in range(0, len(heldout), size)
-        ]
+        self.batches = batches_of(heldout, config.eval_batch_rows)
         self.prompts = heldout_prompts(heldout, config.decode_prompts, context_limit(target) - config.decode_tokens)
 
     def __call__(self, student: torch.nn.Module, step: int) -> dict[str, float]:
@@ -226,20 +222,19 @@ def judge_steps(student: Eagle3Student, batches: Sequence[dict[str, Tensor]], st
         if count:
             metrics[f"loss_{i + 1}"] = sum(float(one.loss[i]) for one in found) / count
             metrics[f"agree_{i + 1}"] = sum(int(one.right[i]) for one in found) / count
-    rounds = torch.cat([tau_of_rounds(one.accepted) for one in found])
+    rounds = torch.cat([tau_of_rounds(drafts_of(one.accepted)) for one in found])
     return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
 
 
-def tau_of_rounds(accepted: Tensor) -> Tensor:
-    """1 + Σ_k Π_{i≤k} α_i of every draft of `WATCHED_DRAFT` tokens on the text, [drafts].
+def drafts_of(accepted: Tensor) -> Tensor:
+    """α of every draft of `WATCHED_DRAFT` tokens on the text, [B, places, WATCHED_DRAFT], NaN where there is none.
 
-    accepted [B, T, S]: α by label's position and step, NaN where there is none. Step i of the draft that begins after
-    place t has the label of position t + 1 + i. A draft counts that has every α.
+    accepted [B, T, S]: α by label's position and step. Step i of the draft that begins after place t has the label of
+    position t + 1 + i.
     """
-    count = accepted.shape[1] - WATCHED_DRAFT
-    by_step = [accepted[:, step + 1 : step + 1 + max(0, count), step] for step in range(WATCHED_DRAFT)]
-    drafts = torch.stack(by_step, -1)
-    return 1 + drafts[~drafts.isnan().any(-1)].cumprod(-1).sum(-1)
+    count = max(0, accepted.shape[1] - WATCHED_DRAFT)
+    by_step = [accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)]
+    return torch.stack(by_step, -1)
 
 
 def decode_student(student: Eagle3Student, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
