@@ -83,5 +83,10 @@ def analytic_tau(accepted: Tensor, documents: Tensor, length: int) -> Tensor:
     if accepted.shape[1] < length:
         return accepted.new_empty(0)
     windows, owners = accepted.unfold(1, length, 1), documents.unfold(1, length, 1)
-    whole = ~windows.isnan().any(-1) & (owners[..., 0] == owners[..., -1])
-    return 1 + windows[whole].cumprod(-1).sum(-1)
+    return tau_of_rounds(windows[owners[..., 0] == owners[..., -1]])
+
+
+def tau_of_rounds(accepted: Tensor) -> Tensor:
+    """1 + Σ_k Π_{i≤k} α_i of every row of accepted [..., length] without a NaN: the tokens to expect of it, [rows]."""
+    known = accepted[~accepted.isnan().any(-1)]
+    return 1 + known.cumprod(-1).sum(-1)

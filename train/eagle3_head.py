@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
 from data_prep.text.rows import Rows, load_rows
+from draft_models.acceptance import tau_of_rounds
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
 from draft_models.eagle3.card import TRAINING_FILE, USE
@@ -29,10 +29,9 @@ from draft_models.target.stack import LayerStack
 from inference.drafters.eagle3 import Eagle3Source
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
-from outrider.groups import join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.streams import Streams
-from train import run_dir
+from train import run_dir, sharding
 from train.best import BEST_FOLDER, Best
 from train.draft_tokens import pick_tokens
 from train.eagle3_plan import describe_plan
@@ -42,7 +41,7 @@ from train.export import served_dtype
 from train.fit import fit
 from train.target_states import RowsWithStates, with_states
 from train.time_budget import within_minutes
-from train.watch import WATCHED_DRAFT, MovedNorms, decode_metrics, heldout_prompts
+from train.watch import WATCHED_DRAFT, MovedNorms, batches_of, decode_metrics, heldout_prompts
 
 
 @rehearsable
@@ -78,8 +77,8 @@ def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrain
     empty = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
     require_said(empty, config.dialect, target)
     limit = context_limit(target)
-    for name in ("seq_len", "decode_tokens"):
-        if getattr(config, name) + (name == "decode_tokens") > limit:
+    for name, most in (("seq_len", limit), ("decode_tokens", limit - 1)):
+        if getattr(config, name) > most:
             raise UserError(f"{name}={getattr(config, name)}: the target's context is {limit} tokens")
     return reading
 
@@ -105,10 +104,8 @@ def _train(
     if config.features is not None:
         made_from = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
         made_from["frozen_dtype"] = str(frozen_dtype(config, state.device))
-        item, dtype = (
-            (config.seq_len, len(reading.taps) + 1, reading.target_hidden),
-            getattr(torch, config.features_dtype),
-        )
+        item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
+        dtype = getattr(torch, config.features_dtype)
         taught = with_states(rows, build, item, Path(config.features), dtype, made_from, state)
     settings = within_minutes(config.minutes, build, taught, config.fit, out_dir, resume=config.resume)
     student = build()
@@ -117,9 +114,7 @@ def _train(
     identity = config.deciding() | {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
     identity["start_model"] = None if stored is None else from_main(state, lambda: model_identity(stored.files))
     best = Best(out_dir / BEST_FOLDER, identity, config)
-    watch = None
-    if join_group(state, 1).is_first:
-        watch = Watch(config, target.config, heldout, student, best)
+    watch = Watch(config, target.config, heldout, student, best) if state.is_main_process else None
     result = fit(
         student,
         taught,
@@ -130,6 +125,7 @@ def _train(
         settings=config,
         evaluate=watch or (lambda *_: {}),
     )
+    sharding.make_whole(student.head, frozen=True)  # what is frozen of it is saved as well
     if state.is_main_process and result.was_finished and (out_dir / TRAINING_FILE).exists():  # the card may have more
         print(f"{out_dir}: finished already", flush=True)
     elif state.is_main_process:
@@ -204,11 +200,7 @@ class Watch:
         self.best, self.new_tokens = best, config.decode_tokens
         self.steps = max(config.draft_steps, WATCHED_DRAFT)
         self.norms = MovedNorms(student, served_dtype(target))
-        size = config.eval_batch_rows
-        self.batches = [
-            default_collate([heldout[i] for i in range(start, min(start + size, len(heldout)))])
-            for start in range(0, len(heldout), size)
-        ]
+        self.batches = batches_of(heldout, config.eval_batch_rows)
         self.prompts = heldout_prompts(heldout, config.decode_prompts, context_limit(target) - config.decode_tokens)
 
     def __call__(self, student: torch.nn.Module, step: int) -> dict[str, float]:
@@ -230,20 +222,19 @@ def judge_steps(student: Eagle3Student, batches: Sequence[dict[str, Tensor]], st
         if count:
             metrics[f"loss_{i + 1}"] = sum(float(one.loss[i]) for one in found) / count
             metrics[f"agree_{i + 1}"] = sum(int(one.right[i]) for one in found) / count
-    rounds = torch.cat([tau_of_rounds(one.accepted) for one in found])
+    rounds = torch.cat([tau_of_rounds(drafts_of(one.accepted)) for one in found])
     return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
 
 
-def tau_of_rounds(accepted: Tensor) -> Tensor:
-    """1 + Σ_k Π_{i≤k} α_i of every draft of `WATCHED_DRAFT` tokens on the text, [drafts].
+def drafts_of(accepted: Tensor) -> Tensor:
+    """α of every draft of `WATCHED_DRAFT` tokens on the text, [B, places, WATCHED_DRAFT], NaN where there is none.
 
-    accepted [B, T, S]: α by label's position and step, NaN where there is none. Step i of the draft that begins after
-    place t has the label of position t + 1 + i. A draft counts that has every α.
+    accepted [B, T, S]: α by label's position and step. Step i of the draft that begins after place t has the label of
+    position t + 1 + i.
     """
-    count = accepted.shape[1] - WATCHED_DRAFT
-    by_step = [accepted[:, step + 1 : step + 1 + max(0, count), step] for step in range(WATCHED_DRAFT)]
-    drafts = torch.stack(by_step, -1)
-    return 1 + drafts[~drafts.isnan().any(-1)].cumprod(-1).sum(-1)
+    count = max(0, accepted.shape[1] - WATCHED_DRAFT)
+    by_step = [accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)]
+    return torch.stack(by_step, -1)
 
 
 def decode_student(student: Eagle3Student, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:

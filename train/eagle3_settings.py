@@ -43,7 +43,7 @@ class Eagle3Config(TargetConfig):
     # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     # whose names and words config.json and the tensors have: SpecForge's heads have three taps
-    dialect: Dialect = free("specforge")
+    dialect: Dialect = "specforge"
     # a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
     # null: it runs along
     features: str | None = None

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from torch.utils.data import default_collate
 from transformers import PreTrainedConfig
 
 from data_prep.text.rows import Rows
@@ -43,6 +42,7 @@ from train.top_k_rows import TopKRows, load_taught_rows
 from train.watch import (
     MovedNorms,
     agreement,
+    batches_of,
     decode_metrics,
     expected_tau,
     heldout_prompts,
@@ -219,11 +219,7 @@ class Watch:
         active = group.is_first and (group.leads or splits_target)
         self.config, self.best, self.active, self.group = config, best, active, group
         self.norms = MovedNorms(student, served_dtype(target.config))
-        size = config.eval_batch_rows
-        starts = range(0, len(heldout), size) if active else ()
-        self.batches = [
-            default_collate([heldout[i] for i in range(start, min(start + size, len(heldout)))]) for start in starts
-        ]
+        self.batches = batches_of(heldout, config.eval_batch_rows) if active else []
         room = context_limit(target.config) - config.decode_tokens
         self.prompts = heldout_prompts(heldout, config.decode_prompts, room)
         device = student.stack.device

@@ -38,7 +38,7 @@ def _export(config: ExportHeadConfig, out_dir: Path) -> None:
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     reading = stored.reading
     head = make_head(reading, stored.tensors(dtype), config.head)
-    save_head(out_dir, head, config.dialect, target, config.target)
+    save_head(out_dir, head, config.dialect, target, config.target, made_here=stored.made_here)
     facts: dict[str, Any] = {
         "head": config.head,
         "written by": stored.dialect,

@@ -10,7 +10,6 @@ import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.utils.data import default_collate
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -55,6 +54,7 @@ from train.top_k_rows import load_taught_rows
 from train.watch import (
     MovedNorms,
     agreement,
+    batches_of,
     decode_metrics,
     expected_tau,
     heldout_prompts,
@@ -262,7 +262,7 @@ class Watch:
     ):
         self.stack, self.prompts, self.new_tokens, self.best = stack, prompts, new_tokens, best
         self.norms = MovedNorms(student, saved_dtype)
-        self.batches = [default_collate([heldout[i]]) for i in range(len(heldout))]
+        self.batches = batches_of(heldout, 1)
         self.choices, self.laws = list[Tensor](), list[Law]()  # the target's argmax and its law, where supervised
         for batch in self.batches:
             hidden = supervised_hidden(stack, batch)

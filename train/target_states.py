@@ -7,6 +7,7 @@ Every process of a launcher writes its share of the rows into one file, so the f
 """
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,16 +62,19 @@ def with_states(
 
     build: makes the student whose target that is. item: (T, k + 1, H_t). made_from: JSON-able, what decides the states.
     What they take is said before the first one is made. All processes call this. Raises `UserError` where the folder
-    holds others, where it cannot be written, and where `dtype` cannot hold them.
+    holds others, where it cannot be written or has no room for them, and where `dtype` cannot hold them.
     """
     require_writable(folder)
     shape = (len(rows), *item)
     identity = {**made_from, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
+    size = math.prod(shape) * dtype.itemsize
     with only_run_of(state, folder, "states of a target"):
-        there = from_main(state, lambda: _is_there(folder, identity))
-        if not there and state.is_main_process:
-            size = math.prod(shape) * dtype.itemsize / 1e9
-            print(f"features={folder} rows={shape[0]} dtype={identity['dtype']} gigabytes={size:.2f}", flush=True)
+        there = from_main(state, lambda: _is_there(folder, identity, size))
+        if not there:
+            if state.is_main_process:
+                said = f"rows={shape[0]} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}"
+                print(f"features={folder} {said}", flush=True)
+            from_main(state, lambda: _make_room(folder, size))
         states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
         if not there:
             _fill(states, rows, build(), folder, state)
@@ -79,9 +83,9 @@ def with_states(
     return RowsWithStates(rows, states)
 
 
-def _is_there(folder: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether the states are complete. Raises `UserError` where they are others."""
-    file = folder / MADE_FROM_FILE
+def _is_there(folder: Path, identity: Mapping[str, Any], size: int) -> bool:
+    """Whether the states are complete, all of their `size` bytes. Raises `UserError` where they are others."""
+    file, states = folder / MADE_FROM_FILE, folder / STATES_FILE
     if not file.exists():
         return False
     found = changes(read_json(file, "record of a target's states", "remove its folder"), identity)
@@ -90,7 +94,19 @@ def _is_there(folder: Path, identity: Mapping[str, Any]) -> bool:
         raise UserError(
             f"features={folder}: holds what was made with other settings: {listed(wrong)}; give another folder"
         )
-    return True
+    return states.exists() and states.stat().st_size == size
+
+
+def _make_room(folder: Path, size: int) -> None:
+    """Remove what is incomplete. Raises `UserError` without room: a full disk kills who writes to a mapped file."""
+    for name in (MADE_FROM_FILE, STATES_FILE):
+        (folder / name).unlink(missing_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise UserError(
+            f"features={folder}: the target's states take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; "
+            "free space, choose another folder, or leave it at null"
+        )
 
 
 def _fill(states: Tensor, rows: Rows, student: Eagle3Student, folder: Path, state: PartialState) -> None:

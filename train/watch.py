@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from data_prep.text.rows import Rows
 from draft_models.acceptance import Law, analytic_tau, judge, placed, whole_law
@@ -64,6 +65,12 @@ class MovedNorms:
     def _norms(self, model: nn.Module) -> dict[str, Tensor]:
         trained = trained_parameters(model).items()
         return {name: p.detach().to(self.dtype) for name, p in trained if p.ndim == 1 and "norm" in name}
+
+
+def batches_of(rows: Rows | TopKRows, size: int) -> list[dict[str, Tensor]]:
+    """All of `rows`, `size` at a time and the rest of them last."""
+    numbers = range(len(rows))
+    return [default_collate([rows[i] for i in numbers[start : start + size]]) for start in numbers[::size]]
 
 
 def heldout_prompts(rows: Rows | TopKRows, count: int, longest: int) -> list[list[int]]:

@@ -2,8 +2,7 @@
 
 TRAINING_FILE = "eagle3.json"  # what a training here leaves beside the weights, last
 
-USE = """An EAGLE-3 head: a decoder layer on hidden states of the target. It shares the target's embedding, and belongs
-to that target alone.
+USE = """An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone.
 
 Outrider:
 

@@ -31,7 +31,7 @@ from outrider.files import read_json
 from outrider.settings import listed
 
 D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
-MADE_WITH = "made_with"  # what config.json says of a head that was written here
+MADE_WITH = "made_with"  # what config.json says of a head that was trained here
 AS_DECLARED = ReadingChanges()
 
 
@@ -58,7 +58,7 @@ class StoredHead:
 
     @property
     def made_here(self) -> bool:
-        """Whether this toolkit wrote it, whose config is its reading."""
+        """Whether this toolkit trained it, and so by the reading that its config declares."""
         return str(self.config.get(MADE_WITH, "")).startswith("outrider")
 
 

@@ -49,18 +49,26 @@ _ARCHITECTURES: dict[Dialect, str] = {
 
 
 def save_head(
-    path: Path, head: Eagle3, dialect: Dialect, target: PreTrainedConfig, target_name: str, drafted: int = 7
+    path: Path,
+    head: Eagle3,
+    dialect: Dialect,
+    target: PreTrainedConfig,
+    target_name: str,
+    drafted: int = 7,
+    *,
+    made_here: bool = True,
 ) -> None:
     """Write `head` to directory `path` in `dialect`, as it is loaded again: config.json and model.safetensors.
 
-    target, target_name: what it was trained for. drafted: tokens a round that a server may begin with. Raises
-    `UserError` naming what the dialect cannot say of this head.
+    target, target_name: what it was trained for. drafted: tokens a round that a server may begin with. made_here: False
+    of another trainer's head, whose reading may still be wrong. Raises `UserError` naming what the dialect cannot say.
     """
     require_said(head, dialect, target)
     tensors = {their_name(name, dialect): tensor for name, tensor in _tensors(head, dialect).items()}
     config = _config(head.reading, dialect, target, target_name, drafted)
     config["dtype"] = config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
-    config[MADE_WITH] = f"outrider {package_version()}"
+    if made_here:
+        config[MADE_WITH] = f"outrider {package_version()}"
     require_writable(path)
     write_atomically(path / SAFETENSORS.single, save(tensors, metadata={"format": "pt"}))
     write_json(path / CONFIG_FILE, config)

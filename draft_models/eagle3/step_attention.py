@@ -6,12 +6,11 @@ i, and its own place's entries of steps 1 to t.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from draft_models.target.attention import Band, grouped_attention
 
@@ -61,11 +60,9 @@ def join(
     if mask is None:
         length = query.shape[2]
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
-    query, key, value = _widened(query, *first, scores.logsumexp(-1) / scaling)
-    if isinstance(mask, Band):
-        out = _by_blocks(module, query, key, value, mask, scaling)
-    else:
-        out = _attend(module, mask, scaling, query, key, value)
+    seen = replace(mask, front=1) if isinstance(mask, Band) else F.pad(mask, (1, 0), value=True)
+    wide = _widened(query, *first, scores.logsumexp(-1) / scaling)
+    out, _ = grouped_attention(module, *wide, seen, scaling=scaling)
     found, share = out[..., :-EXTRA], out[..., -EXTRA, None]
     return found + share * mean.transpose(1, 2).to(out.dtype)
 
@@ -98,33 +95,3 @@ def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[
         return torch.cat([row.expand(*part.shape[:2], 1, wide), padded], 2)
 
     return query, with_front(key, front), with_front(value, ahead)
-
-
-def _attend(module: nn.Module, mask: Tensor, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """mask [B or 1, 1, Q, K] of all keys but the one in front, which every query sees."""
-    return grouped_attention(module, query, key, value, F.pad(mask, (1, 0), value=True), scaling=scaling)[0]
-
-
-def _by_blocks(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, band: Band, scaling: float) -> Tensor:
-    """The same under a `Band`, a block of queries after the other, whose mask is made again in the backward pass."""
-    length, parts = query.shape[2], []
-    for begin, start in zip(range(0, length, band.BLOCK), band.starts, strict=True):
-        end = min(begin + band.BLOCK, length)
-        keys, values = (torch.cat([part[:, :, :1], part[:, :, start + 1 : end + 1]], 2) for part in (key, value))
-        attend = partial(_attend_block, module, band, (begin, end, start), scaling)
-        if torch.is_grad_enabled() and query.requires_grad:
-            attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
-        parts.append(attend(query[:, :, begin:end], keys, values))
-    return torch.cat(parts, dim=1)
-
-
-def _attend_block(
-    module: nn.Module,
-    band: Band,
-    place: tuple[int, int, int],
-    scaling: float,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> Tensor:
-    return _attend(module, band.block(*place), scaling, query, key, value)

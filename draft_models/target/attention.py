@@ -30,11 +30,13 @@ class Band:
     """A causal mask that is never made as a whole: query i of row b sees keys first[b, i] to i and no others.
 
     first: int64 [B or 1, T], ascending. starts: for every block of `BLOCK` queries the first key that any row's see.
+    front: so many keys more, ahead of all these, which every query sees.
     """
 
     BLOCK: ClassVar[int] = 512  # queries whose mask is made at a time; a text that is no longer has its mask made whole
     first: Tensor
     starts: tuple[int, ...]
+    front: int = 0
 
     @classmethod
     def packed(cls, documents: Tensor, window: int | None = None) -> "Band":
@@ -53,10 +55,15 @@ class Band:
         return cls((places - (window - 1)).clamp(min=0)[None], starts)
 
     def block(self, begin: int, end: int, start: int) -> Tensor:
-        """bool [B or 1, 1, end − begin, end − start]: which of keys start … end − 1 queries begin … end − 1 see."""
+        """bool [B or 1, 1, end − begin, front + end − start]: what of `part` queries begin … end − 1 see."""
         keys = torch.arange(start, end, device=self.first.device)
         seen = keys >= self.first[:, begin:end, None]
-        return (seen & (keys <= keys[begin - start :, None]))[:, None]
+        return F.pad((seen & (keys <= keys[begin - start :, None]))[:, None], (self.front, 0), value=True)
+
+    def part(self, keys: Tensor, start: int, end: int) -> Tensor:
+        """Of keys or values [B, Hk, front + T, D] those in front and start … end − 1."""
+        own = keys[:, :, self.front + start : self.front + end]
+        return own if not self.front else torch.cat([keys[:, :, : self.front], own], 2)
 
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
@@ -107,7 +114,7 @@ def grouped_attention(
     """Scaled dot-product attention, called by transformers' attention modules.
 
     query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend,
-    the same additive, a `Band` where Q = K, None. Returns ([B, Q, H, D], None).
+    the same additive, a `Band` where Q = K but for its front, None. Returns ([B, Q, H, D], None).
 
     softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of a sink, which takes its
     part of the weight and has no value (gpt-oss).
@@ -163,7 +170,7 @@ def _by_blocks(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, ban
     for begin, start in zip(range(0, length, band.BLOCK), band.starts, strict=True):
         end = min(begin + band.BLOCK, length)
         attend = partial(_attend_block, module, band, (begin, end, start), options)
-        given = (query[:, :, begin:end], key[:, :, start:end], value[:, :, start:end])
+        given = (query[:, :, begin:end], band.part(key, start, end), band.part(value, start, end))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
         parts.append(attend(*given))

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import train.eagle3_student as module
+from draft_models.acceptance import tau_of_rounds
 from draft_models.eagle3 import step_attention
 from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
@@ -20,7 +21,7 @@ from draft_models.target.attention import Band
 from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
-from train.eagle3_head import tau_of_rounds
+from train.eagle3_head import drafts_of
 from train.eagle3_plan import kept_bytes
 from train.eagle3_student import Eagle3Student
 
@@ -291,5 +292,5 @@ def test_the_analytic_tau_is_of_drafts_that_begin_at_one_place() -> None:
         accepted[0, 2 + step, step] = 0.5 + 0.1 * step
     accepted[0, 1, 0] = 0.9  # the beginning of one that has no second token
     wanted = 1 + 0.5 + 0.5 * 0.6 + 0.5 * 0.6 * 0.7 + 0.5 * 0.6 * 0.7 * 0.8
-    assert tau_of_rounds(accepted).tolist() == [pytest.approx(wanted)]
-    assert len(tau_of_rounds(accepted[:, :4])) == 0
+    assert tau_of_rounds(drafts_of(accepted)).tolist() == [pytest.approx(wanted)]
+    assert len(tau_of_rounds(drafts_of(accepted[:, :4]))) == 0

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,8 @@ def test_an_interrupted_run_ends_with_the_same_bits(
     assert capsys.readouterr().out.endswith(f"{tmp_path / 'whole'}: finished already\n")
     with pytest.raises(UserError, match=r"step_decay=0\.5 \(was 0\.8\)"):
         train_eagle3(replace(cut, resume=True, step_decay=0.5))
+    with pytest.raises(UserError, match=r'dialect="speculators" \(was "specforge"\)'):  # it is written already
+        train_eagle3(replace(whole, resume=True, dialect="speculators"))
 
 
 def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
@@ -94,6 +97,7 @@ def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> N
     )  # fmt: skip
     train_eagle3(run)
     stored = open_head(str(tmp_path / "out"), load_config(str(sure)))
+    assert stored.made_here  # the doctor does not take it for another trainer's
     assert (stored.dialect, stored.reading.taps, stored.reading.intermediate) == ("modelopt", (1, 3), 40)
     assert not stored.reading.tap_norms
     assert not stored.reading.norm_output
@@ -120,17 +124,25 @@ def test_from_a_folder_of_features_it_learns_the_same(
     train_eagle3(replace(kept, out_dir=str(tmp_path / "again")))
     assert len(made) == 1  # the evaluation's
     assert same(weights(tmp_path / "again"), weights(tmp_path / "online"))
+    (tmp_path / "features" / STATES_FILE).write_bytes(b"cut")
+    train_eagle3(replace(kept, out_dir=str(tmp_path / "refilled")))
+    assert len(made) > 3
+    assert same(weights(tmp_path / "refilled"), weights(tmp_path / "online"))
     with pytest.raises(UserError, match=r"holds what was made with other settings: dtype='bfloat16' \(was 'float32'\)"):
         train_eagle3(replace(kept, features_dtype="bfloat16", out_dir=str(tmp_path / "other")))
 
 
-def test_features_that_a_dtype_cannot_hold_are_refused(
+def test_features_that_a_disk_or_a_dtype_cannot_hold_are_refused(
     sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = Eagle3Student.states
+    run, states = heading(sure, corpus, tmp_path / "out", features=str(tmp_path / "features")), Eagle3Student.states
+    with monkeypatch.context() as full:
+        full.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(UserError, match=r"and 0\.00 GB are free there"):
+            train_eagle3(run)
     monkeypatch.setattr(Eagle3Student, "states", lambda *own, **given: 1e6 * states(*own, **given))
     with pytest.raises(UserError, match="float16 cannot hold the target's states of rows 0 to 7"):
-        train_eagle3(heading(sure, corpus, tmp_path / "out", features=str(tmp_path / "features")))
+        train_eagle3(run)
     assert not (tmp_path / "features" / MADE_FROM_FILE).exists()
 
 

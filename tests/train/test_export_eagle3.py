@@ -26,6 +26,8 @@ def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:
     first, middle, last = (open_head(str(place), config) for place in (where, tmp_path / "there", tmp_path / "back"))
     assert [each.dialect for each in (first, middle, last)] == ["specforge", "speculators", "specforge"]
     assert first.reading == middle.reading == last.reading
+    assert first.made_here
+    assert last.made_here
     before, after = first.tensors(), last.tensors()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -61,3 +63,4 @@ def test_maps_of_the_vocabulary_are_written_where_readers_ask_for_them(tmp_path:
         out_dir = tmp_path / dialect
         export_head(replace(given, dialect=dialect, out_dir=str(out_dir)))
         assert load_file(out_dir / "model.safetensors").keys() & {"d2t", "t2d"} == maps
+        assert not open_head(str(out_dir), WIDE_TARGET).made_here  # a doctor has still to see it

@@ -106,6 +106,7 @@ def test_processes_that_share_equal_one(
         check_adapters(tmp_path / "adapters", tmp_path / "adapters-alone", target)
         check_early_exit(tmp_path / "early_exit", tmp_path / "early_exit-alone")
         check_steps(tmp_path / "steps", tmp_path / "steps-alone")
+        check_frozen(tmp_path / "frozen", tmp_path / "frozen-alone")
 
 
 def check_tiny(together: Path, alone: Path) -> None:
@@ -143,7 +144,10 @@ def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, 
     train_early_exit(exits)
     steps = heading(target, corpus, folder / "steps-alone", fit=replace(FIT, lr=2e-2, eval_every=2, log_every=1))
     train_eagle3(steps)
+    frozen = replace(steps, train_head=False, fit=replace(FIT, steps=2), out_dir=str(folder / "frozen-alone"))
+    train_eagle3(frozen)
     return {
+        "frozen": ["train.eagle3", *options_of(replace(frozen, out_dir=str(folder / "frozen")))],
         "steps": ["train.eagle3", *options_of(replace(steps, out_dir=str(folder / "steps")))],
         "adapters": ["train.finetune_drafter", *options_of(replace(adapters, out_dir=str(folder / "adapters")))],
         "early_exit": ["train.eesd", *options_of(replace(exits, out_dir=str(folder / "early_exit")))],
@@ -175,6 +179,13 @@ def check_steps(together: Path, alone: Path) -> None:
         assert curve(together, name) == curve(alone, name)
     assert curve(together, "loss") == pytest.approx(curve(alone, "loss"), rel=1e-4)
     one, other = (load_file(folder / "model.safetensors") for folder in (alone, together))
+    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
+
+
+def check_frozen(together: Path, alone: Path) -> None:
+    """A head's matrix that is not trained is shared out too, and saved with it."""
+    one, other = (load_file(folder / "model.safetensors") for folder in (alone, together))
+    assert torch.equal(other["lm_head.weight"], one["lm_head.weight"])
     torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
 
 
