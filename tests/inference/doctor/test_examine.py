@@ -22,8 +22,8 @@ from inference.doctor.examine import examine, find_patients
 from inference.doctor.table import coloured, table
 from inference.doctor.training_data import training_facts
 from inference.drafters.small_lm import SmallLMMaker
+from inference.evaluate.bench import render
 from inference.evaluate.command import evaluate
-from inference.evaluate.compare import render
 from inference.evaluate.subject import Models, find_subject, load_drafters, load_models
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig
 from outrider.errors import UserError
