@@ -36,7 +36,7 @@ from draft_models.checkpoint import from_pretrained, provenance
 from draft_models.target.model_files import load_causal_lm
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Arm
-from inference.evaluate.compare import JUDGED
+from inference.evaluate.bench import JUDGED
 from inference.evaluate.drafter_facts import trained_seconds
 from inference.evaluate.prompt_results import read_results
 from inference.evaluate.report import describe_machine

@@ -44,7 +44,7 @@ from draft_models.ngrams.table_files import TABLE_FILE
 from draft_models.small_lm import TRAINING_FILE
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
-from inference.evaluate.compare import JUDGED
+from inference.evaluate.bench import JUDGED
 from inference.evaluate.report import describe_machine
 from inference.evaluate.speed import speedup
 from inference.evaluate.statistics import acceptance_by_position

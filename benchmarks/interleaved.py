@@ -21,7 +21,7 @@ from conf import build, explain, register
 from conf.options import compose_defaults
 from data_prep.text.prompts import Prompt, read_prompts
 from inference.evaluate.arms import Arm, PromptResult, measure, measure_deviations, prepare
-from inference.evaluate.compare import (
+from inference.evaluate.bench import (
     WARM_UP_TOKENS,
     Bench,
     Prepared,

@@ -313,6 +313,10 @@ class EvaluateConfig(RehearsedConfig):
             require((getattr(self, key) is not None) == replayed, key, getattr(self, key), expected)
         blind = all(KINDS[source].sees_tokens_only for source in sources)
         require(not replayed or blind, "target", self.target, "a model: a recording has no hidden states or logits")
+        for kind in KINDS.values():
+            key, where = (kind.option if self._given(kind) else "checkpoint"), self.where(kind)
+            unread = replayed and not kind.sees_tokens_only and where is not None
+            require(not unread, str(key), where, "null for target=replay: no model runs")
         for key, setting, expected in (
             ("sampling.temperature", self.sampling.temperature, "0 for target=replay: recordings are greedy"),
             ("sampling.repetition_penalty", self.sampling.repetition_penalty, "null for target=replay: no logits"),

@@ -21,7 +21,7 @@ from draft_models.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
 from draft_models.settings import EARLY_EXIT, TABLE, TARGET
 from draft_models.target.open_target import load_tokenizer, open_target
-from inference.evaluate import compare
+from inference.evaluate import bench
 from inference.evaluate.prompt_results import append_result, begin_run, open_run, read_results
 from inference.evaluate.subject import (
     find_subject,
@@ -64,8 +64,8 @@ def evaluate_shortly(config: EvaluateConfig) -> None:
     subject = find_subject(config)
     ids = render_prompt(["to be or not to be"], subject.tokenizer)
     drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
-    prepared = compare.Prepared(config.methods, {})
-    compare.make_bench(config, subject, load_models(config, subject, drafters), prepared, ids, 1)
+    prepared = bench.Prepared(config.methods, {})
+    bench.make_bench(config, subject, load_models(config, subject, drafters), prepared, ids, 1)
 
 
 # ----------------------------------------------------------------------------------------------- models
@@ -154,11 +154,11 @@ def test_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_results_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begin_run(tmp_path, {"seed": 0, "methods": {"m": 1}}, asdict(compare.Prepared({"m": MethodConfig()}, {})))
+    begin_run(tmp_path, {"seed": 0, "methods": {"m": 1}}, asdict(bench.Prepared({"m": MethodConfig()}, {})))
     append_result(tmp_path, 0, measured(0))
 
     def read() -> None:
-        construct(compare.Prepared, open_run(tmp_path, {"seed": 0, "methods": {"m": 1}}, resume=True))
+        construct(bench.Prepared, open_run(tmp_path, {"seed": 0, "methods": {"m": 1}}, resume=True))
         assert set(read_results(tmp_path)) <= {0}
 
     require_named(tmp_path / "run.json", read, capsys, 100)

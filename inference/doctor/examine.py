@@ -13,6 +13,7 @@ from inference.doctor.recording import Recording, answer_of, record
 from inference.doctor.scores import Scores, is_apart, is_better, join, relabelled, score
 from inference.doctor.training_data import UNSEEN, training_facts
 from inference.drafters.registry import KINDS
+from inference.evaluate.drafter_facts import coverage
 from inference.evaluate.subject import Models, Subject
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
@@ -54,20 +55,22 @@ def examine(
     patients = find_patients(config, subject, models)
     if not patients:
         return {}
-    boundaries = sorted({one for patient in patients.values() for one in patient.boundaries})
-    texts = Texts(config, subject, models, tuple(boundaries), min(ANSWER, config.max_new_tokens))
+    texts = Texts(config, subject, models, boundaries_of(patients), min(ANSWER, config.max_new_tokens))
     wanted = -(-(MANY if config.doctor else FEW) // texts.new)
     count = min(wanted, len(prompts))
     chosen = [number * len(prompts) // count for number in range(count)]
     asked = [(rendered[number], prompts[number].category) for number in chosen]
     scores, said = judge(texts.recorded(asked), patients)
     findings = {name: compare(patient, scores[name]) for name, patient in patients.items()}
+    template = config.template if any(prompt.chat for prompt in prompts) else None
     for name, patient in patients.items():
-        facts = [*patient.facts, *training_facts(patient.data, subject.tokenizer, config.template), UNSEEN]
+        facts = [*patient.facts, *training_facts(patient.data, subject.tokenizer, template), UNSEEN]
         findings[name]["facts"] = [fact._asdict() for fact in facts]
-        findings[name]["coverage"] = coverage(patient, said)
+        known = patient.known_tokens
+        findings[name]["coverage"] = None if known is None else coverage(known, said)
     if config.doctor:
         only = {name: replace(patient, others=()) for name, patient in patients.items()}
+        texts = replace(texts, boundaries=boundaries_of(only))
         chat = [prompts[number] for number in chosen if prompts[number].chat][:TEMPLATED]
         _add_templates(findings, texts, only, chat)
         _add_lengths(findings, texts, only, [ids for ids, _ in asked])
@@ -85,6 +88,11 @@ def find_patients(config: EvaluateConfig, subject: Subject, models: Models) -> d
         if patient is not None:
             found[name] = patient
     return found
+
+
+def boundaries_of(patients: Mapping[str, Patient]) -> tuple[int, ...]:
+    """Those of the target at which any way of any of them needs hidden states."""
+    return tuple(sorted({one for patient in patients.values() for one in patient.boundaries}))
 
 
 def judge(
@@ -139,18 +147,6 @@ def _other_names(scores: Scores) -> float | None:
     return other.agreement if wins and other.agreement > max(2 * first.agreement, blind + 0.2, 0.4) else None
 
 
-def coverage(patient: Patient, said: Sequence[tuple[str, list[int]]]) -> dict[str, float] | None:
-    """The share of the target's tokens that the drafter knows, in all and by category; None where it knows all."""
-    if patient.known_tokens is None:
-        return None
-    known, counts, inside = set(patient.known_tokens), Counter[str](), Counter[str]()
-    for category, tokens in said:
-        for name in ("all", category):
-            counts[name] += len(tokens)
-            inside[name] += sum(token in known for token in tokens)
-    return {name: inside[name] / count for name, count in counts.items() if count}
-
-
 def _add_templates(
     findings: Mapping[str, Findings], texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]
 ) -> None:
@@ -174,8 +170,8 @@ def renderings(texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Pro
         "as evaluated": [([question], tokenizer, template) for question in asked],
         "with a system prompt": [([_system(SYSTEM), question], tokenizer, template) for question in asked],
         "with an empty system prompt": [([_system(""), question], tokenizer, template) for question in asked],
-        "as bare text": [([question], tokenizer, "none") for question in asked],
-        "in Vicuna's format": [([question], tokenizer, "vicuna") for question in asked],
+        "as bare text (template=none)": [([question], tokenizer, "none") for question in asked],
+        "in Vicuna's format (template=vicuna)": [([question], tokenizer, "vicuna") for question in asked],
     }
     for name, patient in patients.items():
         own = patient.tokenizer

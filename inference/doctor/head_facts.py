@@ -1,6 +1,7 @@
 """What shows of an EAGLE-3 head without a pass: its maps, its embedding and head beside the target's, its limits."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,24 +10,30 @@ from draft_models.eagle3.checkpoint import D2T, StoredHead
 from draft_models.eagle3.model import Eagle3
 from draft_models.target.anatomy import context_limit
 from draft_models.target.open_target import OpenTarget
-from inference.doctor.patient import Fact
+from inference.doctor.patient import Fact, numbers
+from inference.doctor.training_data import made_for
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+ROWS = 4096  # of such matrices that are compared at a time, as it is done in float32
 
 
 def facts_of(
     stored: StoredHead,
+    record: Mapping[str, Any],
     head: Eagle3,
     tensors: Mapping[str, Tensor],
     target: OpenTarget,
     embedding: Tensor | None,
     output: Tensor,
 ) -> list[Fact]:
-    """All of them. embedding, output: the target's [V, H_t], the former None where it is not at hand."""
+    """All of them. record: what a training here left of it.
+
+    embedding, output: the target's [V, H_t], the former None where it is not at hand.
+    """
     return [
         Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {stored.dialect}"),
-        *_made_for(stored, target),
-        *_numbers(stored, head),
+        *([made_for(record, target)] if record else _named(stored, target)),
+        numbers(stored.config.get("dtype") or stored.config.get("torch_dtype"), head.dtype),
         *_vocabulary(stored, tensors),
         _likeness("embedding", tensors.get(EMBEDDING), embedding, None),
         _likeness("head", tensors.get(HEAD), output, head.draft_tokens),
@@ -34,18 +41,11 @@ def facts_of(
     ]
 
 
-def _made_for(stored: StoredHead, target: OpenTarget) -> Iterator[Fact]:
+def _named(stored: StoredHead, target: OpenTarget) -> Iterator[Fact]:
     verifier = (stored.config.get("speculators_config") or {}).get("verifier") or {}
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     if name:
         yield Fact("made for", f"{name}; this target: {target.source}. A fine-tuned or quantised one agrees less")
-
-
-def _numbers(stored: StoredHead, head: Eagle3) -> Iterator[Fact]:
-    said = stored.config.get("dtype") or stored.config.get("torch_dtype")
-    run = str(head.dtype).removeprefix("torch.")
-    narrow = run == "float16" and said != "float16"
-    yield Fact("numbers", f"{said or 'of a type not said'}, run in {run}" + ", whose range is smaller" * narrow, narrow)
 
 
 def _vocabulary(stored: StoredHead, tensors: Mapping[str, Tensor]) -> Iterator[Fact]:
@@ -66,8 +66,10 @@ def _likeness(what: str, own: Tensor | None, theirs: Tensor | None, tokens: Tens
     rows = theirs if tokens is None else theirs[tokens]
     if own.shape != rows.shape:
         return Fact(what, "its own, of another width than the target's")
-    same = (own == rows.to(own.dtype)).all(-1).double().mean().item()
-    likeness = torch.cosine_similarity(own.float(), rows.float(), dim=-1).mean().item()
+    pairs = list(zip(own.split(ROWS), rows.split(ROWS), strict=True))
+    same = torch.cat([(ours == other.to(ours.dtype)).all(-1) for ours, other in pairs]).double().mean().item()
+    cosines = [torch.cosine_similarity(ours.float(), other.float(), dim=-1) for ours, other in pairs]
+    likeness = torch.cat(cosines).mean().item()
     return Fact(what, f"its own; {same:.0%} of the rows are the target's, mean cosine {likeness:.2f}")
 
 

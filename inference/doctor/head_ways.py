@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head
 from draft_models.eagle3.model import Eagle3
@@ -17,6 +18,8 @@ from draft_models.target.tensor_parallel import whole_head
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.head_facts import facts_of
 from inference.doctor.patient import Patient, Way
+from inference.doctor.training_data import recorded_settings
+from inference.drafters.registry import read_record
 from outrider.errors import UserError
 
 OLD_THETA = 10000.0  # with which EAGLE trains, whatever its config says
@@ -67,7 +70,7 @@ def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedd
         return head
 
     declared = make(stored.reading)
-    heads, ways, seen = [declared], [], [stored.reading]
+    ways, seen = [], [stored.reading]
     for name, changes, meaning in neighbours(stored.reading, tensors, target):
         try:
             reading = changed(stored.reading, changes, target.config)
@@ -77,15 +80,16 @@ def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedd
         except UserError:  # its tensors allow no such head
             continue
         seen.append(reading)
-        heads.append(head)
-        ways.append(Way(name, partial(draft_by_head, head), str(changes), meaning))
-    ways.append(Way("drafted positions stand still", partial(draft_by_head, declared, still=True), "", _STILL))
+        ways.append(Way(name, partial(draft_by_head, head), str(changes), meaning, reading.taps))
+    taps, still = stored.reading.taps, partial(draft_by_head, declared, still=True)
+    ways.append(Way("drafted positions stand still", still, "", _STILL, taps))
+    record = read_record(stored.source, TRAINING_FILE)
     return Patient(
-        Way("as declared", partial(draft_by_head, declared)),
+        Way("as declared", partial(draft_by_head, declared), boundaries=taps),
         ways,
-        boundaries=tuple(sorted({tap for head in heads for tap in head.reading.taps})),
         known_tokens=None if declared.draft_tokens is None else declared.draft_tokens.tolist(),
-        facts=facts_of(stored, declared, tensors, target, embedding, output),
+        facts=facts_of(stored, record, declared, tensors, target, embedding, output),
+        data=recorded_settings(record).get("data"),
     )
 
 

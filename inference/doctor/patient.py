@@ -1,9 +1,10 @@
 """What of a drafter can be examined: the ways to read it, and what is known of it before anything runs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -19,13 +20,15 @@ class Way:
     """A way to read a drafter.
 
     name: in what it differs from the declared one. option: what a user gives to have it; "": it cannot be had here.
-    meaning: what is wrong with the drafter if it is the better one.
+    meaning: what is wrong with the drafter if it is the better one. boundaries: of the target, at which it needs
+    hidden states.
     """
 
     name: str
     drafting: Drafting
     option: str = ""
     meaning: str = ""
+    boundaries: tuple[int, ...] = ()
 
 
 class Fact(NamedTuple):
@@ -36,19 +39,29 @@ class Fact(NamedTuple):
     suspect: bool = False
 
 
+def numbers(stored: Any, run: torch.dtype) -> Fact:
+    """What its weights are stored as, a dtype or its name (None: that is not said), and what they run in."""
+    said, here = (str(one).removeprefix("torch.") for one in (stored or "a type not said", run))
+    narrow = here == "float16" and said != here
+    return Fact("numbers", f"stored in {said}, run in {here}" + ", whose range is smaller" * narrow, narrow)
+
+
 @dataclass(frozen=True)
 class Patient:
     """A drafter to examine.
 
-    declared: it, read as it says. others: ways that differ in one thing. boundaries: of the target, at which its ways
-    need hidden states. known_tokens: the only ones that it predicts; None: all. data: what its training recorded of
-    its data; None: nothing. tokenizer: its own; None: it has none.
+    declared: it, read as it says. others: ways that differ in one thing. known_tokens: the only ones that it predicts;
+    None: all. data: what its training recorded of its data; None: nothing. tokenizer: its own; None: it has none.
     """
 
     declared: Way
     others: Sequence[Way] = ()
-    boundaries: tuple[int, ...] = ()
     known_tokens: Sequence[int] | None = None
-    facts: Sequence[Fact] = field(default_factory=list)
+    facts: Sequence[Fact] = ()
     data: Any = None
     tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def boundaries(self) -> set[int]:
+        """Of the target, at which its ways need hidden states."""
+        return {one for way in (self.declared, *self.others) for one in way.boundaries}

@@ -14,7 +14,7 @@ from draft_models.acceptance import acceptance
 from inference.doctor.recording import Recording
 
 BLOCK = 8  # neighbouring places count as one observation, as they are alike
-FEWEST = 16  # observations that a verdict needs
+FEWEST = 16  # observations that a verdict needs, or as many places as whole ones have
 FLIPS = 50_000
 DEALS = 5_000
 CHANCE = 1e-3  # probability that any way leads so far by chance, from which on none is called better
@@ -79,11 +79,11 @@ def join(parts: Sequence[Scores]) -> Scores:
 def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
     """How probable a mean lead [places] at least as large is, if it were as likely the other way round in every block.
 
-    The sign-flip test of paired observations (Fisher 1935, §21). 1 where there are too few blocks for a verdict.
+    The sign-flip test of paired observations (Fisher 1935, §21). 1 where there are too few places for a verdict.
     """
     _, place = np.unique(blocks, return_inverse=True)
     sums = np.bincount(place, weights=lead).astype(np.float32)  # of halves and ones, so exact
-    if len(sums) < FEWEST:
+    if len(lead) < FEWEST * BLOCK:
         return 1.0
     as_large = int((_signs(len(sums)) @ sums >= sums.sum()).sum())
     return (1 + as_large) / (1 + FLIPS)

@@ -56,7 +56,7 @@ def _shares(found: Findings) -> Iterator[Line]:
         broken = 1 - min(found["ways"][0]["finite"])
         yield f"  {broken:.1%} of its logits are not finite: its numbers overflow in this dtype", DOUBTFUL
     for name, one in (found.get("templates") or {}).items():
-        said = ": it was trained on such text, give template= accordingly" if one["better"] else ""
+        said = ": it agrees more on such text, as if trained on it" if one["better"] else ""
         yield f"  prompts {name}: {one['agreement']:.1%}{said}", DOUBTFUL if one["better"] else PLAIN
     for length, share in (found.get("lengths") or {}).items():
         yield f"  at {length} tokens: {share:.1%}", PLAIN

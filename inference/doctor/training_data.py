@@ -1,6 +1,6 @@
-"""What a drafter's own record says of the data it was trained on, and what of that data was learned from."""
+"""What a drafter's own record says of its training: for which target, on what data, and what of it was learned from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.settings import DataConfig
 from data_prep.text.chat import encode
 from data_prep.text.sources import read_records
+from draft_models.target.fingerprint import Fingerprint
+from draft_models.target.open_target import OpenTarget
 from inference.doctor.patient import Fact
 from outrider.errors import UserError
 from outrider.settings import construct
@@ -20,15 +22,38 @@ UNSEEN = Fact(
 )
 
 
-def training_facts(data: Any, tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[Fact]:
-    """Of `data`, the settings that a training recorded (None: none), and the `template` of this evaluation."""
+def recorded_settings(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings in the record that a training left; empty where it has none."""
+    settings = record.get("settings")
+    return settings if isinstance(settings, dict) else {}
+
+
+def made_for(record: Mapping[str, Any], target: OpenTarget) -> Fact:
+    """Whether the target is the one that a training had, as far as it left that on `record`."""
+    if not record:
+        return Fact("made for", "not known: no record of its training")
+    name = record.get("target", "a target not said")
+    try:
+        differs = construct(Fingerprint, recorded_settings(record).get("target")).differences(target.fingerprint)
+    except UserError:
+        return Fact("made for", f"{name}, whose weights were not recorded")
+    if not differs:
+        return Fact("made for", f"{name}, whose digests are this target's")
+    return Fact("made for", f"{name}, not this target ({'; '.join(differs)})", True)
+
+
+def training_facts(data: Any, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Iterator[Fact]:
+    """Of `data`, the settings that a training recorded (None: none).
+
+    template: by which this evaluation renders conversations; None: it has none.
+    """
     try:
         config: DataConfig = construct(DataConfig, data)
     except UserError:
         yield NOT_KNOWN
         return
-    here = template if template != "auto" else "tokenizer" if tokenizer.chat_template else "none"
-    if config.source != "mix":
+    if template is not None and config.source != "mix":
+        here = template if template != "auto" else "tokenizer" if tokenizer.chat_template else "none"
         other = here in ("tokenizer", "vicuna") and config.template != here
         yield Fact("template", f"trained with {config.template}, prompts are rendered by {here}", other)
     yield learned_from(config, tokenizer)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from inference.auto.policy import Tuning
 from inference.doctor.head_ways import patient_of
 from inference.doctor.patient import Patient
 from inference.drafters.interface import Drafter
-from inference.drafters.registry import Maker, recorded_seconds
+from inference.drafters.registry import Maker, read_record, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fixed_shapes import WIDTHS
 from inference.fused_layers import lay_out
@@ -31,7 +30,6 @@ from inference.session import TargetSession, View
 from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
 from inference.tree import chain_parents
-from outrider.files import read_json
 from outrider.streams import Streams
 
 
@@ -157,10 +155,7 @@ class Eagle3Maker(Maker):
         lay_out(model, stack)
 
     def trained_seconds(self, where: str) -> float | None:
-        file = Path(where) / TRAINING_FILE
-        if not file.is_file():  # trained elsewhere
-            return None
-        return recorded_seconds(read_json(file, "record of a training", "remove it, or restore it"))
+        return recorded_seconds(read_record(where, TRAINING_FILE))
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         return stored_tokens(where, changes=self.changes)

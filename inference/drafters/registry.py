@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.files import read_json
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -97,6 +99,16 @@ class Maker(ABC):
         """A drafter, fresh for one generation (see `new_drafter`)."""
 
 
+def read_record(where: str, file: str) -> dict[str, Any]:
+    """What a training left in `file` beside the model in `where`; empty where there is none: it was trained elsewhere.
+
+    Raises `UserError` where it cannot be read.
+    """
+    path = Path(where) / file
+    found = read_json(path, "record of a training", "remove it, or restore it") if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
 def recorded_seconds(facts: Any) -> float | None:
     """The `training_seconds` in what a training has left about itself, as JSON; None where they are not in it."""
     seconds = facts.get("training_seconds") if isinstance(facts, dict) else None
@@ -154,9 +166,7 @@ def kind_in(folder: str) -> Kind | None:
     Raises `UserError` where it cannot be read.
     """
     kinds = [kind for kind in KINDS.values() if kind.file is not None and (Path(folder) / kind.file).is_file()]
-    if len(kinds) > 1:
-        kinds = [kind for kind in kinds if kind.load_maker().lies_in(folder)]
-    return kinds[0] if kinds else None
+    return next((kind for kind in kinds if len(kinds) == 1 or kind.load_maker().lies_in(folder)), None)
 
 
 def register(kind: Kind) -> Kind:

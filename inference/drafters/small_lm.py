@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from inference.auto.policy import Tuning
 from inference.doctor.lm_ways import patient_of_lm
 from inference.doctor.patient import Patient
 from inference.drafters.interface import Drafter
-from inference.drafters.registry import Maker, recorded_seconds
+from inference.drafters.registry import Maker, read_record, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
@@ -35,7 +34,6 @@ from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
 from inference.tree import chain_parents
 from outrider.errors import UserError
-from outrider.files import read_json
 from outrider.streams import Streams
 
 
@@ -161,10 +159,7 @@ class SmallLMMaker(Maker):
         return patient_of_lm(model, where, target, self.known_tokens(where))
 
     def trained_seconds(self, where: str) -> float | None:
-        file = Path(where) / TRAINING_FILE
-        if not file.is_file():  # trained elsewhere
-            return None
-        return recorded_seconds(read_json(file, "record of a training", "remove it, or restore it"))
+        return recorded_seconds(read_record(where, TRAINING_FILE))
 
     def prepare(self, model: SmallLM, stack: LayerStack) -> None:
         lay_out(model, stack)

@@ -4,12 +4,11 @@ Results are kept prompt by prompt (`prompt_results`) and the report is made of w
 goes on where it was, with as many processes as it then has.
 """
 
-import itertools
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +17,21 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from draft_models.card import add_report
-from draft_models.target.stack import LayerStack
-from inference.attention_kernels import KernelChoice
-from inference.auto.policy import Tuning
-from inference.auto.probe import NEW_TOKENS, tune
 from inference.doctor.examine import examine
 from inference.doctor.table import coloured, refuse, table
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import (
-    AUTOREGRESSIVE,
-    Arm,
-    Choosing,
-    MakeArms,
-    PromptResult,
-    Skipped,
-    make_arms,
-    measure,
-    measure_deviations,
-    synchronized_clock,
+from inference.evaluate.bench import (
+    Prepared,
+    longest_text,
+    make_bench,
+    measure_prompt,
+    prepare_methods,
+    render,
+    require_fits,
 )
 from inference.evaluate.drafter_facts import draft_vocabularies, trained_seconds
-from inference.evaluate.lossless import HALF
 from inference.evaluate.lossless_report import is_lossless
 from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
 from inference.evaluate.report import build_report, describe_machine, markdown, relate_to_chain, write_reports
@@ -57,31 +47,13 @@ from inference.evaluate.subject import (
 from inference.evaluate.threads import use_threads
 from inference.evaluate.time_limit import TimeLimit
 from inference.runtime import make_runtime
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.settings import EvaluateConfig
 from inference.stopwatch import Clock
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.settings import construct
-from outrider.streams import Streams
-
-WARM_UP_TOKENS = 8
-JUDGED = 12  # prompts, evenly spread, that are judged where texts alone do not decide; every mismatch is judged besides
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What is measured once, by one process before the first prompt, and holds for all of them, in resumed runs too.
-
-    methods, tunings: see `tune`; kernels: of attention, which round differently (see `inference.attention_kernels`).
-    doctor: what was found of drafters that were examined (see `examine`).
-    """
-
-    methods: dict[str, MethodConfig]
-    tunings: dict[str, Tuning]
-    kernels: tuple[KernelChoice, ...] = ()
-    doctor: dict[str, Any] = field(default_factory=dict)
 
 
 def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter) -> None:
@@ -198,21 +170,6 @@ def require_own_device(device: torch.device, state: PartialState, group: Group) 
         raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
 
 
-def render(config: EvaluateConfig, subject: Subject, prompt: Prompt, texts: Sequence[str]) -> list[int]:
-    """The ids of `texts`, turns of the user and the assistant's answers between them, as `prompt` is to be read."""
-    return render_prompt(texts, subject.tokenizer, config.template if prompt.chat else "none")
-
-
-def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
-    """How many tokens a text of the run has at most, so that what holds texts is made once.
-
-    turns: of every prompt the ids of its turns, each rendered alone, with all that a template puts around it. A
-    conversation may still turn out longer, as an answer may have more tokens when it is read again.
-    """
-    longest = max(sum(len(ids) + max_new_tokens for ids in prompt) for prompt in turns)
-    return min(context, longest + max(0, NEW_TOKENS - max_new_tokens))  # what `tune` measures may continue by more
-
-
 def see_doctor(
     config: EvaluateConfig, subject: Subject, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
 ) -> dict[str, Any]:
@@ -223,120 +180,6 @@ def see_doctor(
             print(coloured(table(kind, one), sys.stdout), flush=True)
         refuse(KINDS[kind].option or kind, str(config.where(KINDS[kind])), one)
     return found
-
-
-def prepare_methods(
-    config: EvaluateConfig, subject: Subject, models: Models, prompt: Sequence[int], positions: int
-) -> Prepared:
-    """The methods of `config`, what they leave open measured on `prompt`; texts have up to `positions` tokens."""
-    stack = models.stack
-    others = [KINDS[name].load_maker().stacks(model) for name, model in models.drafters.items()]
-    stacks = [stack, *itertools.chain.from_iterable(others)]
-    runnable = [each for each in stacks if isinstance(each, LayerStack)]
-    kernels = subject.group.agreed(models.runtime.choose_kernels(runnable, positions))
-    models.runtime.prepare(positions, kernels)
-    clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
-    options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
-    options |= {"generation": subject.inherited.config, "eos": subject.eos}
-    tuned = tune(config.methods, stack, models.drafters, prompt, clock=clock, group=subject.group, **options)
-    return Prepared(*tuned, kernels)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The arms of an evaluation, warm.
-
-    profilers: our arms once more, with a clock that waits for the device.
-    judged: the positions of the prompts that are judged besides those with a mismatch (see `lossless`).
-    judge: makes the arms for that; None where equal texts are all that counts.
-    """
-
-    arms: dict[str, Arm]
-    profilers: dict[str, Arm]
-    judged: frozenset[int]
-    judge: MakeArms | None
-
-
-def make_bench(
-    config: EvaluateConfig,
-    subject: Subject,
-    models: Models,
-    prepared: Prepared,
-    prompt: Sequence[int],
-    prompts: int,
-) -> Bench:
-    """The arms of `config`, which have continued `prompt` by a few tokens; `prompts`: how many there are in all."""
-    options: dict[str, Any] = {"sampling": config.sampling, "generation": subject.inherited.config, "eos": subject.eos}
-    options |= {"stops": subject.stops, "tokenizer": subject.tokenizer}
-    options |= {"runtime": models.runtime, "tunings": prepared.tunings}
-    ours = (models.stack, models.drafters, prepared.methods)
-    reference = models.plain if config.compare_transformers else None
-
-    def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
-        return make_arms(*ours, reference, max_new_tokens=new_tokens, clock=clock, **options)
-
-    def arms_to_judge(choosing: Choosing) -> dict[str, Arm]:
-        return make_arms(*ours, None, max_new_tokens=config.max_new_tokens, choosing=choosing, **options)
-
-    for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
-        warm_up(prompt, Streams(config.seed).within("warm-up"))
-    profilers: dict[str, Arm] = {}
-    if subject.device.type == "cuda":
-        synchronized = arms_for(config.max_new_tokens, synchronized_clock)
-        profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
-    sampled = config.sampling.temperature > 0
-    judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
-    judge = arms_to_judge if sampled or subject.dtype in HALF else None
-    return Bench(arms_for(config.max_new_tokens), profilers, judged, judge)
-
-
-def measure_prompt(
-    config: EvaluateConfig,
-    prompt: Prompt,
-    first: Sequence[int],
-    position: int,
-    subject: Subject,
-    models: Models,
-    bench: Bench,
-) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
-    """Every turn of a prompt through every arm, and what was left out. A later turn's history is the target's answer.
-
-    first: the ids of the first turn.
-    position: the prompt's among all. It and the turn say which arm goes first, whichever process is at work.
-    """
-    results: list[PromptResult] = []
-    names = [prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{n}" for n in range(1, len(prompt.turns) + 1)]
-    texts: list[str] = []
-    sampled = config.sampling.temperature > 0
-    context = context_length(subject, models.drafters)
-    for number, turn in enumerate(prompt.turns):
-        texts.append(turn)
-        ids = first if number == 0 else render(config, subject, prompt, texts)
-        if len(ids) + config.max_new_tokens > context:
-            if subject.group.leads:
-                tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
-            room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
-            reasons = itertools.chain([room], itertools.repeat("a turn before it was left out"))
-            return tuple(results), tuple(map(Skipped, names[number:], reasons))
-        result = measure(
-            bench.arms,
-            ids,
-            prompt_id=names[number],
-            category=prompt.category,
-            conversation=prompt.id,
-            repeats=config.repeats,
-            turn=position + number,
-            seed=config.seed,
-            profilers=bench.profilers,
-            group=subject.group,
-        )
-        differs = not sampled and not all(map(result.identical, bench.arms))
-        if bench.judge is not None and (differs or position in bench.judged):
-            streams = Streams(config.seed, result.prompt_id)
-            result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge, streams))
-        results.append(result)
-        texts.append(str(subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)))
-    return tuple(results), ()
 
 
 def report(
@@ -393,13 +236,3 @@ def report(
         if config.card and kind.card and where is not None and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
     return [made["method"] for made in reports if not is_lossless(made)]
-
-
-def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], limit: int) -> None:
-    """Raise `UserError` naming the first prompt that is empty or longer than `limit` tokens."""
-    for prompt, ids in zip(prompts, rendered, strict=True):
-        if not 1 <= len(ids) <= limit:
-            raise UserError(
-                f"prompt {prompt.id}: {len(ids)} tokens, expected 1 to {limit} (the models' context less "
-                "max_new_tokens); drop or shorten it"
-            )

@@ -1,7 +1,7 @@
 """What a report says of the drafters themselves: the vocabulary they know, the time they trained."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from inference.doctor.table import table
@@ -17,16 +17,21 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
     found = {}
     for name, where in drafter_folders(config).items():
         tokens = config.maker(KINDS[name]).known_tokens(where)
-        if tokens is None:
-            continue
-        known, said, inside = set(tokens), Counter[str](), Counter[str]()
-        for result in results:
-            for category in ("all", result.category):
-                said[category] += len(result.answer)
-                inside[category] += sum(token in known for token in result.answer)
-        shares = {category: inside[category] / count for category, count in said.items() if count}
-        found[name] = {"tokens": len(known), "coverage": shares}
+        if tokens is not None:
+            shares = coverage(tokens, ((result.category, result.answer) for result in results))
+            found[name] = {"tokens": len(tokens), "coverage": shares}
     return found
+
+
+def coverage(known: Iterable[int], said: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
+    """Of the tokens that were `said` (a category, and a text's tokens) the share that is `known`, in all ("all") and by
+    category."""
+    known, counts, inside = set(known), Counter[str](), Counter[str]()
+    for category, tokens in said:
+        for name in ("all", category):
+            counts[name] += len(tokens)
+            inside[name] += sum(token in known for token in tokens)
+    return {name: inside[name] / count for name, count in counts.items() if count}
 
 
 def trained_seconds(config: EvaluateConfig) -> dict[str, float]:

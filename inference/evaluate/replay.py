@@ -31,6 +31,7 @@ from draft_models.target.vocabulary import vocabulary_digest
 from inference.acceptance import Chooser
 from inference.decode import Round, cut, decode_rounds
 from inference.drafters.interface import Drafter
+from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Drafters, Generation, collect, new_drafter
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics, structure_statistics
@@ -250,7 +251,8 @@ def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) ->
     write_atomically(out_dir / "report.md", table.encode())
     facts = {
         "target": "replay",
-        **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "table", "max_new_tokens", "seed")},
+        **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed")},
+        "table": config.where(KINDS["ngrams"]),
         "machine": describe_machine("cpu"),
         "made_with": provenance(),
     }

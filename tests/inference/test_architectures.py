@@ -29,7 +29,7 @@ from draft_models.target.whole_model import PlainLM, RowCache
 from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import PlainSession, SmallLMSource
-from inference.evaluate import compare
+from inference.evaluate import bench, compare
 from inference.packing import PackedLinear, can_pack, pack_linears
 from inference.settings import EvaluateConfig, MethodConfig
 from inference.structures.factory import make_structure
@@ -218,7 +218,7 @@ def test_prompts_are_checked_against_both_models(tmp_path: Path, monkeypatch: py
         target=str(target), small_lm=str(small), methods={"m": MethodConfig(source="small_lm")}, max_new_tokens=100,
         out_dir=str(tmp_path / "out"),
     )  # fmt: skip
-    monkeypatch.setattr(compare, "render_prompt", lambda *_: random_prompt(29))
+    monkeypatch.setattr(bench, "render_prompt", lambda *_: random_prompt(29))
     with pytest.raises(UserError, match="29 tokens, expected 1 to 28"):
         compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)])
 

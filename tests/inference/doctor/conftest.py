@@ -11,4 +11,5 @@ def clinic(tmp_path_factory: pytest.TempPathFactory) -> Clinic:
     folder = tmp_path_factory.mktemp("clinic")
     stack = save_plain_target(folder / "target")
     target = open_target(str(folder / "target"))
-    return Clinic(folder, target, stack, recordings(stack), fitted(stack), fitted(stack, still=True))
+    texts = recordings(stack)
+    return Clinic(folder, target, stack, texts, fitted(stack, texts), fitted(stack, texts, still=True))

@@ -63,8 +63,11 @@ def recordings(stack: LayerStack) -> list[Recording]:
     return found
 
 
-def fitted(stack: LayerStack, *, still: bool = False, steps: int = 40) -> Eagle3:
-    """The head, its taps and outputs normed. still: trained so, its residual normed, and its head the target's."""
+def fitted(stack: LayerStack, said: list[Recording], *, still: bool = False, steps: int = 40) -> Eagle3:
+    """The head, its taps and outputs normed, right about what was `said`.
+
+    still: trained so, its residual normed, and its head the target's.
+    """
     reading = Reading(
         taps=TAPS, target_hidden=64, hidden=64, intermediate=96, layers=1, heads=4, key_heads=2, head_dim=16,
         epsilon=1e-5, activation="silu", vocabulary=stack.config.vocab_size, draft_vocabulary=len(TOKENS), rope=ROPE,
@@ -86,7 +89,7 @@ def fitted(stack: LayerStack, *, still: bool = False, steps: int = 40) -> Eagle3
     head.use_embedding(stack.embed_tokens.weight)
     learning = [one for name, one in head.named_parameters() if one.ndim == 2 and name != "lm_head.weight"]
     optimizer = torch.optim.Adam([one.requires_grad_(True) for one in learning], lr=5e-3)
-    texts = [_outside_of_inference(recording) for recording in recordings(stack)]
+    texts = [_outside_of_inference(recording) for recording in said]
     draft: Callable[..., Tensor] = draft_by_head.__wrapped__  # type: ignore[attr-defined]  # without inference mode
     for _ in range(steps):
         drafts = [(draft(head, text, still=still), text.choices) for text in texts]

@@ -16,12 +16,14 @@ from data_prep.text.prompts import Prompt
 from data_prep.text.sources import read_records
 from draft_models.checkpoint import save_pretrained
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.small_lm import TRAINING_FILE
+from draft_models.small_lm import TRAINING_FILE, load_plain_lm
 from draft_models.target.open_target import open_target
 from inference.doctor.examine import examine, find_patients
 from inference.doctor.table import coloured, table
+from inference.doctor.training_data import training_facts
+from inference.drafters.small_lm import SmallLMMaker
+from inference.evaluate.bench import render
 from inference.evaluate.command import evaluate
-from inference.evaluate.compare import render
 from inference.evaluate.subject import Models, find_subject, load_drafters, load_models
 from inference.settings import EvaluateConfig, MethodConfig, StopConfig
 from outrider.errors import UserError
@@ -87,8 +89,8 @@ def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
         assert one["lengths"] == {"256": 1.0}
         assert one["better"] is one["relabelled"] is one["coverage"] is None
         assert [*one["templates"]] == [
-            "as evaluated", "with a system prompt", "with an empty system prompt", "as bare text",
-            "in Vicuna's format", "by the template of small_lm",
+            "as evaluated", "with a system prompt", "with an empty system prompt",
+            "as bare text (template=none)", "in Vicuna's format (template=vicuna)", "by the template of small_lm",
         ]  # fmt: skip
         assert not any(way["better"] for way in one["templates"].values())
     facts = {kind: {fact["name"]: fact for fact in one["facts"]} for kind, one in found.items()}
@@ -98,11 +100,21 @@ def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
     tokenizer = open_target(str(practice / "target")).tokenizer
     data = DataConfig(source="local", path=str(practice / "chat.jsonl"), template="vicuna", heldout_fraction=0.0)
     document = encode(list(read_records(data, "train")), tokenizer, "vicuna")[0]
+    assert [fact.name for fact in training_facts(data.deciding(), tokenizer, None)] == ["learned from"]  # no prompt is
     assert exit_["learned from"]["said"].startswith(f"{document.supervised.mean():.1%} of the {3 * len(document.ids)} ")
     assert "not this target (weights: drafter 'others'" in lm["made for"]["said"]
     assert lm["made for"]["suspect"]
     assert lm["learned from"]["said"] == "not known: no record of its data"
     assert "a loss mask that was not shifted" in lm["not to be seen"]["said"]
+
+
+def test_a_small_lm_is_stored_in_what_its_directory_says(practice: Path) -> None:
+    """Also one that runs by its own forward, whose config transformers changes as it is loaded."""
+    where, target = str(practice / "lm"), open_target(str(practice / "target"))
+    lm = load_plain_lm(where, target.config, None, torch.float16, "cpu")
+    [fact] = [fact for fact in SmallLMMaker().patient(lm, where, target, None).facts if fact.name == "numbers"]
+    assert fact.said == "stored in float32, run in float16, whose range is smaller"
+    assert fact.suspect
 
 
 def test_tokens_under_other_ids_show(practice: Path) -> None:
@@ -145,6 +157,7 @@ def test_a_head_that_is_misread_ends_the_run_unless_it_is_read_rightly(
     declared = report["doctor"]["eagle3"]["ways"][0]
     assert declared["agreement"] > 0.5
     assert report["doctor"]["eagle3"]["better"] is None
+    assert report["doctor"]["eagle3"]["coverage"] == {"all": 1.0, "inline": 1.0}  # of the tokens that it has
     assert report["tau"] > 2  # the runtime reads it so, too
     assert report["lossless"]["identical"] == 4
     assert "doctor: eagle3, " in (tmp_path / "out/report.md").read_text()

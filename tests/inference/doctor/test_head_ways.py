@@ -1,6 +1,8 @@
 """An EAGLE-3 head with each of the mistakes that were made with such heads: the doctor names every one that shows."""
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import load_head, open_head
+from inference.doctor import head_facts
 from inference.doctor.drafting import draft_by_head
-from inference.doctor.examine import compare, judge
+from inference.doctor.examine import boundaries_of, compare, judge
 from inference.doctor.head_ways import patient_of
+from inference.doctor.patient import Patient
 from inference.doctor.scores import join, score
 from inference.doctor.table import refuse, table
 from inference.drafters.eagle3 import Eagle3Maker
@@ -21,9 +26,13 @@ from tests.fitted_heads import hidden_of
 from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
 
 
-def examined(clinic: Clinic, where: str) -> dict[str, Any]:
+def patient_in(clinic: Clinic, where: str) -> Patient:
     stored = open_head(where, clinic.target.config)
-    patient = patient_of(stored, clinic.target, clinic.stack, clinic.stack.embed_tokens.weight)
+    return patient_of(stored, clinic.target, clinic.stack, clinic.stack.embed_tokens.weight)
+
+
+def examined(clinic: Clinic, where: str) -> dict[str, Any]:
+    patient = patient_in(clinic, where)
     scores, _ = judge(clinic.texts, {"eagle3": patient})
     facts = [fact._asdict() for fact in patient.facts]
     return compare(patient, scores["eagle3"]) | {"facts": facts, "coverage": None}
@@ -125,6 +134,35 @@ def test_a_map_of_the_vocabulary_that_is_not_its_own_shows(clinic: Clinic, tmp_p
     assert "its map of the vocabulary is not the one of its training" in shown(found)
     assert ("it was never put in" in shown(found)) == (shift == 0)
     refuse("eagle3", where, found)  # there is no other map to be had
+
+
+def test_what_a_training_here_left_beside_a_head_is_said(clinic: Clinic, tmp_path: Path) -> None:
+    where = write(tmp_path / "head", clinic.head, clinic.stack)
+    for weights, said in ((clinic.target.fingerprint.weights, "whose digests are this"), ("others", "not this target")):
+        made_for = asdict(replace(clinic.target.fingerprint, weights=weights))
+        record = {"target": "base", "settings": {"target": made_for, "data": {"source": "python_stdlib"}}}
+        (tmp_path / "head" / TRAINING_FILE).write_text(json.dumps(record))
+        patient = patient_in(clinic, where)
+        [fact] = [fact for fact in patient.facts if fact.name == "made for"]
+        assert fact.said.startswith(f"base, {said}")
+        assert patient.data == {"source": "python_stdlib"}
+
+
+def test_only_what_is_read_is_recorded(clinic: Clinic, tmp_path: Path) -> None:
+    """Of a long text at the boundaries of the declared way alone."""
+    patient = patient_in(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
+    assert boundaries_of({"eagle3": patient}) == (0, *TAPS, TAPS[-1] + 1)
+    assert boundaries_of({"eagle3": replace(patient, others=())}) == TAPS
+
+
+def test_a_likeness_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are compared some at a time."""
+    monkeypatch.setattr(head_facts, "ROWS", 4)
+    own = torch.eye(10)
+    theirs = own.clone()
+    theirs[-1] *= -1
+    said = head_facts._likeness("head", own, theirs.double(), None).said
+    assert said == "its own; 90% of the rows are the target's, mean cosine 0.80"
 
 
 def test_positions_that_stood_still_in_training_show(clinic: Clinic, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """When another reading is called better: seldom by chance, and whenever it plainly is."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from inference.doctor.scores import BLOCK, CHANCE, FEWEST, Scores, chance_of, is_apart, is_better, relabelled
@@ -33,6 +35,9 @@ def test_a_lead_must_be_worth_it_and_have_been_seen_often() -> None:
     assert not is_better(scores_of(half), scores_of(ahead))[0]
     few = BLOCK * (FEWEST - 1)
     assert not is_better(scores_of(np.ones(few)), scores_of(np.zeros(few)))[0]
+    short = scores_of(np.ones(few))  # as many places, in texts of few tokens each
+    short = replace(short, blocks=np.arange(few) // 2)
+    assert not is_better(short, replace(short, agree=~short.agree))[0]
     places = np.arange(4 * count)
     slightly = (places % 2 == 0) | (places % (8 * BLOCK) == 1)  # surely better, by 1/64
     better, chance = is_better(scores_of(slightly), scores_of(places % 2 == 0))

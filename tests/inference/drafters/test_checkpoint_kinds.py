@@ -55,6 +55,7 @@ def test_a_head_there_decodes(tiny_models: Path, tmp_path: Path, capsys: pytest.
     evaluate(config)
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert (report["drafter"], report["draft_vocabularies"]["eagle3"]["tokens"]) == (config.checkpoint, 256)
+    assert report["doctor"] == {}  # it was written here
     capsys.readouterr()
     evaluate(replace(config, plan=True))
     assert "EAGLE-3 head's weights: " in capsys.readouterr().out

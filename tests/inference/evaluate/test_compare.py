@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planted_faults import rope_scaled
 from data_prep.text.prompts import Prompt
 from draft_models.target.open_target import load_tokenizer
-from inference.evaluate import compare
+from inference.evaluate import bench, compare
 from inference.evaluate.arms import Arm
 from inference.evaluate.prompt_results import read_results
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
@@ -27,7 +27,7 @@ def test_arms_are_warm_and_take_turns_at_being_first(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[int, str]] = []
-    make = compare.make_arms
+    make = bench.make_arms
 
     def noted(*models: object, max_new_tokens: int, **options: object) -> dict[str, Arm]:
         def noting(name: str, arm: Arm) -> Arm:
@@ -36,7 +36,7 @@ def test_arms_are_warm_and_take_turns_at_being_first(
         arms = make(*models, max_new_tokens=max_new_tokens, **options)  # type: ignore[arg-type]
         return {name: noting(name, arm) for name, arm in arms.items()}
 
-    monkeypatch.setattr(compare, "make_arms", noted)
+    monkeypatch.setattr(bench, "make_arms", noted)
     evaluate(config("turns", methods={"chain": METHODS["chain"]}), QUESTIONS[:3])  # the second has two turns
     names = ["autoregressive", "chain", "transformers_generate"]
     measured = [name for first in (0, 1, 2, 2) for name in names[first:] + names[:first]]
@@ -54,7 +54,7 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
         seen.append(list(texts))
         return [byte % 250 for byte in texts[-1].encode()]
 
-    monkeypatch.setattr(compare, "render_prompt", noted)
+    monkeypatch.setattr(bench, "render_prompt", noted)
     auto = MethodConfig(stop=StopConfig(max_draft="auto"))
     made = config("talk", methods={"auto": auto}, template="vicuna")
     turns = ("x" * 246, "and then?", "x" * 247, "never asked")  # of 256 positions, 10 are for the answer
@@ -80,13 +80,13 @@ def test_half_precision_and_sampling_are_judged(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every arm of this runtime on evenly spread prompts, all turns; what was found decides verdict and exit status."""
-    monkeypatch.setattr(compare, "JUDGED", 3)
+    monkeypatch.setattr(bench, "JUDGED", 3)
     half = config("half", dtype="bfloat16")
     sampled = config("sampled", sampling=SamplingConfig(temperature=1.0))
     for made in (half, sampled):
         evaluate(made, QUESTIONS * 2)
         judged = [bool(r.deviations) for found in read_results(Path(made.out_dir)).values() for r in found.turns[:1]]
-        assert compare.JUDGED <= sum(judged) <= compare.JUDGED + (5 if made is half else 0)  # those with a mismatch
+        assert bench.JUDGED <= sum(judged) <= bench.JUDGED + (5 if made is half else 0)  # those with a mismatch
         for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
             for arm in ("autoregressive", report["method"]):
                 assert report["lossless"]["judged"][arm]["faults"] == []

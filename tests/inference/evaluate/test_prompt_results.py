@@ -8,7 +8,7 @@ import pytest
 from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
 from inference.decode import Round
-from inference.evaluate import compare
+from inference.evaluate import bench
 from inference.evaluate.arms import Generation, PromptResult, Skipped
 from inference.evaluate.lossless import Deviation
 from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
@@ -79,8 +79,8 @@ def test_what_was_prepared_survives_its_file(tmp_path: Path) -> None:
     chain = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
     tree = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=6))
     adaptive = MethodConfig(structure=StructureConfig(kind="k_config", widths="auto"))
-    prepared = compare.Prepared(
+    prepared = bench.Prepared(
         {"chain": chain, "tree": tree, "auto": adaptive}, {"auto": Tuning(costs, (4.0, 2.0), (1.5, 0.0))}
     )
     begin_run(tmp_path, {}, asdict(prepared))
-    assert construct(compare.Prepared, open_run(tmp_path, {}, resume=True)) == prepared
+    assert construct(bench.Prepared, open_run(tmp_path, {}, resume=True)) == prepared

@@ -151,8 +151,15 @@ def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.
     assert taus["ngrams"] > 3  # the table holds the answers
     assert {r["turns"] for r in report["reports"]} == {6}
     assert set(report["reports"][0]["by_category"]) == {"c0", "c1"}
-    assert report["max_new_tokens"] == 128
+    assert (report["max_new_tokens"], report["table"]) == (128, files["table"])
     assert f"| ngrams | {taus['ngrams']:.3f} |" in (tmp_path / "report.md").read_text()
+
+
+def test_a_table_is_a_checkpoint_too(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(files, tmp_path, monkeypatch, "method=ngrams", "table=null", f"checkpoint={files['table']}")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["table"] == files["table"]
+    assert report["reports"][0]["tau"] > 3
 
 
 @pytest.mark.parametrize(
@@ -175,6 +182,8 @@ def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.
         (["method=ngrams", "tokenizer=none.model"], "no such file"),
         (["method=ngrams", "transcripts=none.jsonl"], "no such file"),
         (["method=eesd_fixed", "checkpoint=x"], "target='replay': expected a model"),
+        (["method=prompt_lookup", "small_lm=x"], "small_lm='x': expected null for target=replay: no model runs"),
+        (["method=prompt_lookup", "checkpoint=x"], "checkpoint='x': expected null for target=replay: no model runs"),
         (["method=prompt_lookup", "target=somewhere"], "expected null unless target=replay"),
     ],
 )
