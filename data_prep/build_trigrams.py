@@ -10,7 +10,7 @@ from data_prep.settings import TrigramConfig
 @entry("build_trigrams", TrigramConfig)
 def main(config: TrigramConfig) -> None:
     # Imported once the config is known to be good: compiled code takes a second.
-    from data_prep.ngrams.counting import build_table
+    from data_prep.ngrams.building import build_table
 
     build_table(config)
 

@@ -149,6 +149,17 @@ def read_shard(path: Path, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     return content[4 * documents :].view(dtype), content[: 4 * documents].view(np.uint32)
 
 
+def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
+    """The token ids of every document, whole."""
+    begun = np.empty(0, shards.dtype)
+    for path, continues in zip(shards.paths, [*shards.continued[1:], False], strict=True):
+        ids, lengths = read_shard(path, shards.dtype)
+        parts = np.split(ids, np.cumsum(lengths[:-1], dtype=np.int64))
+        parts[0] = np.concatenate([begun, parts[0]])
+        begun = parts.pop() if continues else begun[:0]
+        yield from parts
+
+
 # -------------------------------------------------------------------------------------------------- processes
 
 

@@ -146,6 +146,7 @@ class MixedDrafter(_OverText):
         self._scratch = new_scratch(config.longest)
         self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
         self.successors = config.recycle
+        self._verified: tuple[Any, ...] | None = None  # the last round's rows, as `recycle` takes them, until it does
 
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
         self._session = session
@@ -155,10 +156,11 @@ class MixedDrafter(_OverText):
         if self.successors:
             rows, found = self._session.recycled()
             drafted = (tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64))
-            recycle(self.recycled, self._ids, self._length + 1, *drafted, np.array(rows, np.int64), found.cpu().numpy())
+            self._verified = (self._length + 1, *drafted, np.array(rows, np.int64), found.cpu().numpy())
         super().commit(tree, nodes, tokens)
 
     def _reset(self) -> None:
+        self._verified = None
         self.index = TextIndex(self.config.longest, self.config.decay)
         self.recycled = new_recycled(_RECYCLED_CONTEXT, self.config.recycle)
         self.weights = new_weights(self.config.longest, self.recycled.longest, self.table.suffixes is not None)
@@ -173,6 +175,9 @@ class MixedDrafter(_OverText):
             self._levels, index.known, config.longest, config.decay, self.recycled, self._suffixes, self.weights,
             config.strength, self.table.vocabulary, ids, start, stop, self._scratch,
         )  # fmt: skip
+        if self._verified is not None:  # only now: its rows are what these very tokens were chosen by
+            recycle(self.recycled, ids, *self._verified)
+            self._verified = None
 
     def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
         config = self.config

@@ -4,53 +4,32 @@ import errno
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import pytest
-import sentencepiece
 from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.ngrams import counting, token_shards
-from data_prep.ngrams.counting import build_table, count_order
-from data_prep.ngrams.token_shards import Passage, Shards, open_encoder, passages, read_shard, tokenise
+from data_prep.ngrams import building, counting, token_shards
+from data_prep.ngrams.building import build_table
+from data_prep.ngrams.token_shards import open_encoder
 from data_prep.settings import DataConfig, TrigramConfig
 from draft_models.ngrams.table import TrigramTable
-from draft_models.ngrams.table_files import MAX_VOCABULARY, publish
+from draft_models.ngrams.table_files import MAX_VOCABULARY
+from draft_models.target.vocabulary import vocabulary_digest
 from outrider import files
 from outrider.errors import UserError
+from tests.data_prep.ngrams.corpora import require_same_counts, sentences
 
 ROOT = Path(__file__).parents[3]
-WORDS = ["def", "add", "first", "second", "return", "hello", "there", "how", "are", "you", "the", "it", "is", "on"]
-
-
-def sentences(count: int, seed: int = 0) -> list[str]:
-    rng = np.random.default_rng(seed)
-    return [" ".join(rng.choice(WORDS, rng.integers(1, 40))) for _ in range(count)]
 
 
 def write_jsonl(path: Path, records: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A SentencePiece model file."""
-    prefix = tmp_path_factory.mktemp("model") / "pieces"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences(200)), model_prefix=str(prefix), vocab_size=60, model_type="bpe",
-        hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
-    return f"{prefix}.model"
 
 
 @pytest.fixture
@@ -83,19 +62,6 @@ def expected(config: TrigramConfig, texts: Sequence[str]) -> TrigramTable:
     )
 
 
-def require_same_counts(built: TrigramTable, reference: TrigramTable) -> None:
-    assert list(built.levels) == list(reference.levels)
-    for order, level in reference.levels.items():
-        for name in ("buckets", "keys", "starts", "totals", "tokens", "counts"):
-            array, other = getattr(level, name), getattr(built.levels[order], name)
-            assert array.dtype == other.dtype
-            np.testing.assert_array_equal(array, other, name)
-    assert (built.suffixes is None) == (reference.suffixes is None)
-    for array, other in zip(built.suffixes or (), reference.suffixes or (), strict=True):
-        assert array.dtype == other.dtype
-        np.testing.assert_array_equal(array, other)
-
-
 @pytest.mark.parametrize("limits", [{"suffixes": True}, {"min_count": 3}, {"min_count": 2, "max_successors": 2}])
 def test_a_built_table_equals_counting_in_memory(
     config: TrigramConfig, limits: dict[str, Any], capsys: pytest.CaptureFixture[str]
@@ -122,45 +88,6 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(config: TrigramConfi
     other = replace(config, workers=2, memory_gb=0.5, out_dir=f"{config.out_dir}2")
     build_table(other)
     assert content(config.out_dir) == content(other.out_dir)
-
-
-@pytest.mark.parametrize(("vocabulary", "memory"), [(300, 10**4), (300, 10**6), (MAX_VOCABULARY, 10**4)])
-@pytest.mark.parametrize("order", [2, 3, 4])
-def test_blocks_and_ranges_of_any_size_count_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: int, memory: int, order: int
-) -> None:
-    """Order 4 of the largest vocabulary needs 84 bits an n-gram, so it takes the sort for wide ones."""
-    rng = np.random.default_rng(order)
-    known = rng.choice(vocabulary, 12, replace=False)
-    documents = [rng.choice(known, rng.integers(0, 30)) for _ in range(400)]
-    texts = [Passage(str(number), ends=False) for number in range(400)]
-    encoder = token_shards.Encoder(lambda batch: [documents[int(text)].tolist() for text in batch], {}, None, "")
-    encoder = encoder._replace(pieces={"last": vocabulary - 1})
-    for folder in ("shards", "table", "runs"):
-        (tmp_path / folder).mkdir()
-    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)
-    shards = tokenise(texts, "", None, encoder, tmp_path / "shards", 1)
-    assert len(shards.paths) > 30
-    calls: Counter[str] = Counter()
-
-    def count_calls(name: str) -> None:
-        real = getattr(counting, name)
-
-        def counted(*arguments: Any) -> Any:
-            calls[name] += 1
-            return real(*arguments)
-
-        monkeypatch.setattr(counting, name, counted)
-
-    count_calls("_aggregate")  # once for each block
-    count_calls("group")  # once for each range
-    described = {order: count_order(shards, order, vocabulary, tmp_path, memory, 2, 5)}
-    assert all(calls[name] == 1 if memory == 10**6 else calls[name] > 10 for name in ("_aggregate", "group"))
-    publish(tmp_path / "table", tmp_path / "done", vocabulary, "", described, {"tokens": 0, "documents": 0})
-    reference = TrigramTable.from_documents(documents, [order], vocabulary, "", 2, 5)
-    assert len(reference.levels[order].keys) > 0
-    require_same_counts(TrigramTable.open(tmp_path / "done"), reference)
-    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_turns_are_documents_of_their_own(config: TrigramConfig) -> None:
@@ -190,7 +117,7 @@ def test_a_hugging_face_tokenizer(config: TrigramConfig, tmp_path: Path, tokeniz
     documents = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in sentences(300)]
     table = TrigramTable.open(config.out_dir)
     require_same_counts(table, TrigramTable.from_documents(documents, (2, 3, 4), len(tokenizer), ""))
-    assert table.tokenizer == counting.vocabulary_digest(tokenizer.get_vocab())
+    assert table.tokenizer == vocabulary_digest(tokenizer.get_vocab())
 
 
 def test_text_that_utf8_cannot_hold(config: TrigramConfig) -> None:
@@ -216,6 +143,8 @@ def test_tables_are_added_up(config: TrigramConfig) -> None:
     assert TrigramTable.open(small.out_dir).level_bytes <= 10_000 < table.level_bytes
     with pytest.raises(UserError, match=r"max_mb=0\.01, not None"):
         build_table(replace(small, max_mb=None, resume=True))
+    with pytest.raises(UserError, match=f"occurs min_count=99999 times in {table.facts['tokens']} tokens"):
+        build_table(replace(more, min_count=99_999, out_dir=f"{config.out_dir}.rare"))
     with pytest.raises(UserError, match="suffixes=True: expected as in"):
         build_table(replace(more, suffixes=True, out_dir=f"{config.out_dir}.suffixes"))
     with pytest.raises(UserError, match="merge="):
@@ -325,29 +254,17 @@ def test_bad_input_is_named_and_leaves_nothing(
 
 
 def test_sorting_a_corpus_that_memory_does_not_hold(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "SORT_BYTES", 10**7)
-    with pytest.raises(UserError, match=r"memory_gb=1\.0: expected at least \d+\.\d for suffixes=true"):
-        build_table(replace(config, suffixes=True))
-    assert not Path(config.out_dir).exists()
-
-
-def test_documents_over_several_shards_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of no token, of one shard, over two and over many, in shards of three passages."""
-    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)
-    rng = np.random.default_rng(0)
-    parts = [rng.integers(0, 9, rng.integers(0, 4)).tolist() for _ in range(60)]
-    continues = [bool(number and rng.random() < 0.7) for number in range(60)]
-    texts = [Passage(f"{number:010d}", False, goes_on) for number, goes_on in enumerate(continues)]
-    encoder = token_shards.Encoder(lambda batch: [parts[int(text)] for text in batch], {"last": 8}, None, "")
-    shards = tokenise(texts, "", None, encoder, tmp_path, 1)
-    assert len(shards.paths) > 10 < sum(shards.continued) + 5
-    documents: list[list[int]] = []
-    for part, goes_on in zip(parts, continues, strict=True):
-        if goes_on:
-            documents[-1] = documents[-1] + part
-        else:
-            documents.append(part)
-    assert [document.tolist() for document in counting._documents(shards)] == documents
+    """With what is merged with it; nothing is counted before."""
+    config = replace(config, suffixes=True)
+    build_table(config)
+    facts = TrigramTable.open(config.out_dir).facts
+    monkeypatch.setattr(building, "SORT_BYTES", 10**9 // (facts["tokens"] + facts["documents"]))
+    build_table(replace(config, out_dir=f"{config.out_dir}.alone"))
+    monkeypatch.setattr(building, "count_order", None)
+    both = replace(config, merge=(config.out_dir,), out_dir=f"{config.out_dir}.both")
+    with pytest.raises(UserError, match=r"memory_gb=1\.0: expected at least 2\.0 for suffixes=true"):
+        build_table(both)
+    assert not Path(both.out_dir).exists()
 
 
 def test_a_file_that_is_no_tokenizer(config: TrigramConfig) -> None:
@@ -358,7 +275,7 @@ def test_a_file_that_is_no_tokenizer(config: TrigramConfig) -> None:
 def test_a_vocabulary_over_the_limit(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     real = open_encoder(config.tokenizer, None)
     large = real._replace(pieces={**real.pieces, "far": MAX_VOCABULARY})
-    monkeypatch.setattr(counting, "open_encoder", lambda *_: large)
+    monkeypatch.setattr(building, "open_encoder", lambda *_: large)
     with pytest.raises(UserError, match="vocabulary=2097153: expected 1 to 2097152"):
         build_table(config)
     assert not Path(f"{config.out_dir}.building").exists()
@@ -373,7 +290,7 @@ def no_space(*_: object) -> None:
     [
         lambda patch: patch.setattr(files.os, "fsync", no_space),  # while tokenising
         lambda patch: patch.setattr(counting._Files, "append", no_space),  # while counting
-        lambda patch: patch.setattr(counting, "publish", no_space),  # at the end
+        lambda patch: patch.setattr(building, "publish", no_space),  # at the end
     ],
 )
 def test_a_full_disk_leaves_no_table_and_can_be_resumed(
@@ -388,58 +305,6 @@ def test_a_full_disk_leaves_no_table_and_can_be_resumed(
     assert not work.exists() or {path.name for path in work.iterdir()} <= {"shards", ".lock"}
     build_table(replace(config, resume=True))
     require_same_counts(TrigramTable.open(config.out_dir), expected(config, sentences(300)))
-
-
-def test_a_killed_process_is_reported(model: str) -> None:
-    dead: Future[int] = Future()
-    dead.set_exception(BrokenProcessPool())
-    pool = token_shards._Pool(1, model, None, open_encoder(model, None), np.dtype(np.uint16))
-    with pytest.raises(UserError, match="a tokenising process was killed"):
-        pool._result(dead)
-
-
-@pytest.mark.slow
-def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:
-    script = (
-        "import sys, time, multiprocessing, pathlib, numpy\n"
-        "from data_prep.ngrams.token_shards import Passage, _Pool, open_encoder\n"
-        "folder, model = sys.argv[1:]\n"
-        "pool = _Pool(2, model, None, open_encoder(model, None), numpy.dtype('uint16'))\n"
-        "list(pool.submit(pathlib.Path(folder, 'shard'), [Passage('you', True)])) + list(pool.drain())\n"
-        "print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    run = subprocess.Popen([sys.executable, "-c", script, tmp_path, model], stdout=subprocess.PIPE, cwd=ROOT, text=True)
-    assert run.stdout is not None
-    children = [psutil.Process(int(pid)) for pid in run.stdout.readline().split()]
-    run.kill()
-    run.wait()
-    run.stdout.close()
-    assert children
-    _, alive = psutil.wait_procs(children, timeout=10)
-    left = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    for process in left:
-        process.kill()
-    assert not left
-
-
-def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
-    encoder = open_encoder(model, None)
-    assert isinstance(encoder.eos, int)
-    texts = list(passages([{"id": "1", "text": "hello there"}], "all"))
-    shards: Shards = tokenise([*texts, Passage("you", ends=False)], model, None, encoder, tmp_path, 1)
-    ids, lengths = read_shard(shards.paths[0], shards.dtype)
-    first, second = encoder.encode(["hello there", "you"])
-    assert ids.tolist() == [*first, encoder.eos, *second]
-    assert lengths.tolist() == [len(first) + 1, len(second)]
-    assert (shards.tokens, shards.documents) == (len(ids), 2)
-    ended = tokenise([*texts, Passage("you", ends=True)], model, None, encoder, tmp_path, 1)
-    assert read_shard(ended.paths[0], ended.dtype)[0].tolist() == [*first, encoder.eos, *second, encoder.eos]
-    other = encoder._replace(encode=lambda batch: [[7] for _ in batch], digest="of another tokenizer")
-    again = tokenise([*texts, Passage("you", ends=True)], model, None, other, tmp_path, 1)
-    assert read_shard(again.paths[0], again.dtype)[0].tolist() == [7, encoder.eos, 7, encoder.eos]
-    assert len({shards.digest, ended.digest, again.digest}) == 3
-    assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
 
 @pytest.mark.slow

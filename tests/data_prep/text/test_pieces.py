@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.ngrams import token_shards
-from data_prep.ngrams.counting import build_table
+from data_prep.ngrams.building import build_table
 from data_prep.settings import DataConfig, TrigramConfig
 from data_prep.text import chat, pieces
 from data_prep.text.chat import encode
@@ -212,7 +212,7 @@ def test_a_long_line_takes_no_more_memory_than_the_budget(tmp_path: Path) -> Non
     script = """
 import resource, sys
 from pathlib import Path
-from data_prep.ngrams.counting import build_table
+from data_prep.ngrams.building import build_table
 from data_prep.settings import DataConfig, TrigramConfig
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
+from draft_models.target.whole_model import PlainLM
 from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
@@ -99,6 +100,28 @@ def test_its_cache_equals_a_fresh_prefill(tmp_path: Path) -> None:
     ):
         torch.testing.assert_close(key, fresh_key, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(value, fresh_value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("by_layers", [True, False])
+def test_hidden_states_are_those_that_the_logits_come_from(tmp_path: Path, by_layers: bool) -> None:
+    """Of the rows that were asked for, without those that go in with them for the round before."""
+    path = save_target(tmp_path, kv_heads=2)
+    model, stack = open_stack(path, torch.float64)
+    small, head = (stack, stack.logits) if by_layers else (PlainLM(model), model.lm_head)
+    waiting = set()
+
+    class Compared(SmallLMSource):
+        def extend(self, tokens: torch.Tensor, parents: Sequence[int]) -> torch.Tensor:
+            waiting.add(0 if self.session.rows else len(self._pending))
+            logits = super().extend(tokens, parents)
+            assert len(self.hidden) == len(tokens)
+            torch.testing.assert_close(head(self.hidden), logits)
+            return logits
+
+    drafter = Shaped(Compared(small), Chain(FixedLength(3)))
+    rounds = list(speculative(stack, drafter, random_prompt(9), max_new_tokens=14))
+    assert sum(r.accepted for r in rounds) == sum(r.drafted for r in rounds)
+    assert waiting == {0, 1}  # of a draft that is accepted whole the last token was never fed
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:

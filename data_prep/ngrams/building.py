@@ -1,0 +1,197 @@
+"""Building an n-gram table: a corpus is read, tokenised, counted, and merged with other tables and pruned if asked."""
+
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_prep.ngrams.counting import count_order
+from data_prep.ngrams.token_shards import Encoder, Shards, open_encoder, passages, tokenise, whole_documents
+from data_prep.settings import TrigramConfig
+from data_prep.text.sources import read_records
+from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
+from draft_models.ngrams.table import TrigramTable, merge, prune, prune_to, write_suffixes
+from draft_models.ngrams.table_files import TABLE_FILE, publish, require_no_table, require_vocabulary
+from draft_models.rehearsal import rehearsable
+from draft_models.target.vocabulary import vocabulary_digest
+from outrider.errors import UserError, require
+from outrider.files import require_writable
+from outrider.run_dirs import only_run
+from outrider.settings import default_at
+
+_GB = 10**9
+
+
+@rehearsable
+def build_table(config: TrigramConfig) -> None:
+    """Read, tokenise and count a corpus. Leaves a `TrigramTable` in `config.out_dir` and prints one line of figures.
+
+    Until the table is whole it lies in `<out_dir>.building`. `config.resume` goes on with the shards found there. Of
+    several processes of a launcher the first builds it, with `config.workers` of its own. The others have nothing to
+    do. Raises `UserError` for a bad corpus, tokenizer or place. Whatever happens, `out_dir` holds a whole table or
+    none.
+    """
+    if int(os.environ.get("RANK", "0")):
+        return
+    began = time.perf_counter()
+    out_dir, work = Path(config.out_dir), Path(f"{config.out_dir}.building")
+    encoder = open_encoder(config.tokenizer, config.revision)
+    require_vocabulary(encoder.vocabulary)
+    others = [_open_other(path, encoder, config) for path in config.merge]
+    if config.resume and (out_dir / TABLE_FILE).exists():
+        _require_same(TrigramTable.open(out_dir), config, encoder, others)
+        print(f"{out_dir}: finished already")
+        return
+    require_no_table(out_dir)
+    require_writable(out_dir.parent)
+    unfinished = (work / "shards").exists()
+    with only_run(require_writable(work), f"the table of out_dir={out_dir}"):
+        if unfinished and not config.resume:
+            raise UserError(
+                f"out_dir={out_dir}: {work} holds an unfinished build; resume=true continues it, another out_dir or "
+                "removing it starts afresh"
+            )
+        require_writable(work / "shards")
+        _tidily(work, lambda: _build(config, encoder, others, work, began))
+
+
+def _tidily(work: Path, build: Callable[[], None]) -> None:
+    """Build in `work` and remove it; of a build that fails, all but the shards that a resumed one goes on with."""
+    try:
+        build()
+        shutil.rmtree(work)
+    except BaseException as error:
+        for part in ("table", "runs"):  # never resumed
+            shutil.rmtree(work / part, ignore_errors=True)
+        if not any((work / "shards").iterdir()):
+            shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError) and error.strerror:
+            raise UserError(
+                f"{work}: cannot be written ({error.strerror}); free space and continue with resume=true, or choose "
+                "another out_dir"
+            ) from error
+        raise
+
+
+def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], work: Path, began: float) -> None:
+    counts: Counter[str] = Counter()
+    documents = passages(read_records(config.data, "train", counts), config.text)
+    shards = tokenise(documents, config.tokenizer, config.revision, encoder, work / "shards", config.processes)
+    if not shards.tokens:
+        found = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
+        raise UserError(f"{_where(config)}: empty corpus: no text in it (found {found}); give more data")
+    memory = int(config.memory_gb * _GB)
+    if config.suffixes:
+        _require_room_to_sort(shards, others, memory)
+    tokenised, table = time.perf_counter(), work / "table"
+    for part in (table, work / "runs"):  # of a build that was killed
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+    # What is rare here may be frequent in all tables together.
+    limits = (memory, 1, None) if others else (memory, config.min_count, config.max_successors)
+    described = {
+        order: count_order(shards, order, encoder.vocabulary, work, *limits) for order in sorted(config.orders)
+    }
+    _require_some(config, shards.tokens, [arrays["keys"][1] for arrays in described.values()])
+    digest, facts, kept = vocabulary_digest(encoder.pieces), _facts(config, shards), {}
+    if config.suffixes:
+        tokens = separated(whole_documents(shards), encoder.vocabulary)
+        kept = write_suffixes(sort_suffixes(tokens, encoder.vocabulary), table)
+    if others or config.max_mb is not None:
+        own = work / "runs" / "own"
+        publish(table, own, encoder.vocabulary, digest, described, facts, kept)
+        _shrunk(config, TrigramTable.open(own), others).save(config.out_dir)
+    else:
+        publish(table, Path(config.out_dir), encoder.vocabulary, digest, described, facts, kept)
+    _report(config.out_dir, counts, tokenised - began, time.perf_counter() - tokenised)
+
+
+def _shrunk(config: TrigramConfig, own: TrigramTable, others: list[TrigramTable]) -> TrigramTable:
+    """The table of all counts, without what is rare in it."""
+    table = prune(merge([own, *others]), config.min_count, config.max_successors) if others else own
+    _require_some(config, table.facts["tokens"], [len(level.keys) for level in table.levels.values()])
+    return table if config.max_mb is None else prune_to(table, config.max_mb)
+
+
+def _where(config: TrigramConfig) -> str:
+    return f"data source={config.data.source} path={config.data.path}"
+
+
+def _require_some(config: TrigramConfig, tokens: int, contexts: Sequence[int]) -> None:
+    """Raise `UserError` where no order has a context."""
+    if not any(contexts):
+        raise UserError(
+            f"{_where(config)}: no n-gram of orders {list(config.orders)} occurs min_count={config.min_count} times in "
+            f"{tokens} tokens; lower min_count or give more data"
+        )
+
+
+def _require_room_to_sort(shards: Shards, others: list[TrigramTable], memory: int) -> None:
+    """Raise `UserError` where the corpus, with those of the tables it is merged with, cannot be sorted in `memory`."""
+    merged = sum(len(other.suffixes.tokens) for other in others if other.suffixes is not None)
+    needed = SORT_BYTES * (shards.tokens + shards.documents + merged)
+    expected = f"at least {needed / _GB:.1f} for suffixes=true: the corpus is sorted in memory"
+    require(needed <= memory, "memory_gb", memory / _GB, expected)
+
+
+def _report(out_dir: str, counts: Counter[str], tokenise_seconds: float, count_seconds: float) -> None:
+    table = TrigramTable.open(out_dir)
+    figures = {
+        "tokens": table.facts["tokens"],
+        "documents": table.facts["documents"],
+        "ngrams": sum(len(level.tokens) for level in table.levels.values()),
+        "contexts": sum(len(level.keys) for level in table.levels.values()),
+        "seconds": f"{tokenise_seconds + count_seconds:.1f}",
+        "tokenise_seconds": f"{tokenise_seconds:.1f}",
+        "count_seconds": f"{count_seconds:.1f}",
+        "mb": f"{table.nbytes / 1e6:.1f}",
+        **{name: counts[name] for name in ("records", "empty", "malformed", "unreadable")},
+    }
+    print(f"trigrams {out_dir} " + " ".join(f"{key}={value}" for key, value in figures.items()), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------- settings
+
+
+def _facts(config: TrigramConfig, shards: Shards) -> dict[str, Any]:
+    return {
+        "tokens": shards.tokens,
+        "documents": shards.documents,
+        "min_count": config.min_count,
+        "max_successors": config.max_successors,
+        "corpus": {**config.corpus(), "digest": shards.digest},
+    }
+
+
+def _open_other(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTable:
+    table = TrigramTable.open(path)
+    table.require_tokenizer(vocabulary_digest(encoder.pieces), f"merge={path}")
+    if sorted(table.levels) != sorted(config.orders):
+        raise UserError(f"merge={path}: has orders {sorted(table.levels)}, expected {sorted(config.orders)}")
+    require((table.suffixes is not None) == config.suffixes, "suffixes", config.suffixes, f"as in merge={path}")
+    return table
+
+
+def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, others: list[TrigramTable]) -> None:
+    """Raise `UserError` unless the finished table is what these settings would build, as far as can be told."""
+    table.require_tokenizer(vocabulary_digest(encoder.pieces), f"out_dir={config.out_dir}")
+    own, *merged = table.facts.get("merged") or [table.facts]
+    found = dict(own["corpus"]) if isinstance(own.get("corpus"), dict) else {}
+    found |= {key: own.get(key) for key in ("min_count", "max_successors")}
+    found |= {
+        "orders": sorted(table.levels),
+        "merge": merged,
+        "max_mb": table.facts.get("max_mb"),
+        "suffixes": table.suffixes is not None,
+    }
+    wanted = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
+    wanted |= {"orders": sorted(config.orders), "merge": [other.facts for other in others]}
+    was = {key: found.get(key, default_at(config, key)) for key in wanted}
+    differences = [f"{key}={was[key]!r}, not {wanted[key]!r}" for key in wanted if was[key] != wanted[key]]
+    if differences:
+        raise UserError(
+            f"out_dir={config.out_dir}: holds a table built with {'; '.join(differences)}; choose another out_dir"
+        )

@@ -1,0 +1,96 @@
+"""Shards of token ids: what they hold, documents over several of them, and processes that die."""
+
+import subprocess
+import sys
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from data_prep.ngrams import token_shards
+from data_prep.ngrams.token_shards import (
+    Passage,
+    Shards,
+    open_encoder,
+    passages,
+    read_shard,
+    tokenise,
+    whole_documents,
+)
+from outrider.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
+    encoder = open_encoder(model, None)
+    assert isinstance(encoder.eos, int)
+    texts = list(passages([{"id": "1", "text": "hello there"}], "all"))
+    shards: Shards = tokenise([*texts, Passage("you", ends=False)], model, None, encoder, tmp_path, 1)
+    ids, lengths = read_shard(shards.paths[0], shards.dtype)
+    first, second = encoder.encode(["hello there", "you"])
+    assert ids.tolist() == [*first, encoder.eos, *second]
+    assert lengths.tolist() == [len(first) + 1, len(second)]
+    assert (shards.tokens, shards.documents) == (len(ids), 2)
+    ended = tokenise([*texts, Passage("you", ends=True)], model, None, encoder, tmp_path, 1)
+    assert read_shard(ended.paths[0], ended.dtype)[0].tolist() == [*first, encoder.eos, *second, encoder.eos]
+    other = encoder._replace(encode=lambda batch: [[7] for _ in batch], digest="of another tokenizer")
+    again = tokenise([*texts, Passage("you", ends=True)], model, None, other, tmp_path, 1)
+    assert read_shard(again.paths[0], again.dtype)[0].tolist() == [7, encoder.eos, 7, encoder.eos]
+    assert len({shards.digest, ended.digest, again.digest}) == 3
+    assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
+
+
+def test_documents_over_several_shards_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no token, of one shard, over two and over many, in shards of three passages."""
+    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)
+    rng = np.random.default_rng(0)
+    parts = [rng.integers(0, 9, rng.integers(0, 4)).tolist() for _ in range(60)]
+    continues = [bool(number and rng.random() < 0.7) for number in range(60)]
+    texts = [Passage(f"{number:010d}", False, goes_on) for number, goes_on in enumerate(continues)]
+    encoder = token_shards.Encoder(lambda batch: [parts[int(text)] for text in batch], {"last": 8}, None, "")
+    shards = tokenise(texts, "", None, encoder, tmp_path, 1)
+    assert len(shards.paths) > 10 < sum(shards.continued) + 5
+    documents: list[list[int]] = []
+    for part, goes_on in zip(parts, continues, strict=True):
+        if goes_on:
+            documents[-1] = documents[-1] + part
+        else:
+            documents.append(part)
+    assert [document.tolist() for document in whole_documents(shards)] == documents
+
+
+def test_a_killed_process_is_reported(model: str) -> None:
+    dead: Future[int] = Future()
+    dead.set_exception(BrokenProcessPool())
+    pool = token_shards._Pool(1, model, None, open_encoder(model, None), np.dtype(np.uint16))
+    with pytest.raises(UserError, match="a tokenising process was killed"):
+        pool._result(dead)
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:
+    script = (
+        "import sys, time, multiprocessing, pathlib, numpy\n"
+        "from data_prep.ngrams.token_shards import Passage, _Pool, open_encoder\n"
+        "folder, model = sys.argv[1:]\n"
+        "pool = _Pool(2, model, None, open_encoder(model, None), numpy.dtype('uint16'))\n"
+        "list(pool.submit(pathlib.Path(folder, 'shard'), [Passage('you', True)])) + list(pool.drain())\n"
+        "print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", script, tmp_path, model], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert run.stdout is not None
+    children = [psutil.Process(int(pid)) for pid in run.stdout.readline().split()]
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=10)
+    left = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    for process in left:
+        process.kill()
+    assert not left
