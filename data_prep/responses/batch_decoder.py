@@ -1,14 +1,14 @@
 """Continuing many prompts at once with a target: the first tokens greedy, the rest sampled."""
 
-import inspect
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from data_prep.responses.batch_state import Forward, begin_batch
 from draft_models.target.tensor_parallel import group_of
 from inference.sampling import Sampler, invert
 from outrider.errors import UserError
@@ -82,14 +82,7 @@ class Generator:
         self.model, self.sampler, self.eos = model, sampler, frozenset(eos)
         self.greedy_tokens, self.top_k_logits = greedy_tokens, top_k_logits
         self._fits = sys.maxsize  # prompts in one batch
-        takes = inspect.signature(model.forward).parameters
-        if "past_key_values" not in takes:  # it would take the cache, ignore it, and go on without context
-            raise UserError(
-                f"target: {type(model).__name__} keeps its state elsewhere than in past_key_values, so it cannot be "
-                "decoded here; use another target, or a serving engine"
-            )
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._takes_positions = "position_ids" in takes
+        self._forward = Forward(model)
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt (at least one token).
@@ -113,20 +106,13 @@ class Generator:
     @torch.inference_mode()
     def _answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         device = self.model.device
-        ids, mask = (part.to(device) for part in left_pad(prompts))
         budgets = [len(numbers) for numbers in draws]
         uniform = torch.nn.utils.rnn.pad_sequence(list(draws), batch_first=True).to(device)
-        cache = DynamicCache(config=self.model.config)
         emitted: list[list[int]] = [[] for _ in prompts]
         law: list[tuple[list[int], tuple[Tensor, Tensor, Tensor]]] = []  # per step: whose rows, and what they show
         rows = list(range(len(prompts)))  # the prompt in each row of the batch
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        batch, logits = begin_batch(self._forward, *(part.to(device) for part in left_pad(prompts)))
         for step in range(max(budgets)):
-            placed = {"position_ids": positions} if self._takes_positions else {}
-            out = self.model(
-                input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **placed, **self._last_only
-            )
-            logits = out.logits[:, -1].to(device).float()
             tokens = self._choose(logits, uniform[:, step], step)
             if self.top_k_logits:
                 law.append((rows, top_law(logits, self.top_k_logits)))
@@ -138,13 +124,13 @@ class Generator:
                         open_rows.append(row)
             if not open_rows:
                 break
-            ids, mask, positions = tokens.clamp(min=0)[:, None], _one_more(mask), positions[:, -1:] + 1
+            tokens = tokens.clamp(min=0)
             if len(open_rows) <= _REPACK * len(rows):
                 kept = torch.tensor(open_rows, device=device)
-                # Of all ways to select rows the one that hybrid caches have too.
-                cache.reorder_cache(kept)  # type: ignore[arg-type]  # asks for torch's legacy class
-                ids, mask, positions, uniform = ids[kept], mask[kept], positions[kept], uniform[kept]
+                batch.keep(kept)
+                tokens, uniform = tokens[kept], uniform[kept]
                 rows = [rows[row] for row in open_rows]
+            logits = batch.feed(tokens)
         tops = gather_laws(law, emitted) if self.top_k_logits else [None] * len(prompts)
         return [self._finish(tokens, top) for tokens, top in zip(emitted, tops, strict=True)]
 
@@ -199,7 +185,3 @@ def gather_laws(
         TopK(torch.tensor(tokens), *(torch.stack(parts) for parts in zip(*found, strict=True)))
         for tokens, found in zip(emitted, steps, strict=True)
     ]
-
-
-def _one_more(mask: Tensor) -> Tensor:
-    return torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)

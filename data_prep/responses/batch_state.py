@@ -1,0 +1,190 @@
+"""A batch of prompts inside its target: what was fed, and the next tokens' logits.
+
+A step of a small model is some 1,500 kernels of microseconds each, which a GPU runs three to five times as fast as a
+processor launches them. So there a step is a CUDA graph over buffers that stay where they are. Elsewhere the cache
+grows by a token a step.
+"""
+
+import inspect
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from draft_models.target.tensor_parallel import group_of
+from inference.capture import GraphPool, can_capture
+from outrider.errors import UserError
+
+_ROOM = 128  # cache slots that are added at a time; what is masked is computed as well
+
+
+class Forward:
+    """`model`'s forward with a cache, of the last position's logits alone where it can.
+
+    Raises `UserError` for a model that keeps its state elsewhere than in `past_key_values`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        takes = inspect.signature(model.forward).parameters
+        if "past_key_values" not in takes:  # it would take the cache, ignore it, and go on without context
+            raise UserError(
+                f"target: {type(model).__name__} keeps its state elsewhere than in past_key_values, so it cannot be "
+                "decoded here; use another target, or a serving engine"
+            )
+        self.model = model
+        self.takes_positions = "position_ids" in takes
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+
+    def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """The logits [B, V], float32 on the model's device, after the last of ids [B, n]; `cache` has them then."""
+        placed = {"position_ids": positions} if self.takes_positions else {}
+        out = self.model(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **placed, **self._last_only
+        )
+        logits: Tensor = out.logits[:, -1].to(ids.device).float()
+        return logits
+
+
+class BatchState(Protocol):
+    """Prompts that are continued together. Rows are in the order of the prompts that are left."""
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """The logits [B, V] after one more token of each row, tokens [B]. They hold until the next call."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone."""
+        ...
+
+
+def begin_batch(forward: Forward, ids: Tensor, mask: Tensor) -> tuple[BatchState, Tensor]:
+    """Feed left-padded prompts, ids and mask [B, n]; returns the batch and the logits [B, V] after them."""
+    cache = DynamicCache(config=forward.model.config)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = forward(ids, mask, positions, cache)
+    kind = FixedBatch if can_be_fixed(forward, cache) else GrowingBatch
+    return kind(forward, cache, mask, positions[:, -1:]), logits
+
+
+def can_be_fixed(forward: Forward, cache: DynamicCache) -> bool:
+    """Whether a step can be a CUDA graph: on one GPU, with layers that keep all keys and take any mask."""
+    model = forward.model
+    return (
+        can_capture(model.device)
+        and forward.takes_positions
+        and len({parameter.device for parameter in model.parameters()}) == 1
+        and group_of(model).size == 1
+        and model.config._attn_implementation == "sdpa"
+        and all(type(layer) is DynamicLayer for layer in cache.layers)
+    )
+
+
+class GrowingBatch:
+    """Any model and device; the cache is copied with every token."""
+
+    def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor):
+        self._forward, self._cache, self._mask, self._positions = forward, cache, mask, positions
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """See `BatchState.feed`."""
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
+        self._positions = self._positions + 1
+        return self._forward(tokens[:, None], self._mask, self._positions, self._cache)
+
+    def keep(self, rows: Tensor) -> None:
+        """See `BatchState.keep`."""
+        # Of all ways to select rows the one that hybrid caches have too.
+        self._cache.reorder_cache(rows)  # type: ignore[arg-type]  # asks for torch's legacy class
+        self._mask, self._positions = self._mask[rows], self._positions[rows]
+
+
+class FixedBatch:
+    """Steps over buffers with room for some tokens more, each a replay of one graph; made anew as they change.
+
+    What could not be captured runs launch by launch, with a warning. The step itself changes nothing but what it is
+    told to write, so it may be run again.
+    """
+
+    def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor):
+        self._forward, self._cache = forward, cache
+        self._length = mask.shape[1]  # tokens in the cache
+        self._mask = mask[:, None, None].bool()  # [B, 1, 1, slots]
+        self._positions = positions.clone()
+        self._tokens = torch.zeros_like(positions)
+        self._slot = positions.new_zeros(1)
+        self._pool: GraphPool | None = GraphPool() if can_capture(mask.device) else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._layers = [_SlotLayer(layer.keys, layer.values, self._slot) for layer in cache.layers]  # type: ignore
+        cache.layers = [*self._layers]
+        self._make_room()
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """See `BatchState.feed`."""
+        if self._length == self._mask.shape[-1]:
+            self._make_room()
+        self._mask[..., self._length] = True
+        self._slot.fill_(self._length)
+        self._positions += 1
+        self._tokens.copy_(tokens[:, None])
+        self._length += 1
+        if self._graph is None:
+            self._graph = self._capture()
+        if self._graph is None:
+            self._step()
+        else:
+            self._graph.replay()
+        return self._logits
+
+    def keep(self, rows: Tensor) -> None:
+        """See `BatchState.keep`."""
+        for layer in self._layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self._mask, self._positions, self._tokens = self._mask[rows], self._positions[rows], self._tokens[rows]
+        self._graph = None
+
+    def _make_room(self) -> None:
+        """More slots, of zeros: a masked value counts 0 times, and 0 · NaN is none."""
+        for layer in self._layers:
+            layer.keys, layer.values = (
+                torch.nn.functional.pad(kept[:, :, : self._length], (0, 0, 0, _ROOM))
+                for kept in (layer.keys, layer.values)
+            )
+        self._mask = torch.nn.functional.pad(self._mask[..., : self._length], (0, _ROOM))
+        self._graph = None
+
+    def _step(self) -> None:
+        self._logits = self._forward(self._tokens, self._mask, self._positions, self._cache)
+
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
+        if self._pool is None:
+            return None
+        self._logits = torch.empty(0)  # its memory is the pool's, for the next graph
+        try:
+            return self._pool.capture(self._step)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._pool = None
+            name = type(self._forward.model).__name__
+            first = str(error).strip().splitlines()[0]
+            warnings.warn(f"{name} cannot be captured as a CUDA graph, so answering is slower: {first}", stacklevel=2)
+            return None
+
+
+class _SlotLayer(DynamicLayer):
+    """Keys and values of one layer in buffers [B, heads, slots, d]; one more token of each row goes to `slot` [1]."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slot: Tensor):
+        super().__init__()
+        self.keys: Tensor
+        self.values: Tensor
+        self.keys, self.values, self.slot, self.is_initialized = keys, values, slot, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write one token's keys and values [B, heads, 1, d]; returns the whole buffers."""
+        self.keys.index_copy_(2, self.slot, key_states)
+        self.values.index_copy_(2, self.slot, value_states)
+        return self.keys, self.values
