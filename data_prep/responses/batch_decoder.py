@@ -15,7 +15,6 @@ from outrider.errors import UserError
 from outrider.streams import Streams
 
 _FAILED = -1  # where a token would be: the target's logits were not numbers
-_REPACK = 0.75  # finished rows leave the batch, which copies the cache, once so few are still decoding
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,8 @@ class Generator:
         emitted: list[list[int]] = [[] for _ in prompts]
         law: list[tuple[list[int], tuple[Tensor, Tensor, Tensor]]] = []  # per step: whose rows, and what they show
         rows = list(range(len(prompts)))  # the prompt in each row of the batch
-        batch, logits = begin_batch(self._forward, *(part.to(device) for part in left_pad(prompts)))
+        ids, mask = (part.to(device) for part in left_pad(prompts))
+        batch, logits = begin_batch(self._forward, ids, mask, max(budgets))
         for step in range(max(budgets)):
             tokens = self._choose(logits, uniform[:, step], step)
             if self.top_k_logits:
@@ -125,7 +125,7 @@ class Generator:
             if not open_rows:
                 break
             tokens = tokens.clamp(min=0)
-            if len(open_rows) <= _REPACK * len(rows):
+            if batch.should_shrink(len(rows), len(open_rows)):
                 kept = torch.tensor(open_rows, device=device)
                 batch.keep(kept)
                 tokens, uniform = tokens[kept], uniform[kept]

@@ -18,7 +18,8 @@ from draft_models.target.tensor_parallel import group_of
 from inference.capture import GraphPool, can_capture
 from outrider.errors import UserError
 
-_ROOM = 128  # cache slots that are added at a time; what is masked is computed as well
+_ROOM = 256  # cache slots that are added at a time, at most; what is masked is computed as well
+_FEW = 32  # rows of which a step takes about as long as of one
 
 
 class Forward:
@@ -55,18 +56,26 @@ class BatchState(Protocol):
         """The logits [B, V] after one more token of each row, tokens [B]. They hold until the next call."""
         ...
 
+    def should_shrink(self, rows: int, left: int) -> bool:
+        """Whether finished rows should leave, of `rows` all but `left`."""
+        ...
+
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows alone."""
         ...
 
 
-def begin_batch(forward: Forward, ids: Tensor, mask: Tensor) -> tuple[BatchState, Tensor]:
-    """Feed left-padded prompts, ids and mask [B, n]; returns the batch and the logits [B, V] after them."""
+def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> tuple[BatchState, Tensor]:
+    """Feed left-padded prompts, ids and mask [B, n], to be continued by up to `budget` tokens.
+
+    Returns the batch and the logits [B, V] after the prompts.
+    """
     cache = DynamicCache(config=forward.model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = forward(ids, mask, positions, cache)
-    kind = FixedBatch if can_be_fixed(forward, cache) else GrowingBatch
-    return kind(forward, cache, mask, positions[:, -1:]), logits
+    if can_be_fixed(forward, cache):
+        return FixedBatch(forward, cache, mask, positions[:, -1:], min(budget, _ROOM)), logits
+    return GrowingBatch(forward, cache, mask, positions[:, -1:]), logits
 
 
 def can_be_fixed(forward: Forward, cache: DynamicCache) -> bool:
@@ -94,6 +103,10 @@ class GrowingBatch:
         self._positions = self._positions + 1
         return self._forward(tokens[:, None], self._mask, self._positions, self._cache)
 
+    def should_shrink(self, rows: int, left: int) -> bool:
+        """See `BatchState.should_shrink`; it copies the cache."""
+        return left <= 0.75 * rows
+
     def keep(self, rows: Tensor) -> None:
         """See `BatchState.keep`."""
         # Of all ways to select rows the one that hybrid caches have too.
@@ -108,8 +121,8 @@ class FixedBatch:
     told to write, so it may be run again.
     """
 
-    def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor):
-        self._forward, self._cache = forward, cache
+    def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor, room: int):
+        self._forward, self._cache, self._room = forward, cache, room
         self._length = mask.shape[1]  # tokens in the cache
         self._mask = mask[:, None, None].bool()  # [B, 1, 1, slots]
         self._positions = positions.clone()
@@ -138,6 +151,10 @@ class FixedBatch:
             self._graph.replay()
         return self._logits
 
+    def should_shrink(self, rows: int, left: int) -> bool:
+        """See `BatchState.should_shrink`; it takes another graph, which costs as much as some twenty steps."""
+        return left <= rows / 2 and rows > _FEW
+
     def keep(self, rows: Tensor) -> None:
         """See `BatchState.keep`."""
         for layer in self._layers:
@@ -149,10 +166,10 @@ class FixedBatch:
         """More slots, of zeros: a masked value counts 0 times, and 0 · NaN is none."""
         for layer in self._layers:
             layer.keys, layer.values = (
-                torch.nn.functional.pad(kept[:, :, : self._length], (0, 0, 0, _ROOM))
+                torch.nn.functional.pad(kept[:, :, : self._length], (0, 0, 0, self._room))
                 for kept in (layer.keys, layer.values)
             )
-        self._mask = torch.nn.functional.pad(self._mask[..., : self._length], (0, _ROOM))
+        self._mask = torch.nn.functional.pad(self._mask[..., : self._length], (0, self._room))
         self._graph = None
 
     def _step(self) -> None:

@@ -63,6 +63,7 @@ def test_answers_are_those_of_a_growing_cache(model, monkeypatch, room, captured
     expected = answers_of(model)
     monkeypatch.setattr(batch_state, "can_be_fixed", lambda *_: True)
     monkeypatch.setattr(batch_state, "_ROOM", room)
+    monkeypatch.setattr(batch_state, "_FEW", 1)
     if captured:
         monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
         monkeypatch.setattr(batch_state, "GraphPool", StandInPool)
@@ -110,7 +111,7 @@ def test_layers_that_forget_keys_are_not_fixed(tmp_path, monkeypatch, architectu
     """Mistral's keep a window of them."""
     monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
     model = AutoModelForCausalLM.from_pretrained(save_target(tmp_path, architecture), dtype=torch.float32)
-    batch, _ = begin_batch(Forward(model), torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long))
+    batch, _ = begin_batch(Forward(model), torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 4)
     assert isinstance(batch, FixedBatch) == (architecture == "llama")
 
 
@@ -119,6 +120,7 @@ def test_graphs_on_a_gpu_say_the_same(tmp_path, monkeypatch):
     path = save_target(tmp_path, "llama", peak=0.5, kv_heads=2)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").eval().cuda()
     monkeypatch.setattr(batch_state, "_ROOM", 5)
+    monkeypatch.setattr(batch_state, "_FEW", 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = answers_of(model)
