@@ -10,15 +10,17 @@ import warnings
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draft_models.target.tensor_parallel import group_of
 from inference.capture import GraphPool, can_capture
 from outrider.errors import UserError
 
 _ROOM = 256  # cache slots that are added at a time, at most; what is masked is computed as well
+_GROUPED = "outrider_grouped"  # transformers' name of `grouped_attention`
 _FEW = 32  # rows of which a step takes about as long as of one
 
 
@@ -173,7 +175,12 @@ class FixedBatch:
         self._graph = None
 
     def _step(self) -> None:
-        self._logits = self._forward(self._tokens, self._mask, self._positions, self._cache)
+        config = self._forward.model.config
+        before, config._attn_implementation = config._attn_implementation, _GROUPED
+        try:
+            self._logits = self._forward(self._tokens, self._mask, self._positions, self._cache)
+        finally:
+            config._attn_implementation = before
 
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         if self._pool is None:
@@ -205,3 +212,28 @@ class _SlotLayer(DynamicLayer):
         self.keys.index_copy_(2, self.slot, key_states)
         self.values.index_copy_(2, self.slot, value_states)
         return self.keys, self.values
+
+
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention of one query a row, [B, heads, 1, d], over keys [B, kv heads, slots, d]; returns [B, 1, heads, d].
+
+    The heads of a group are the queries of their key head. Otherwise every key would be copied for each of them, a step
+    of long texts' longest part. attention_mask: bool [B, 1, 1, slots]. What else a model asks for is left to
+    transformers' own function.
+    """
+    if any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        left: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, **options
+        )
+        return left
+    rows, heads, _, width = query.shape
+    grouped = query.reshape(rows, key.shape[1], -1, width)
+    found = nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
+    )
+    return found.reshape(rows, heads, 1, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_GROUPED, grouped_attention)
