@@ -47,7 +47,7 @@ class Eagle3Config(TargetConfig):
     # a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
     # null: it runs along
     features: str | None = None
-    features_dtype: FloatDtype = "float16"  # of what is kept there
+    features_dtype: Literal["int8", FloatDtype] = "float16"  # of what is kept there; int8: 32 values share a scale
     seq_len: Width = 2048  # tokens of a row
     minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
     eval_rows: Count = free(64)  # held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic

@@ -1,6 +1,7 @@
 """What a target makes of the rows, kept on disk: a head then trains on it without running the target again.
 
-    states.bin     [rows, T, k + 1, H_t] of the dtype: the taps, ascending, and the states after the last norm
+    states.bin     [rows, T, k + 1, H_t] of the dtype: the taps, ascending, and the states after the last norm; in int8
+                   as `train.packed_states` packs them
     states.json    written last: what they were made from
 
 Every process of a launcher writes its share of the rows into one file, so the folder is one that all of them see.
@@ -25,6 +26,7 @@ from outrider.processes import from_main, only_run_of
 from outrider.run_dirs import changes
 from outrider.settings import listed
 from train.eagle3_student import Eagle3Student
+from train.packed_states import pack, packed_width, unpack
 
 STATES_FILE, MADE_FROM_FILE = "states.bin", "states.json"
 ROWS_AT_ONCE = 8
@@ -35,7 +37,8 @@ class RowsWithStates:
     """`Rows` whose items have besides: states [T, k + 1, H_t]."""
 
     rows: Rows
-    states: Tensor
+    states: Tensor  # as they are kept
+    width: int  # H_t
 
     @property
     def key(self) -> str:
@@ -46,7 +49,8 @@ class RowsWithStates:
         return len(self.rows)
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
-        return {**self.rows[index], "states": self.states[index]}
+        kept = self.states[index]
+        return {**self.rows[index], "states": unpack(kept, self.width) if kept.dtype == torch.int8 else kept}
 
 
 def with_states(
@@ -65,7 +69,8 @@ def with_states(
     holds others, where it cannot be written or has no room for them, and where `dtype` cannot hold them.
     """
     require_writable(folder)
-    shape = (len(rows), *item)
+    width = item[-1]
+    shape = (len(rows), *item[:-1], packed_width(width) if dtype == torch.int8 else width)
     identity = {**made_from, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
     size = math.prod(shape) * dtype.itemsize
     with only_run_of(state, folder, "states of a target"):
@@ -80,7 +85,7 @@ def with_states(
             _fill(states, rows, build(), folder, state)
             state.wait_for_everyone()
             from_main(state, lambda: write_json(folder / MADE_FROM_FILE, identity))
-    return RowsWithStates(rows, states)
+    return RowsWithStates(rows, states, width)
 
 
 def _is_there(folder: Path, identity: Mapping[str, Any], size: int) -> bool:
@@ -116,11 +121,20 @@ def _fill(states: Tensor, rows: Rows, student: Eagle3Student, folder: Path, stat
         chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
         batch = default_collate([rows[index] for index in chosen])
         given = {name: batch[name].to(device) for name in ("input_ids", "positions", "documents")}
-        made = student.states(**given).to(states.dtype)
-        if not bool(made.isfinite().all()):
-            kept = str(states.dtype).removeprefix("torch.")
+        made = student.states(**given)
+        try:
+            kept = pack(made) if states.dtype == torch.int8 else _converted(made, states.dtype)
+        except OverflowError:
+            name = str(states.dtype).removeprefix("torch.")
             raise UserError(
-                f"features={folder}: {kept} cannot hold the target's states of rows {chosen.start} to "
+                f"features={folder}: {name} cannot hold the target's states of rows {chosen.start} to "
                 f"{chosen.stop - 1}; expected finite ones: give features_dtype=bfloat16"
-            )
-        states[chosen.start : chosen.stop] = made.cpu()
+            ) from None
+        states[chosen.start : chosen.stop] = kept.cpu()
+
+
+def _converted(states: Tensor, dtype: torch.dtype) -> Tensor:
+    converted = states.to(dtype)
+    if not bool(converted.isfinite().all()):
+        raise OverflowError
+    return converted

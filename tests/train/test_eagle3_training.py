@@ -26,6 +26,7 @@ from tests.tiny import open_stack, random_prompt, reference_generate, save_targe
 from tests.train.jobs import FIT, heading, interrupted_at, log, same
 from train.eagle3_head import train_eagle3
 from train.eagle3_student import Eagle3Student
+from train.packed_states import pack, unpack
 from train.target_states import MADE_FROM_FILE, STATES_FILE
 
 
@@ -130,6 +131,22 @@ def test_from_a_folder_of_features_it_learns_the_same(
     assert same(weights(tmp_path / "refilled"), weights(tmp_path / "online"))
     with pytest.raises(UserError, match=r"holds what was made with other settings: dtype='bfloat16' \(was 'float32'\)"):
         train_eagle3(replace(kept, features_dtype="bfloat16", out_dir=str(tmp_path / "other")))
+
+
+def test_from_features_in_int8_it_learns_what_their_values_teach(
+    sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = heading(sure, corpus, tmp_path / "kept", eval_rows=1, fit=replace(FIT, steps=2))
+    train_eagle3(replace(run, features=str(tmp_path / "features"), features_dtype="int8"))
+    states = Eagle3Student.states
+
+    def coarse(student: Eagle3Student, **given: torch.Tensor) -> torch.Tensor:
+        found = states(student, **given)
+        return unpack(pack(found), found.shape[-1])
+
+    monkeypatch.setattr(Eagle3Student, "states", coarse)
+    train_eagle3(replace(run, out_dir=str(tmp_path / "online")))
+    assert same(weights(tmp_path / "kept"), weights(tmp_path / "online"))
 
 
 def test_features_that_a_disk_or_a_dtype_cannot_hold_are_refused(
