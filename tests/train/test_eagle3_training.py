@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -140,8 +141,8 @@ def test_from_features_in_int8_it_learns_what_their_values_teach(
     train_eagle3(replace(run, features=str(tmp_path / "features"), features_dtype="int8"))
     states = Eagle3Student.states
 
-    def coarse(student: Eagle3Student, **given: torch.Tensor) -> torch.Tensor:
-        found = states(student, **given)
+    def coarse(*student_and_given: Any, **given: torch.Tensor) -> torch.Tensor:
+        found = states(*student_and_given, **given)
         return unpack(pack(found), found.shape[-1])
 
     monkeypatch.setattr(Eagle3Student, "states", coarse)
