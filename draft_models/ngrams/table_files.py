@@ -66,7 +66,6 @@ class Header:
             wanted = _suffix_types(self.vocabulary, self.suffixes["tokens"][1])[name]
             require((kind, length) == wanted, f"suffixes.{name}", (kind, length), str(wanted))
 
-
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""

@@ -23,7 +23,7 @@ from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.ngram_learning import learn_text
 from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, new_weights
-from inference.drafters.ngram_search import best_first, exploration, new_nodes, new_search, puct
+from inference.drafters.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from inference.drafters.registry import Maker
 from inference.session import TargetSession
 from inference.settings import MethodConfig, NgramConfig
@@ -125,9 +125,10 @@ class TrigramDrafter(_OverText):
         config, overlay = self.config, self.overlay
         place = (overlay.level, overlay.known, ids, stop, self.table.vocabulary, min(limit, config.depth))
         if config.search == "best_first":
-            return best_first(*place, self._nodes, self._states)
+            return _found(self._nodes, best_first(*place, self._nodes, self._states))
         size = (config.widest, self._explore, config.sentences)
-        tokens, parents, _ = puct(*place, *size, self._seed, self._tree, self._found, self._nodes)
+        count = puct(*place, *size, self._seed, self._tree, self._found, self._nodes)
+        tokens, parents, _ = _found(self._nodes, count)
         return tokens, parents, None  # scores of sentences are no path probabilities
 
 
@@ -181,10 +182,16 @@ class MixedDrafter(_OverText):
 
     def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
         config = self.config
-        return mixed_best_first(
+        count = mixed_best_first(
             self._levels, self.index.known, config.longest, self.recycled, self._suffixes, self.weights,
             self.table.vocabulary, ids, stop, min(limit, config.depth), self._nodes, self._scratch,
         )  # fmt: skip
+        return _found(self._nodes, count)
+
+
+def _found(nodes: Nodes, count: int) -> _Found:
+    tokens, parents = nodes.tree[:, :count].copy()
+    return tokens, parents, nodes.ranked[:count].copy()
 
 
 def make_ngram_drafter(table: TrigramTable, config: NgramConfig, seed: int) -> TrigramDrafter | MixedDrafter:
