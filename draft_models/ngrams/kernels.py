@@ -13,8 +13,8 @@ _LARGEST = np.uint64(2**32 - 1)  # counts saturate here
 
 # For what runs every round: compiled without counting references to arrays, which would take 40 % of its time. It can
 # make no array.
-lean = njit(cache=True, nogil=True, _nrt=False)
-inlined = njit(cache=True, nogil=True, _nrt=False, inline="always")
+lean = njit(cache=True, nogil=True, _nrt=False)  # type: ignore[call-overload]
+inlined = njit(cache=True, nogil=True, _nrt=False, inline="always")  # type: ignore[call-overload]
 
 
 class Grams(NamedTuple):
