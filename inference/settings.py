@@ -134,7 +134,8 @@ class NgramConfig(Settings):
     """Drafting from an n-gram table (see inference/drafters/ngrams.py)."""
 
     evidence: Literal["table", "mixed"] = "table"  # one order of it, adapted (ADED); or orders 2 to 4 and the text
-    nodes: Count = 64  # node budget
+    # node budget; auto: what pays on this device, at most 63 (a replay has no device, and takes 63)
+    nodes: Size = 64
     depth: Count = 4  # tokens ahead at most
     order: Annotated[Literal[2, 3, 4], only(evidence="table")] = 3  # the n of its n-grams
     # raise the n-grams of prompt and output (Algorithm 2)
@@ -162,6 +163,8 @@ class NgramConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        known = self.nodes != AUTO or self.search == "best_first"
+        require(known, "nodes", self.nodes, "an integer ≥ 1, or auto with search=best_first")
         most = self.max_probability
         require(self.increment <= most, "max_probability", most, f"increment ({self.increment}) to 1")
 
@@ -218,7 +221,7 @@ class MethodConfig(Settings):
     def adapts(self) -> bool:
         """Whether a size is left to be chosen here."""
         tree = self.structure
-        return AUTO in (self.stop.max_draft, tree.nodes, tree.max_depth, tree.widths)
+        return AUTO in (self.stop.max_draft, tree.nodes, tree.max_depth, tree.widths, self.ngrams.nodes)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from draft_models.ngrams.table import TrigramTable, make_level
 from draft_models.ngrams.table_files import table_digest
 from draft_models.target.open_target import OpenTarget
 from inference.acceptance import Chooser
+from inference.auto.node_sizes import ROOMS, BestNodes
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.ngram_learning import learn_text
@@ -26,7 +27,7 @@ from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new
 from inference.drafters.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from inference.drafters.registry import Maker
 from inference.session import TargetSession
-from inference.settings import MethodConfig, NgramConfig
+from inference.settings import AUTO, MethodConfig, NgramConfig, number
 from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree
 from outrider.errors import require
@@ -38,10 +39,20 @@ _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, pa
 
 
 class _OverText(Drafter):
-    """Keeps the text as an array of ids and has every token of it learnt once, in order."""
+    """Keeps the text as an array of ids and has every token of it learnt once, in order.
 
-    def __init__(self, max_rows: int):
-        self.max_rows = max_rows
+    With nodes=auto it looks for as many nodes as `sizes` says, and for the most where that is None.
+    """
+
+    def __init__(self, config: NgramConfig):
+        rooms = ROOMS if config.nodes == AUTO else (number(config.nodes),)
+        self._rooms = {room: new_nodes(room) for room in rooms}
+        self.max_rows = rooms[-1]
+        self._draft: _Found = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+
+    @property
+    def totals(self) -> Mapping[str, float]:  # type: ignore[override]
+        return {} if self.sizes is None else self.sizes.totals
 
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
         prompt = session.tokens.tolist()
@@ -59,7 +70,12 @@ class _OverText(Drafter):
         self._learnt = self._length + 1
         if limit <= 0:
             return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
-        tokens, parents, probs = self._search(self._ids, self._length + 1, limit)
+        nodes = self._rooms[self.max_rows if self.sizes is None else self.sizes.room()]
+        tokens, parents, probs = self._search(self._ids, self._length + 1, limit, nodes)
+        if self.sizes is not None:
+            assert probs is not None
+            count = self.sizes.count(parents, probs)
+            tokens, parents, probs = self._draft = tokens[:count], parents[:count], probs[:count]
         return DraftTree(
             torch.from_numpy(tokens).to(root.device),
             tuple(parents.tolist()),
@@ -68,6 +84,10 @@ class _OverText(Drafter):
         )
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        if self.sizes is not None:
+            _, parents, probs = self._draft
+            assert probs is not None
+            self.sizes.observe(parents[: len(tree)], probs[: len(tree)], nodes)
         self._append(tokens)
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -91,8 +111,8 @@ class _OverText(Drafter):
         self._learn(ids, 0, stop)
 
     @abstractmethod
-    def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
-        """The draft under ids[:stop], no deeper than `limit`."""
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
+        """The draft under ids[:stop], no deeper than `limit`, of as many nodes as there is room for."""
 
 
 class TrigramDrafter(_OverText):
@@ -102,16 +122,15 @@ class TrigramDrafter(_OverText):
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig, seed: int):
-        super().__init__(config.nodes)
+        super().__init__(config)
         self.table, self.config, self.seed = table, config, seed
         self.overlay = Overlay(table, config.order, config.increment, config.max_probability)
-        self._nodes = new_nodes(config.nodes)
         if config.search == "puct":
             self._tree = new_search(config.iterations)
             self._explore = exploration(config.iterations, config.c1, config.c2)
             self._found = (np.empty((config.iterations, config.depth), np.int64), np.empty(config.iterations))
         else:
-            self._states = np.empty(config.nodes, np.uint64)
+            self._states = np.empty(self.max_rows, np.uint64)
 
     def _reset(self) -> None:
         self._seed = np.array([self.seed % 2**64], np.uint64)
@@ -121,14 +140,14 @@ class TrigramDrafter(_OverText):
         if self.config.adapt:
             self.overlay.learn(ids, start, stop)
 
-    def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
         config, overlay = self.config, self.overlay
         place = (overlay.level, overlay.known, ids, stop, self.table.vocabulary, min(limit, config.depth))
         if config.search == "best_first":
-            return _found(self._nodes, best_first(*place, self._nodes, self._states))
+            return _found(nodes, best_first(*place, nodes, self._states))
         size = (config.widest, self._explore, config.sentences)
-        count = puct(*place, *size, self._seed, self._tree, self._found, self._nodes)
-        tokens, parents, _ = _found(self._nodes, count)
+        count = puct(*place, *size, self._seed, self._tree, self._found, nodes)
+        tokens, parents, _ = _found(nodes, count)
         return tokens, parents, None  # scores of sentences are no path probabilities
 
 
@@ -140,10 +159,9 @@ class MixedDrafter(_OverText):
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
-        super().__init__(config.nodes)
+        super().__init__(config)
         self.table, self.config = table, config
         self._levels = tuple(_level_or_empty(table, order) for order in CORPUS_ORDERS)
-        self._nodes = new_nodes(config.nodes)
         self._scratch = new_scratch(config.longest)
         self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
         self.successors = config.recycle
@@ -180,13 +198,13 @@ class MixedDrafter(_OverText):
             recycle(self.recycled, ids, *self._verified)
             self._verified = None
 
-    def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
         config = self.config
         count = mixed_best_first(
             self._levels, self.index.known, config.longest, self.recycled, self._suffixes, self.weights,
-            self.table.vocabulary, ids, stop, min(limit, config.depth), self._nodes, self._scratch,
+            self.table.vocabulary, ids, stop, min(limit, config.depth), nodes, self._scratch,
         )  # fmt: skip
-        return _found(self._nodes, count)
+        return _found(nodes, count)
 
 
 def _found(nodes: Nodes, count: int) -> _Found:
@@ -194,11 +212,18 @@ def _found(nodes: Nodes, count: int) -> _Found:
     return tokens, parents, nodes.ranked[:count].copy()
 
 
-def make_ngram_drafter(table: TrigramTable, config: NgramConfig, seed: int) -> TrigramDrafter | MixedDrafter:
-    """The drafter of `config` over `table`, fresh. Raises `UserError` where the table lacks what it needs."""
-    if config.evidence == "mixed":
-        return MixedDrafter(table, config)
-    return TrigramDrafter(table, config, seed)
+def make_ngram_drafter(
+    table: TrigramTable, config: NgramConfig, seed: int, tuning: Tuning | None = None
+) -> TrigramDrafter | MixedDrafter:
+    """The drafter of `config` over `table`, fresh. Raises `UserError` where the table lacks what it needs.
+
+    tuning: for nodes=auto; None: as many nodes as that ever chooses.
+    """
+    mixed = config.evidence == "mixed"
+    drafter = MixedDrafter(table, config) if mixed else TrigramDrafter(table, config, seed)
+    if config.nodes == AUTO and tuning is not None:
+        drafter.sizes = BestNodes(tuning)
+    return drafter
 
 
 def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:
@@ -237,7 +262,7 @@ class NgramMaker(Maker):
     def make(
         self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64))
+        return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64), tuning)
 
 
 MAKER = NgramMaker()
