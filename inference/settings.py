@@ -160,9 +160,14 @@ class NgramConfig(Settings):
     strength: Annotated[Positive, only(evidence="mixed")] = 60.0
     # likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none
     recycle: Annotated[int, at_least(0), at_most(64), only(evidence="mixed")] = 0
+    # a file that keeps what was learnt from one prompt to the next, and to the next run; null: every text begins anew
+    keep: Annotated[str, Named("a file")] | None = None
+    keep_mb: Positive = 64.0  # what it may take; what was used least is forgotten
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.keep is None:
+            require_default(self, "keep_mb", "keep is null")
         known = self.nodes != AUTO or self.search == "best_first"
         require(known, "nodes", self.nodes, "an integer ≥ 1, or auto with search=best_first")
         most = self.max_probability
@@ -310,6 +315,8 @@ class EvaluateConfig(RehearsedConfig):
         for name, where in self.drafters.items():
             known = ", ".join(others) or "none here: no kind of drafter needs it"
             require(name in others, f"drafters.{name}", where, f"one of {known}")
+        kept = [method.ngrams.keep for method in self.methods.values() if method.ngrams.keep is not None]
+        require(len(set(kept)) == len(kept), "ngrams.keep", kept, "a file of its own for every method")
         replayed = self.target == "replay"
         for key in ("transcripts", "tokenizer"):
             expected = "a file for target=replay" if replayed else "null unless target=replay"

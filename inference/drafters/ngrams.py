@@ -5,6 +5,7 @@ Neither runs a model, and both see nothing but tokens.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, with_room
-from draft_models.ngrams.recycled import new_recycled, recycle
+from draft_models.ngrams.recycled import recycle
 from draft_models.ngrams.suffixes import no_suffixes, read_only
 from draft_models.ngrams.table import TrigramTable, make_level
 from draft_models.ngrams.table_files import table_digest
@@ -23,7 +24,8 @@ from inference.auto.node_sizes import ROOMS, BestNodes
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.ngram_learning import learn_text
-from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, new_weights
+from inference.drafters.ngram_memory import Learnt, memory_of, nothing, open_memory, save_all
+from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, weights_from
 from inference.drafters.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from inference.drafters.registry import Maker
 from inference.session import TargetSession
@@ -31,9 +33,8 @@ from inference.settings import AUTO, MethodConfig, NgramConfig, number
 from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree
 from outrider.errors import require
+from outrider.processes import join_processes
 from outrider.streams import Streams
-
-_RECYCLED_CONTEXT = 2  # a row of the target's is known by its last token and by its last two
 
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
 
@@ -44,7 +45,8 @@ class _OverText(Drafter):
     With nodes=auto it looks for as many nodes as `sizes` says, and for the most where that is None.
     """
 
-    def __init__(self, config: NgramConfig):
+    def __init__(self, table: TrigramTable, config: NgramConfig):
+        self.table, self.config = table, config
         rooms = ROOMS if config.nodes == AUTO else (number(config.nodes),)
         self._rooms = {room: new_nodes(room) for room in rooms}
         self.max_rows = rooms[-1]
@@ -58,7 +60,8 @@ class _OverText(Drafter):
         prompt = session.tokens.tolist()
         self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
         self._length = self._learnt = 0
-        self._reset()
+        keep = self.config.keep
+        self._reset(nothing(self.table, self.config) if keep is None else memory_of(keep).begin(prompt, self._known))
         self._append(prompt)
         self._learn_prompt(self._ids, self._length)
         self._learnt = self._length
@@ -100,8 +103,12 @@ class _OverText(Drafter):
             self._ids = np.concatenate([self._ids, np.zeros(len(self._ids) + more, np.int64)])
 
     @abstractmethod
-    def _reset(self) -> None:
-        """A new text begins."""
+    def _reset(self, learnt: Learnt) -> None:
+        """A new text begins, with what was learnt from others."""
+
+    @abstractmethod
+    def _known(self) -> Learnt:
+        """What was learnt so far."""
 
     @abstractmethod
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
@@ -118,12 +125,12 @@ class _OverText(Drafter):
 class TrigramDrafter(_OverText):
     """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
 
-    What it learns from a text it forgets with it.
+    What it learns from a text it forgets with it, but for ngrams.keep.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig, seed: int):
-        super().__init__(config)
-        self.table, self.config, self.seed = table, config, seed
+        super().__init__(table, config)
+        self.seed = seed
         self.overlay = Overlay(table, config.order, config.increment, config.max_probability)
         if config.search == "puct":
             self._tree = new_search(config.iterations)
@@ -132,9 +139,13 @@ class TrigramDrafter(_OverText):
         else:
             self._states = np.empty(self.max_rows, np.uint64)
 
-    def _reset(self) -> None:
+    def _reset(self, learnt: Learnt) -> None:
         self._seed = np.array([self.seed % 2**64], np.uint64)
-        self.overlay.reset()
+        self._others = learnt
+        self.overlay.known = learnt.known
+
+    def _known(self) -> Learnt:
+        return self._others._replace(known=self.overlay.known)
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         if self.config.adapt:
@@ -159,8 +170,7 @@ class MixedDrafter(_OverText):
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
-        super().__init__(config)
-        self.table, self.config = table, config
+        super().__init__(table, config)
         self._levels = tuple(_level_or_empty(table, order) for order in CORPUS_ORDERS)
         self._scratch = new_scratch(config.longest)
         self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
@@ -178,11 +188,14 @@ class MixedDrafter(_OverText):
             self._verified = (self._length + 1, *drafted, np.array(rows, np.int64), found.cpu().numpy())
         super().commit(tree, nodes, tokens)
 
-    def _reset(self) -> None:
+    def _reset(self, learnt: Learnt) -> None:
         self._verified = None
         self.index = TextIndex(self.config.longest, self.config.decay)
-        self.recycled = new_recycled(_RECYCLED_CONTEXT, self.config.recycle)
-        self.weights = new_weights(self.config.longest, self.recycled.longest, self.table.suffixes is not None)
+        self.index.known, self.recycled = learnt.known, learnt.recycled
+        self.weights = weights_from(learnt.shares)
+
+    def _known(self) -> Learnt:
+        return Learnt(self.index.known, self.recycled, self.weights.now)
 
     def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
         self.index.learn(ids, 0, stop)  # what a user wrote says little about how the target follows its sources
@@ -246,6 +259,13 @@ def open_table(where: str, digest: str, vocabulary: int | None = None) -> Trigra
     return table
 
 
+def identity_of(target: Any) -> dict[str, Any]:
+    """What a memory belongs to: the target, wherever it lies. A recording is known by its tokenizer alone."""
+    fingerprint = getattr(target, "fingerprint", None)
+    known = {} if fingerprint is None else asdict(fingerprint)
+    return {name: value for name, value in known.items() if name not in ("target", "revision")}
+
+
 class NgramMaker(Maker):
     """The model is a `TrigramTable`."""
 
@@ -257,7 +277,16 @@ class NgramMaker(Maker):
     ) -> TrigramTable | None:
         if all(method.source != "ngrams" for method in methods.values()):
             return None
-        return open_table(where, target.vocabulary_digest, target.vocabulary_size)
+        table = open_table(where, target.vocabulary_digest, target.vocabulary_size)
+        for method in methods.values():
+            if method.ngrams.keep is not None:
+                processes = join_processes().num_processes
+                require(processes == 1, "ngrams.keep", method.ngrams.keep, f"null for {processes} processes")
+                open_memory(method.ngrams, table, identity_of(target))
+        return table
+
+    def finish(self, model: TrigramTable) -> None:
+        save_all()
 
     def make(
         self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
