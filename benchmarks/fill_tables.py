@@ -11,8 +11,9 @@ A page marks its table with two comments, and the table's own header says which 
 
 Every row under the header is written anew, baselines first. So is every figure of the form "`eesd_beta` τ 3.64"
 elsewhere on the page. The tables of the record (benchmarks/bench_real.py) stand between "float32 table: begin" and
-"float32 table: end", and so for each entry's dtype; between those of "float32 summary" without categories. --check
-writes nothing, and ends with status 1 where a page differs from the report.
+"float32 table: end", and so for each entry's dtype; between those of "float32 summary" without categories. That of
+ngram_memory.json stands between "memory table: begin" and "memory table: end". --check writes nothing, and ends with
+status 1 where a page differs from the report.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from record_tables import interval, summary, tables
 
 Report = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
+MEMORY = re.compile(r"(<!-- memory table: begin -->\n)(.*?)(<!-- memory table: end -->)", re.DOTALL)
 TAU = re.compile(r"`(\w+)` τ \d+\.\d\d")
 
 
@@ -55,6 +57,17 @@ def fill_record(page: str, entries: Mapping[str, Any]) -> str:
     filled, count = places.subn(lambda found: found[1] + shapes[found[3]](entries[found[2]]) + found[5], page)
     if not count:
         raise ValueError(f"no place for {', '.join(entries)}; expected <!-- {next(iter(entries))} table: begin -->")
+    return filled
+
+
+def fill_memory(page: str, results: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """`page` with the table of ngram_memory.json. Raises `ValueError` where it has no place."""
+    lines = ["| beside | memory | 1st | 2nd | 3rd | 4th quarter |", "|---" * 6 + "|"]
+    for beside, arms in results.items():
+        lines += [f"| {beside} | {arm} | {' | '.join(f'{tau:.2f}' for tau in taus)} |" for arm, taus in arms.items()]
+    filled, count = MEMORY.subn(lambda found: found[1] + "\n".join(lines) + "\n" + found[3], page)
+    if not count:
+        raise ValueError("no place for the memory table; expected <!-- memory table: begin -->")
     return filled
 
 
@@ -110,7 +123,10 @@ def main(arguments: Sequence[str]) -> None:
     reports, differ = content.get("reports", [content]), []
     for page in options.pages:
         old = page.read_text()
-        new = fill_record(old, content["entries"]) if "entries" in content else fill(old, reports)
+        if "entries" in content:
+            new = fill_record(old, content["entries"])
+        else:
+            new = fill_memory(old, content["results"]) if "results" in content else fill(old, reports)
         if new != old:
             differ.append(str(page))
             if not options.check:

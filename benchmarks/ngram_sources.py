@@ -129,7 +129,7 @@ def fit(table: TrigramTable, args: argparse.Namespace) -> Result:
         return made[-1]
 
     taus = []
-    ngrams.new_weights = begin  # type: ignore[assignment]
+    ngrams.weights_from = begin
     for _ in range(FIT_ROUNDS):
         made.clear()
         taus.append(replayed(table, ALL, turns)["tau"])

@@ -134,7 +134,8 @@ class NgramConfig(Settings):
     """Drafting from an n-gram table (see inference/drafters/ngrams.py)."""
 
     evidence: Literal["table", "mixed"] = "table"  # one order of it, adapted (ADED); or orders 2 to 4 and the text
-    nodes: Count = 64  # node budget
+    # node budget; auto: what pays on this device, at most 63 (a replay has no device, and takes 63)
+    nodes: Size = 64
     depth: Count = 4  # tokens ahead at most
     order: Annotated[Literal[2, 3, 4], only(evidence="table")] = 3  # the n of its n-grams
     # raise the n-grams of prompt and output (Algorithm 2)
@@ -159,9 +160,16 @@ class NgramConfig(Settings):
     strength: Annotated[Positive, only(evidence="mixed")] = 60.0
     # likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none
     recycle: Annotated[int, at_least(0), at_most(64), only(evidence="mixed")] = 0
+    # a file that keeps what was learnt from one prompt to the next, and to the next run; null: every text begins anew
+    keep: Annotated[str, Named("a file")] | None = None
+    keep_mb: Positive = 64.0  # what it may take; what was used least is forgotten
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.keep is None:
+            require_default(self, "keep_mb", "keep is null")
+        known = self.nodes != AUTO or self.search == "best_first"
+        require(known, "nodes", self.nodes, "an integer ≥ 1, or auto with search=best_first")
         most = self.max_probability
         require(self.increment <= most, "max_probability", most, f"increment ({self.increment}) to 1")
 
@@ -218,7 +226,7 @@ class MethodConfig(Settings):
     def adapts(self) -> bool:
         """Whether a size is left to be chosen here."""
         tree = self.structure
-        return AUTO in (self.stop.max_draft, tree.nodes, tree.max_depth, tree.widths)
+        return AUTO in (self.stop.max_draft, tree.nodes, tree.max_depth, tree.widths, self.ngrams.nodes)
 
 
 @dataclass(frozen=True)
@@ -307,6 +315,8 @@ class EvaluateConfig(RehearsedConfig):
         for name, where in self.drafters.items():
             known = ", ".join(others) or "none here: no kind of drafter needs it"
             require(name in others, f"drafters.{name}", where, f"one of {known}")
+        kept = [method.ngrams.keep for method in self.methods.values() if method.ngrams.keep is not None]
+        require(len(set(kept)) == len(kept), "ngrams.keep", kept, "a file of its own for every method")
         replayed = self.target == "replay"
         for key in ("transcripts", "tokenizer"):
             expected = "a file for target=replay" if replayed else "null unless target=replay"

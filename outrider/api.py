@@ -27,7 +27,7 @@ from inference.decode import Round, speculative, until
 from inference.drafters.registry import kind_in
 from inference.evaluate.arms import Drafters, new_drafter, prepare, synchronized_clock
 from inference.evaluate.compare import evaluate_checkpoint
-from inference.evaluate.subject import Subject, find_subject, load_drafters, load_stack
+from inference.evaluate.subject import Subject, find_subject, finish, load_drafters, load_stack
 from inference.generation_config import Inherited, generate_settings, inherit, make_sampler
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig, MethodConfig, Runtime, SamplingConfig
@@ -133,6 +133,10 @@ class Model:
                 evaluate_checkpoint(config, asked)
             report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
         return report
+
+    def close(self) -> None:
+        """Save what the drafter keeps from text to text (ngrams.keep). Raises `UserError`."""
+        finish(self.drafters)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -180,6 +180,32 @@ def test_validate_gpu(cluster: Cluster) -> None:
     assert "measures one GPU" in cluster.run("validate_gpu.sbatch", SLURM_GPUS_ON_NODE="2", status=2)
 
 
+def test_a_table_in_parts(cluster: Cluster, tmp_path: Path) -> None:
+    """The parts share the files out, each of them is merged once, and limits apply to the whole alone."""
+    python = cluster.folder / "bin" / "python"
+    python.write_text(f"#!/usr/bin/env bash\n{RECORD}")
+    python.chmod(0o755)
+    files = [tmp_path / f"c{number}.jsonl" for number in range(7)]
+    for file in files:
+        file.write_text('{"text": "a"}\n')
+    given = ["3", str(tmp_path / "o"), str(tmp_path / "c*.jsonl"), "tokenizer=t", "orders=[2,3]", "max_mb=5"]
+    assert cluster.run("ngrams.sh", *given).split() == ["parts", "101", "whole", "102"]
+    array, whole = cluster.calls("sbatch")
+    assert array == ["--parsable", "--array=1-2", "slurm/ngrams.sbatch", *given]
+    assert whole == ["--parsable", "--dependency=afterok:101", "--kill-on-invalid-dep=yes", *array[2:]]
+    for task in ({"SLURM_ARRAY_TASK_ID": "1"}, {"SLURM_ARRAY_TASK_ID": "2"}, {}):
+        cluster.run("ngrams.sbatch", *given, **task)
+    *parts, last = (compose_and_build("build_trigrams", call[1:]) for call in cluster.calls("python"))
+    assert sorted(path for config in (*parts, last) for path in config.data.path) == sorted(map(str, files))
+    assert [Path(config.out_dir).name for config in parts] == ["1", "2"]
+    assert last.merge == tuple(config.out_dir for config in parts)
+    assert all((c.min_count, c.max_mb, c.data.heldout_fraction, c.resume) == (1, None, 0, True) for c in parts)
+    assert (last.min_count, last.max_mb, last.orders, last.out_dir) == (2, 5.0, (2, 3), str(tmp_path / "o"))
+    assert "give fewer parts" in cluster.run("ngrams.sbatch", "9", *given[1:], status=2, SLURM_ARRAY_TASK_ID="8")
+    assert "usage: bash" in cluster.run("ngrams.sh", "1", *given[1:], status=2)
+    assert "usage: sbatch" in cluster.run("ngrams.sbatch", status=2)
+
+
 def test_pipeline(cluster: Cluster) -> None:
     out = cluster.run(
         "pipeline.sh", "target=m", "out_dir=o", "generate.data=ultrachat", "eesd.data=self_distillation",

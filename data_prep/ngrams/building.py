@@ -14,7 +14,7 @@ from data_prep.settings import TrigramConfig
 from data_prep.text.sources import read_records
 from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
 from draft_models.ngrams.table import TrigramTable, merge, prune, prune_to, write_suffixes
-from draft_models.ngrams.table_files import TABLE_FILE, publish, require_no_table, require_vocabulary
+from draft_models.ngrams.table_files import TABLE_FILE, publish, read_header, require_no_table, require_vocabulary
 from draft_models.rehearsal import rehearsable
 from draft_models.target.vocabulary import vocabulary_digest
 from outrider.errors import UserError, require
@@ -138,16 +138,16 @@ def _require_room_to_sort(shards: Shards, others: list[TrigramTable], memory: in
 
 
 def _report(out_dir: str, counts: Counter[str], tokenise_seconds: float, count_seconds: float) -> None:
-    table = TrigramTable.open(out_dir)
+    header = read_header(Path(out_dir))  # the arrays are not opened: that would have all of them in memory
     figures = {
-        "tokens": table.facts["tokens"],
-        "documents": table.facts["documents"],
-        "ngrams": sum(len(level.tokens) for level in table.levels.values()),
-        "contexts": sum(len(level.keys) for level in table.levels.values()),
+        "tokens": header.facts["tokens"],
+        "documents": header.facts["documents"],
+        "ngrams": sum(arrays["tokens"][1] for arrays in header.levels.values()),
+        "contexts": sum(arrays["keys"][1] for arrays in header.levels.values()),
         "seconds": f"{tokenise_seconds + count_seconds:.1f}",
         "tokenise_seconds": f"{tokenise_seconds:.1f}",
         "count_seconds": f"{count_seconds:.1f}",
-        "mb": f"{table.nbytes / 1e6:.1f}",
+        "mb": f"{header.nbytes / 1e6:.1f}",
         **{name: counts[name] for name in ("records", "empty", "malformed", "unreadable")},
     }
     print(f"trigrams {out_dir} " + " ".join(f"{key}={value}" for key, value in figures.items()), flush=True)

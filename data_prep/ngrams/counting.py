@@ -32,11 +32,15 @@ _RUN_TYPES = {"keys": _U8, "tokens": _U4, "counts": _U4}  # the fields of Grams
 
 
 class _Runs(NamedTuple):
-    """Sorted runs, one after another in three files; bounds int64 [runs, partitions + 1]: where each one's
-    partitions of the key space begin."""
+    """Sorted runs, one after another in a file for each field of `Grams`; bounds int64 [runs, partitions + 1]: where
+    each one's partitions of the key space begin.
+
+    narrow: the token's bits if it lies in the low bits of its key, and so has no file; else 0.
+    """
 
     folder: Path
     bounds: np.ndarray
+    narrow: int
 
 
 def count_order(
@@ -76,14 +80,16 @@ def _write_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder
     edges = np.arange(1, 2**cuts, dtype=np.uint64) << np.uint64(key_bits - cuts)
     bounds, written = [], 0
     bar = tqdm(desc=f"counting order {order}", total=shards.tokens, unit=" tokens", unit_scale=True, disable=None)
-    with bar, _Files({name: folder / name for name in Grams._fields}, _RUN_TYPES) as files:
+    fields = [name for name in Grams._fields if not (narrow and name == "tokens")]
+    with bar, _Files({name: folder / name for name in fields}, _RUN_TYPES) as files:
         for keys, tokens in blocks(shards, order, bits, narrow, capacity, bar):
             grams = _aggregate(keys, tokens, bits, narrow)
-            for name, array in grams._asdict().items():
-                files.append(name, array)
+            stored = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens) if narrow else grams
+            for name in fields:
+                files.append(name, getattr(stored, name))
             bounds.append(written + np.r_[0, np.searchsorted(grams.keys, edges), len(grams.keys)])
             written += len(grams.keys)
-    return _Runs(folder, np.array(bounds, np.int64).reshape(len(bounds), 2**cuts + 1))
+    return _Runs(folder, np.array(bounds, np.int64).reshape(len(bounds), 2**cuts + 1), bits if narrow else 0)
 
 
 def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) -> Grams:
@@ -134,7 +140,7 @@ def _merged(runs: _Runs, memory: int, title: str) -> Iterator[Grams]:
             while end < len(sizes) and rows + sizes[end] <= largest:
                 rows += int(sizes[end])
                 end += 1
-            parts = [_read_run(runs.folder, int(row[begin]), int(row[end])) for row in runs.bounds]
+            parts = [_read_run(runs, int(row[begin]), int(row[end])) for row in runs.bounds]
             while len(parts) > 1:
                 parts = [
                     Grams(*merge_grams(parts[i], parts[i + 1])) if i + 1 < len(parts) else parts[i]
@@ -145,13 +151,15 @@ def _merged(runs: _Runs, memory: int, title: str) -> Iterator[Grams]:
             begin = end
 
 
-def _read_run(folder: Path, begin: int, end: int) -> Grams:
-    return Grams(
-        *(
-            np.fromfile(folder / name, dtype, end - begin, offset=begin * dtype.itemsize)
-            for name, dtype in _RUN_TYPES.items()
-        )
-    )
+def _read_run(runs: _Runs, begin: int, end: int) -> Grams:
+    def read(name: str) -> np.ndarray:
+        kind = _RUN_TYPES[name]
+        return np.fromfile(runs.folder / name, kind, end - begin, offset=begin * kind.itemsize)
+
+    keys, counts, bits = read("keys"), read("counts"), np.uint64(runs.narrow)
+    if not runs.narrow:
+        return Grams(keys, read("tokens"), counts)
+    return Grams(keys >> bits, (keys & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.uint32), counts)
 
 
 # -------------------------------------------------------------------------------------------------- array files

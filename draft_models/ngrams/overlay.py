@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from draft_models.ngrams.kernels import context_key, find, successors_of
+from draft_models.ngrams.kernels import context_key, find, lean, successors_of
 from draft_models.ngrams.table import Level, TrigramTable
 from outrider.errors import UserError
 
@@ -70,11 +69,13 @@ def new_map(contexts: int = 1 << 10) -> ContextMap:
 
 def with_room(known: ContextMap, more: int) -> ContextMap:
     """`known`, or a larger copy of it, with room for `more` contexts and entries."""
-    needed = int(known.used.max()) + more
+    needed = max(int(known.used[0]), int(known.used[1])) + more
     if needed <= len(known.entries):
         return known
     larger = new_map(2 * needed)
-    _copy(known, larger)
+    _copy_contexts(known, larger)
+    larger.entries[: known.used[1]] = known.entries[: known.used[1]]
+    larger.used[:] = known.used
     return larger
 
 
@@ -88,7 +89,7 @@ def _successors(known: ContextMap, key: np.uint64) -> dict[int, float]:
     return found
 
 
-@njit(cache=True, nogil=True)
+@lean
 def slot_of(known, key):  # type: ignore[no-untyped-def]
     """The slot of context `key`: its own, or the free one (head −1) where it would go."""
     slots = len(known.slots)
@@ -98,16 +99,14 @@ def slot_of(known, key):  # type: ignore[no-untyped-def]
     return slot
 
 
-@njit(cache=True, nogil=True)
-def _copy(known, larger):  # type: ignore[no-untyped-def]
+@lean
+def _copy_contexts(known, larger):  # type: ignore[no-untyped-def]
     for slot in range(len(known.slots)):
         if known.slots[slot].head >= 0:
             larger.slots[slot_of(larger, known.slots[slot].key)] = known.slots[slot]
-    larger.entries[: known.used[1]] = known.entries[: known.used[1]]
-    larger.used[:] = known.used
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _take(known, slot, token):  # type: ignore[no-untyped-def]
     """Unlink the entry of `token` at `slot`; −1 if there is none."""
     before, entry = -1, known.slots[slot].head
@@ -121,7 +120,7 @@ def _take(known, slot, token):  # type: ignore[no-untyped-def]
     return entry
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _put(known, slot, entry):  # type: ignore[no-untyped-def]
     """Link `entry` in by its weight, in front of its equals: the newest first."""
     weight = known.entries[entry].weight
@@ -135,7 +134,7 @@ def _put(known, slot, entry):  # type: ignore[no-untyped-def]
         known.entries[before].following = entry
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _new_entry(known, slot, key, token, weight):  # type: ignore[no-untyped-def]
     if known.slots[slot].head < 0 and known.slots[slot].seen == 0:
         known.slots[slot].key = key
@@ -149,7 +148,7 @@ def _new_entry(known, slot, key, token, weight):  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------------- ADED, Algorithm 2
 
 
-@njit(cache=True, nogil=True)
+@lean
 def table_probability(level, key, token):  # type: ignore[no-untyped-def]
     """P(token | context `key`) by the table; 0 where it has none."""
     index = find(level.buckets, level.shift, level.keys, key)
@@ -161,7 +160,7 @@ def table_probability(level, key, token):  # type: ignore[no-untyped-def]
     return 0.0
 
 
-@njit(cache=True, nogil=True)
+@lean
 def adapt(known, level, ids, start, stop, vocabulary, increment, highest):  # type: ignore[no-untyped-def]
     """Algorithm 2 over the n-grams that end at ids[start : stop]; those with an id beyond the table are passed over."""
     size = level.order - 1
@@ -219,7 +218,7 @@ class Overlay:
 # ---------------------------------------------------------------------------------------------------- the text so far
 
 
-@njit(cache=True, nogil=True)
+@lean
 def longer_key(key, token):  # type: ignore[no-untyped-def]
     """Key of a context with `token` put in front; of the empty one it is 0. A 64-bit hash (splitmix64's finaliser)."""
     x = (key + np.uint64(token) + np.uint64(1)) * _GOLDEN
@@ -228,7 +227,7 @@ def longer_key(key, token):  # type: ignore[no-untyped-def]
     return x ^ (x >> np.uint64(31))
 
 
-@njit(cache=True, nogil=True)
+@lean
 def index_text(known, ids, start, stop, longest, decay):  # type: ignore[no-untyped-def]
     """Count ids[start : stop] as successors of the up to `longest` contexts before each, decaying earlier counts."""
     for end in range(max(start, 1), stop):

@@ -8,8 +8,8 @@ of fixed size also one of another context that has the same place: what is recen
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from draft_models.ngrams.kernels import inlined, lean
 from draft_models.ngrams.overlay import longer_key
 
 _SLOTS = 1 << 15  # 2.5 MB with eight tokens each
@@ -36,13 +36,13 @@ def new_recycled(longest: int, width: int, slots: int = _SLOTS) -> Recycled:
     return Recycled(longest if width else 0, np.zeros(size, np.uint64), np.zeros(size, np.int32), tokens, probs)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def place_of(recycled, key):  # type: ignore[no-untyped-def]
     """Where the context `key` is, or would be."""
     return np.int64(key >> np.uint64(40)) & (len(recycled.keys) - 1)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def recycled_rows(recycled, recent, length, places):  # type: ignore[no-untyped-def]
     """`places` of the contexts of 1, 2, … tokens before what comes next, −1 where unknown; recent[0] is the latest."""
     size, key = 0, np.uint64(0)
@@ -55,7 +55,7 @@ def recycled_rows(recycled, recent, length, places):  # type: ignore[no-untyped-
     return size
 
 
-@njit(cache=True, nogil=True)
+@lean
 def recycle(recycled, ids, stop, tokens, parents, rows, found):  # type: ignore[no-untyped-def]
     """Keep what the target said after the root, ids[stop − 1], and after the nodes of its draft.
 
@@ -78,6 +78,7 @@ def recycle(recycled, ids, stop, tokens, parents, rows, found):  # type: ignore[
             slot = place_of(recycled, key)
             recycled.seen[slot] = recycled.seen[slot] + 1 if recycled.keys[slot] == key else 1
             recycled.keys[slot] = key
-            recycled.probs[slot, kept:] = 0.0
             for j in range(kept):
                 recycled.tokens[slot, j], recycled.probs[slot, j] = np.int32(found[i, j]), found[i, width + j]
+            for j in range(kept, recycled.tokens.shape[1]):
+                recycled.probs[slot, j] = 0.0

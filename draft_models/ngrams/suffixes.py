@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from draft_models.ngrams.kernels import lean
 from draft_models.ngrams.table_files import token_bits, token_type
 
 LEAST, REACH = 4, 12  # tokens of a context; n-grams have the shorter ones
@@ -109,7 +109,7 @@ def fault_of_suffixes(suffixes: Suffixes) -> str:
     return ""
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _after(suffixes, place, recent, size):  # type: ignore[no-untyped-def]
     """Whether the corpus from `place` on comes after the last `size` tokens (1), before them (−1), or begins so (0)."""
     for i in range(1, size):
@@ -120,7 +120,7 @@ def _after(suffixes, place, recent, size):  # type: ignore[no-untyped-def]
     return 0
 
 
-@njit(cache=True, nogil=True)
+@lean
 def places_of(suffixes, recent, size):  # type: ignore[no-untyped-def]
     """First and end, in `order`, of the places where the last `size` tokens stand; recent[0] is the latest."""
     token = recent[size - 1]
@@ -147,7 +147,7 @@ def places_of(suffixes, recent, size):  # type: ignore[no-untyped-def]
     return first, low
 
 
-@njit(cache=True, nogil=True)
+@lean
 def known_suffixes(suffixes, recent, length, places):  # type: ignore[no-untyped-def]
     """(the most tokens that end the text and stand in the corpus, `LEAST` to `REACH`, or `LEAST` − 1 for no such;
     from how many tokens on `places.near` has all there is).
@@ -168,7 +168,7 @@ def known_suffixes(suffixes, recent, length, places):  # type: ignore[no-untyped
     return size, size + 1
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _look_closer(suffixes, recent, reach, first, end, size, places):  # type: ignore[no-untyped-def]
     """Fill `places.near` with order[first : end], of a context of `size` tokens; the most tokens that agree there."""
     places.number[size + 1 :] = 0
@@ -185,7 +185,7 @@ def _look_closer(suffixes, recent, reach, first, end, size, places):  # type: ig
     return longest
 
 
-@njit(cache=True, nogil=True)
+@lean
 def successors_at(suffixes, size, narrow, places):  # type: ignore[no-untyped-def]
     """What follows a context of `size` tokens that `known_suffixes` has found, with its second answer as `narrow`.
 

@@ -66,6 +66,12 @@ class Header:
             wanted = _suffix_types(self.vocabulary, self.suffixes["tokens"][1])[name]
             require((kind, length) == wanted, f"suffixes.{name}", (kind, length), str(wanted))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        described = [*self.suffixes.values(), *(known for arrays in self.levels.values() for known in arrays.values())]
+        return sum(np.dtype(known[0]).itemsize * known[1] for known in described)
+
 
 def open_arrays(path: Path) -> tuple[Header, dict[int, list[np.ndarray]], list[np.ndarray]]:
     """The table in `path`: table.json, the arrays by order as `ARRAYS` has them, and those of `SUFFIX_ARRAYS`, if any.
@@ -228,7 +234,7 @@ def count_buckets(chunks: Iterable[np.ndarray], contexts: int, order: int, vocab
     for keys in chunks:
         numbers, counts = np.unique(keys >> shift, return_counts=True)
         buckets[1:][numbers] += counts.astype(np.uint32)
-    return np.cumsum(buckets, dtype=np.uint32)
+    return np.cumsum(buckets, out=buckets)
 
 
 def bucket_bits(contexts: int, order: int, vocabulary: int) -> int:

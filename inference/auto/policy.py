@@ -33,7 +33,7 @@ INDICES = max(LONGEST_CHAIN, WIDEST_FAMILY, BANDS)  # that trials may have
 KEEP = 0.97  # of the weight of a trial when another round follows: text has easy and hard stretches
 FADE = 0.5  # a further candidate of a node is so much less often right than the one before, until seen otherwise
 
-Trials = Iterator[tuple[int, float, bool]]  # index, how many trials, whether one was right
+Trials = Iterator[tuple[int, float, float]]  # index, how many trials, how many of them were right
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -13,7 +15,8 @@ from draft_models.target.anatomy import context_limit
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.costs import Costs, curve, typical
-from inference.auto.policy import INDICES, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
+from inference.auto.node_sizes import ROOMS, trials_of
+from inference.auto.policy import INDICES, Trials, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS
@@ -36,8 +39,8 @@ CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
 WIDTHS: tuple[tuple[int, ...], ...] = ((1,), (3,), (7,), (2, 2, 1), (8, 2), (6, 3, 2))
 
-Trials = Callable[[DraftTree, Sequence[int]], Iterator[tuple[int, float, bool]]]
-TRIALS: dict[str, Trials] = {
+Observe = Callable[[DraftTree, Sequence[int]], Trials]
+TRIALS: dict[str, Observe] = {
     "chain": lambda tree, accepted: trials_in_chain(len(tree), len(accepted)),
     "opt_tree": trials_by_band,
     "k_config": trials_at_nodes,
@@ -136,17 +139,27 @@ def measure(
         return arm(stack, *drafter, prompt, **options)
 
     plain = list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]
-    explicit = probes(method)
-    shaped = [make_shaped(p, streams.within("probe", i)) for i, p in enumerate(explicit)]
-    structures = [drafter.structure for drafter in shaped]
-    probe = _Probe(structures, TRIALS[method.structure.kind], clock)
+    shaped = KINDS[method.source].shaped
+    explicit = probes(method) if shaped else []
+    probe: _Probe | _SizesInTurn
+    if shaped:
+        structures = [make_shaped(p, streams.within("probe", i)).structure for i, p in enumerate(explicit)]
+        probe = _Probe(structures, TRIALS[method.structure.kind], clock)
+    else:
+        probe = _SizesInTurn()
+
+    def probed() -> Drafter:
+        if isinstance(probe, _Probe):
+            return Shaped(make_shaped(explicit[0], streams).model, probe)
+        drafter = new_drafter(method, drafters, streams, sampled)
+        drafter.sizes = probe
+        return drafter
 
     def rounds() -> Iterator[Round]:
         while True:
-            drafter = Shaped(make_shaped(explicit[0], streams).model, probe)
-            drafted = False
-            for r in decode(speculative, drafter, tokens=new_tokens):
-                if r.drafted:
+            drafted = not shaped  # a round without a draft is one of its sizes
+            for number, r in enumerate(decode(speculative, probed(), tokens=new_tokens)):
+                if r.drafted or (number and not shaped):
                     drafted = True
                     yield r
             if not drafted:
@@ -159,17 +172,18 @@ def measure(
     rests: list[float] = []
     started = clock()
     for count, r in enumerate(rounds(), start=1):
-        if count > len(structures):
+        if count > probe.turns:
+            probe.note(r)
             verified.append((r.drafted + 1, r.verify_seconds))
             rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
-        elif count == len(structures):
+        elif count == probe.turns:
             probe.laps.clear()
-        cycles, within = divmod(count, len(structures))
+        cycles, within = divmod(count, probe.turns)
         if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and group.agreed(clock() - started) > SECONDS)):
             break
     seconds = typical([r.seconds for r in plain])
     padded = runtime is not None and runtime.name == "graphed"
-    step, verify = curve(probe.laps, padded=padded), curve(verified, padded=padded)
+    step, verify = curve(probe.laps, padded=padded and shaped), curve(verified, padded=padded)
     costs = Costs(step, verify, typical(rests), seconds)
     return Tuning(costs, tuple(probe.tried), tuple(probe.right))
 
@@ -180,9 +194,9 @@ class _Probe:
     laps: (width, seconds) of every draft step, from one forward pass to the next one or to the end of the draft.
     """
 
-    def __init__(self, structures: Sequence[Structure], trials: Trials, clock: Clock):
+    def __init__(self, structures: Sequence[Structure], trials: Observe, clock: Clock):
         self._structures, self._trials, self._clock = structures, trials, clock
-        self._turn = 0
+        self._turn, self.turns = 0, len(structures)
         self.max_rows = max(structure.max_rows for structure in structures)
         self.totals: dict[str, float] = {}
         self.laps: list[tuple[int, float]] = []
@@ -202,6 +216,47 @@ class _Probe:
         for index, tried, right in self._trials(tree, accepted):
             self.tried[index] += tried
             self.right[index] += right
+
+    def note(self, r: Round) -> None:
+        """Its steps are timed one by one."""
+
+
+class _SizesInTurn:
+    """The sizes of a drafter that shapes its own drafts, `NODES` in turn; notes what was right (see `Sizes`).
+
+    laps: (nodes, seconds) of every round's drafting.
+    """
+
+    turns, most = len(NODES), max(NODES)
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self.totals: Counter[str] = Counter()
+        self.laps: list[tuple[int, float]] = []
+        self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES
+
+    def room(self) -> int:
+        """See `Sizes`."""
+        self._turn += 1
+        return next(room for room in ROOMS if room >= self._size)
+
+    @property
+    def _size(self) -> int:
+        return NODES[self._turn % self.turns]
+
+    def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
+        """See `Sizes`."""
+        return min(self._size, len(parents))
+
+    def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
+        """See `Sizes`."""
+        for index, tried, right in trials_of(parents, probs, accepted):
+            self.tried[index] += tried
+            self.right[index] += right
+
+    def note(self, r: Round) -> None:
+        """A round that counts."""
+        self.laps.append((max(1, r.drafted), r.structure_seconds))
 
 
 class _Watched(WrappedSource):

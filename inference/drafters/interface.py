@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from inference.acceptance import Chooser
+from inference.auto.node_sizes import Sizes
 from inference.session import TargetSession
 from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree
@@ -20,6 +21,7 @@ class Drafter(ABC):
     successors: how many likeliest tokens after every row it reads (see `TargetSession.recycled`).
     max_rows: how many rows a round may add to the caches, besides the root.
     totals: sums over rounds, for the report (see `Structure.totals`).
+    sizes: chooses how many nodes it submits, where it shapes its drafts itself and their size is "auto".
     """
 
     split: int = 0
@@ -27,6 +29,7 @@ class Drafter(ABC):
     successors: int = 0
     max_rows: int
     totals: Mapping[str, float] = {}
+    sizes: Sizes | None = None
 
     @abstractmethod
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:

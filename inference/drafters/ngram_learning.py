@@ -1,9 +1,8 @@
 """Learning the mixture of `inference.drafters.ngram_mixing` from what comes true, and the text itself."""
 
 import numpy as np
-from numba import njit
 
-from draft_models.ngrams.kernels import successors_of
+from draft_models.ngrams.kernels import inlined, lean, successors_of
 from draft_models.ngrams.overlay import index_text
 from draft_models.ngrams.recycled import recycled_rows
 from draft_models.ngrams.suffixes import LEAST, known_suffixes, successors_at
@@ -12,7 +11,7 @@ from inference.drafters.ngram_mixing import TAIL, class_of, level_context, text_
 _ELSEWHERE = 1e-5  # probability of a token that no source knows, to learn by
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _level_evidence(level, size, source, m, vocabulary, recent, length, token, weights):  # type: ignore[no-untyped-def]
     index, kind = level_context(level, recent, length, size, vocabulary)
     if index < 0:
@@ -27,7 +26,7 @@ def _level_evidence(level, size, source, m, vocabulary, recent, length, token, w
     return m + 1
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weights):  # type: ignore[no-untyped-def]
     for size in range(recycled_rows(recycled, recent, length, slots), 0, -1):
         place = slots[size - 1]
@@ -44,7 +43,7 @@ def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weigh
     return m
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):  # type: ignore[no-untyped-def]
     places = scratch.places
     longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
@@ -60,7 +59,7 @@ def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):  # t
     return m
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def learn_weights(levels, known, longest, recycled, suffixes, weights, strength, vocabulary, length, token, scratch):  # type: ignore[no-untyped-def]
     """Adjust λ to `token` having come after `scratch.recent`, before the text index is told. Returns log P(token).
 
@@ -105,7 +104,7 @@ def learn_weights(levels, known, longest, recycled, suffixes, weights, strength,
     return np.log(chance)
 
 
-@njit(cache=True, nogil=True)
+@lean
 def learn_text(  # type: ignore[no-untyped-def]
     levels, known, longest, decay, recycled, suffixes, weights, strength, vocabulary, ids, start, stop, scratch
 ):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from draft_models.ngrams.kernels import find, mix, successors_of
+from draft_models.ngrams.kernels import find, inlined, lean, mix, successors_of
 from draft_models.ngrams.overlay import slot_of
 
 _ONE = np.uint64(1)
@@ -18,21 +18,25 @@ _ONE = np.uint64(1)
 
 class Nodes(NamedTuple):
     """Draft nodes, at most B = budget. By rank: order int64 [B], node numbers by falling path probability, and ranked
-    float64 [B], those probabilities. By node number: tokens, parents (−1: the root), depths int64 [B]."""
+    float64 [B], those probabilities. By node number: tokens, parents (−1: the root), depths, places (see `tree_of`)
+    int64 [B]. tree: int64 [2, B], see there."""
 
     order: np.ndarray
     tokens: np.ndarray
     parents: np.ndarray
     depths: np.ndarray
+    places: np.ndarray
     ranked: np.ndarray
+    tree: np.ndarray
 
 
 def new_nodes(budget: int) -> Nodes:
     """Room for a draft of up to `budget` nodes."""
-    return Nodes(*(np.empty(budget, np.int64) for _ in range(4)), np.empty(budget))  # type: ignore[call-arg]
+    order, tokens, parents, depths, places = np.empty((5, budget), np.int64)
+    return Nodes(order, tokens, parents, depths, places, np.empty(budget), np.empty((2, budget), np.int64))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def offer(nodes, size, done, made, token, parent, depth, prob):  # type: ignore[no-untyped-def]
     """Put a candidate among the best, of which the first `done` are settled; the last falls out where there is no room.
 
@@ -55,23 +59,24 @@ def offer(nodes, size, done, made, token, parent, depth, prob):  # type: ignore[
     return size + 1, made, number
 
 
-@njit(cache=True, nogil=True)
+@lean
 def tree_of(nodes, size):  # type: ignore[no-untyped-def]
-    """The kept nodes as (tokens, parents, path probabilities), likeliest first, parents as places in that order."""
-    tokens, parents, probs = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size)
-    places = np.empty(len(nodes.order), np.int64)
+    """Put tokens and parents of the kept nodes into `nodes.tree`, likeliest first, parents as places in that order.
+
+    Returns how many there are. Their path probabilities are the first ones of `nodes.ranked`.
+    """
     for place in range(size):
         number = nodes.order[place]
-        places[number] = place
-        tokens[place], probs[place] = nodes.tokens[number], nodes.ranked[place]
-        parents[place] = places[nodes.parents[number]] if nodes.parents[number] >= 0 else -1
-    return tokens, parents, probs
+        nodes.places[number] = place
+        nodes.tree[0, place] = nodes.tokens[number]
+        nodes.tree[1, place] = nodes.places[nodes.parents[number]] if nodes.parents[number] >= 0 else -1
+    return size
 
 
 # ------------------------------------------------------------------------------------------------------- successors
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def enter(level, known, packed):  # type: ignore[no-untyped-def]
     """Successors of the state `packed`: first and end of those in the table, its total, the first overlay entry, and
     the sum of those."""
@@ -86,14 +91,14 @@ def enter(level, known, packed):  # type: ignore[no-untyped-def]
     return begin, end, total, head, known.slots[slot].sum if head >= 0 else 0.0
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _replaced(entries, head, token):  # type: ignore[no-untyped-def]
     while head >= 0 and entries[head].token != token:
         head = np.int64(entries[head].following)
     return head >= 0
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def following(tokens, counts, entries, at, end, total, entry, head):  # type: ignore[no-untyped-def]
     """The next likeliest successor: (token or −1, probability, and where to go on: at, entry)."""
     while at < end and head >= 0 and _replaced(entries, head, tokens[at]):
@@ -107,14 +112,14 @@ def following(tokens, counts, entries, at, end, total, entry, head):  # type: ig
     return np.int64(-1), 0.0, at, entry
 
 
-@njit(cache=True, nogil=True)
+@lean
 def shifted(level, packed, token):  # type: ignore[no-untyped-def]
     """The state after `token` is appended to the state `packed`."""
     mask = (_ONE << np.uint64((level.order - 1) * level.bits)) - _ONE
     return ((packed << np.uint64(level.bits)) | np.uint64(token)) & mask
 
 
-@njit(cache=True, nogil=True)
+@lean
 def state_of(level, ids, stop, vocabulary):  # type: ignore[no-untyped-def]
     """The state at the end of ids[:stop], and whether it is one: long enough, every id within the table."""
     packed = np.uint64(0)
@@ -130,7 +135,7 @@ def state_of(level, ids, stop, vocabulary):  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------------------- best first
 
 
-@njit(cache=True, nogil=True)
+@lean
 def best_first(level, known, ids, stop, vocabulary, depth, nodes, states):  # type: ignore[no-untyped-def]
     """The nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; `tree_of` them.
 
@@ -185,7 +190,7 @@ def exploration(iterations: int, c1: float, c2: float) -> np.ndarray:
     return (c1 + np.log((total + c2 + 1) / c2)) * np.sqrt(total)
 
 
-@njit(cache=True, nogil=True)
+@lean
 def next_random(seed):  # type: ignore[no-untyped-def]
     """A number in [0, 1); advances `seed`, uint64 [1] (splitmix64)."""
     seed[0] += np.uint64(0x9E3779B97F4A7C15)
@@ -195,7 +200,7 @@ def next_random(seed):  # type: ignore[no-untyped-def]
     return float((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _add_node(search, node, token, parent, depth, packed, prob):  # type: ignore[no-untyped-def]
     search[node].token, search[node].parent, search[node].depth = token, parent, depth
     search[node].first, search[node].last, search[node].sibling = -1, -1, -1
@@ -204,7 +209,7 @@ def _add_node(search, node, token, parent, depth, packed, prob):  # type: ignore
     search[node].state, search[node].prob = packed, prob
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _look_ahead(search, node, level, known):  # type: ignore[no-untyped-def]
     at, end, total = search[node].at, search[node].end, search[node].total
     search[node].ahead, search[node].ahead_prob, search[node].at, search[node].entry = following(
@@ -212,7 +217,7 @@ def _look_ahead(search, node, level, known):  # type: ignore[no-untyped-def]
     )
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _expand(search, node, level, known, widest):  # type: ignore[no-untyped-def]
     begin, end, total, head, _ = enter(level, known, search[node].state)
     search[node].at, search[node].end, search[node].total = begin, min(end, begin + widest), total
@@ -220,7 +225,7 @@ def _expand(search, node, level, known, widest):  # type: ignore[no-untyped-def]
     _look_ahead(search, node, level, known)
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _visit_next(search, node, made, level, known):  # type: ignore[no-untyped-def]
     """Make the likeliest child not visited yet node number `made`."""
     packed = shifted(level, search[node].state, search[node].ahead)
@@ -233,7 +238,7 @@ def _visit_next(search, node, made, level, known):  # type: ignore[no-untyped-de
     _look_ahead(search, node, level, known)
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _select(search, node, explore):  # type: ignore[no-untyped-def]
     """The child with the largest PUCT value, the likelier one among equals; −1: the likeliest not visited yet.
 
@@ -252,7 +257,7 @@ def _select(search, node, explore):  # type: ignore[no-untyped-def]
     return best
 
 
-@njit(cache=True, nogil=True, inline="always")
+@inlined
 def _sample(level, known, begin, end, total, head, mass, seed):  # type: ignore[no-untyped-def]
     """A successor drawn in proportion to its probability: (token or −1, probability).
 

@@ -5,6 +5,7 @@ Neither runs a model, and both see nothing but tokens.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +14,54 @@ import torch
 from torch import Tensor
 
 from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, with_room
-from draft_models.ngrams.recycled import new_recycled, recycle
+from draft_models.ngrams.recycled import recycle
 from draft_models.ngrams.suffixes import no_suffixes, read_only
 from draft_models.ngrams.table import TrigramTable, make_level
 from draft_models.ngrams.table_files import table_digest
 from draft_models.target.open_target import OpenTarget
 from inference.acceptance import Chooser
+from inference.auto.node_sizes import ROOMS, BestNodes
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.ngram_learning import learn_text
-from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, new_weights
-from inference.drafters.ngram_search import best_first, exploration, new_nodes, new_search, puct
+from inference.drafters.ngram_memory import Learnt, memory_of, nothing, open_memory, save_all
+from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, weights_from
+from inference.drafters.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from inference.drafters.registry import Maker
 from inference.session import TargetSession
-from inference.settings import MethodConfig, NgramConfig
+from inference.settings import AUTO, MethodConfig, NgramConfig, number
 from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree
 from outrider.errors import require
+from outrider.processes import join_processes
 from outrider.streams import Streams
-
-_RECYCLED_CONTEXT = 2  # a row of the target's is known by its last token and by its last two
 
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
 
 
 class _OverText(Drafter):
-    """Keeps the text as an array of ids and has every token of it learnt once, in order."""
+    """Keeps the text as an array of ids and has every token of it learnt once, in order.
 
-    def __init__(self, max_rows: int):
-        self.max_rows = max_rows
+    With nodes=auto it looks for as many nodes as `sizes` says, and for the most where that is None.
+    """
+
+    def __init__(self, table: TrigramTable, config: NgramConfig):
+        self.table, self.config = table, config
+        rooms = ROOMS if config.nodes == AUTO else (number(config.nodes),)
+        self._rooms = {room: new_nodes(room) for room in rooms}
+        self.max_rows = rooms[-1]
+        self._draft: _Found = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+
+    @property
+    def totals(self) -> Mapping[str, float]:  # type: ignore[override]
+        return {} if self.sizes is None else self.sizes.totals
 
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
         prompt = session.tokens.tolist()
         self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
         self._length = self._learnt = 0
-        self._reset()
+        keep = self.config.keep
+        self._reset(nothing(self.table, self.config) if keep is None else memory_of(keep).begin(prompt, self._known))
         self._append(prompt)
         self._learn_prompt(self._ids, self._length)
         self._learnt = self._length
@@ -59,7 +73,12 @@ class _OverText(Drafter):
         self._learnt = self._length + 1
         if limit <= 0:
             return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
-        tokens, parents, probs = self._search(self._ids, self._length + 1, limit)
+        nodes = self._rooms[self.max_rows if self.sizes is None else self.sizes.room()]
+        tokens, parents, probs = self._search(self._ids, self._length + 1, limit, nodes)
+        if self.sizes is not None:
+            assert probs is not None
+            count = self.sizes.count(parents, probs)
+            tokens, parents, probs = self._draft = tokens[:count], parents[:count], probs[:count]
         return DraftTree(
             torch.from_numpy(tokens).to(root.device),
             tuple(parents.tolist()),
@@ -68,6 +87,10 @@ class _OverText(Drafter):
         )
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        if self.sizes is not None:
+            _, parents, probs = self._draft
+            assert probs is not None
+            self.sizes.observe(parents[: len(tree)], probs[: len(tree)], nodes)
         self._append(tokens)
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -80,8 +103,12 @@ class _OverText(Drafter):
             self._ids = np.concatenate([self._ids, np.zeros(len(self._ids) + more, np.int64)])
 
     @abstractmethod
-    def _reset(self) -> None:
-        """A new text begins."""
+    def _reset(self, learnt: Learnt) -> None:
+        """A new text begins, with what was learnt from others."""
+
+    @abstractmethod
+    def _known(self) -> Learnt:
+        """What was learnt so far."""
 
     @abstractmethod
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
@@ -91,43 +118,47 @@ class _OverText(Drafter):
         self._learn(ids, 0, stop)
 
     @abstractmethod
-    def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
-        """The draft under ids[:stop], no deeper than `limit`."""
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
+        """The draft under ids[:stop], no deeper than `limit`, of as many nodes as there is room for."""
 
 
 class TrigramDrafter(_OverText):
     """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
 
-    What it learns from a text it forgets with it.
+    What it learns from a text it forgets with it, but for ngrams.keep.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig, seed: int):
-        super().__init__(config.nodes)
-        self.table, self.config, self.seed = table, config, seed
+        super().__init__(table, config)
+        self.seed = seed
         self.overlay = Overlay(table, config.order, config.increment, config.max_probability)
-        self._nodes = new_nodes(config.nodes)
         if config.search == "puct":
             self._tree = new_search(config.iterations)
             self._explore = exploration(config.iterations, config.c1, config.c2)
             self._found = (np.empty((config.iterations, config.depth), np.int64), np.empty(config.iterations))
         else:
-            self._states = np.empty(config.nodes, np.uint64)
+            self._states = np.empty(self.max_rows, np.uint64)
 
-    def _reset(self) -> None:
+    def _reset(self, learnt: Learnt) -> None:
         self._seed = np.array([self.seed % 2**64], np.uint64)
-        self.overlay.reset()
+        self._others = learnt
+        self.overlay.known = learnt.known
+
+    def _known(self) -> Learnt:
+        return self._others._replace(known=self.overlay.known)
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         if self.config.adapt:
             self.overlay.learn(ids, start, stop)
 
-    def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
         config, overlay = self.config, self.overlay
         place = (overlay.level, overlay.known, ids, stop, self.table.vocabulary, min(limit, config.depth))
         if config.search == "best_first":
-            return best_first(*place, self._nodes, self._states)
+            return _found(nodes, best_first(*place, nodes, self._states))
         size = (config.widest, self._explore, config.sentences)
-        tokens, parents, _ = puct(*place, *size, self._seed, self._tree, self._found, self._nodes)
+        count = puct(*place, *size, self._seed, self._tree, self._found, nodes)
+        tokens, parents, _ = _found(nodes, count)
         return tokens, parents, None  # scores of sentences are no path probabilities
 
 
@@ -139,10 +170,8 @@ class MixedDrafter(_OverText):
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
-        super().__init__(config.nodes)
-        self.table, self.config = table, config
+        super().__init__(table, config)
         self._levels = tuple(_level_or_empty(table, order) for order in CORPUS_ORDERS)
-        self._nodes = new_nodes(config.nodes)
         self._scratch = new_scratch(config.longest)
         self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
         self.successors = config.recycle
@@ -159,11 +188,14 @@ class MixedDrafter(_OverText):
             self._verified = (self._length + 1, *drafted, np.array(rows, np.int64), found.cpu().numpy())
         super().commit(tree, nodes, tokens)
 
-    def _reset(self) -> None:
+    def _reset(self, learnt: Learnt) -> None:
         self._verified = None
         self.index = TextIndex(self.config.longest, self.config.decay)
-        self.recycled = new_recycled(_RECYCLED_CONTEXT, self.config.recycle)
-        self.weights = new_weights(self.config.longest, self.recycled.longest, self.table.suffixes is not None)
+        self.index.known, self.recycled = learnt.known, learnt.recycled
+        self.weights = weights_from(learnt.shares)
+
+    def _known(self) -> Learnt:
+        return Learnt(self.index.known, self.recycled, self.weights.now)
 
     def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
         self.index.learn(ids, 0, stop)  # what a user wrote says little about how the target follows its sources
@@ -179,19 +211,32 @@ class MixedDrafter(_OverText):
             recycle(self.recycled, ids, *self._verified)
             self._verified = None
 
-    def _search(self, ids: np.ndarray, stop: int, limit: int) -> _Found:
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
         config = self.config
-        return mixed_best_first(
+        count = mixed_best_first(
             self._levels, self.index.known, config.longest, self.recycled, self._suffixes, self.weights,
-            self.table.vocabulary, ids, stop, min(limit, config.depth), self._nodes, self._scratch,
+            self.table.vocabulary, ids, stop, min(limit, config.depth), nodes, self._scratch,
         )  # fmt: skip
+        return _found(nodes, count)
 
 
-def make_ngram_drafter(table: TrigramTable, config: NgramConfig, seed: int) -> TrigramDrafter | MixedDrafter:
-    """The drafter of `config` over `table`, fresh. Raises `UserError` where the table lacks what it needs."""
-    if config.evidence == "mixed":
-        return MixedDrafter(table, config)
-    return TrigramDrafter(table, config, seed)
+def _found(nodes: Nodes, count: int) -> _Found:
+    tokens, parents = nodes.tree[:, :count].copy()
+    return tokens, parents, nodes.ranked[:count].copy()
+
+
+def make_ngram_drafter(
+    table: TrigramTable, config: NgramConfig, seed: int, tuning: Tuning | None = None
+) -> TrigramDrafter | MixedDrafter:
+    """The drafter of `config` over `table`, fresh. Raises `UserError` where the table lacks what it needs.
+
+    tuning: for nodes=auto; None: as many nodes as that ever chooses.
+    """
+    mixed = config.evidence == "mixed"
+    drafter = MixedDrafter(table, config) if mixed else TrigramDrafter(table, config, seed)
+    if config.nodes == AUTO and tuning is not None:
+        drafter.sizes = BestNodes(tuning)
+    return drafter
 
 
 def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:
@@ -214,6 +259,13 @@ def open_table(where: str, digest: str, vocabulary: int | None = None) -> Trigra
     return table
 
 
+def identity_of(target: Any) -> dict[str, Any]:
+    """What a memory belongs to: the target, wherever it lies. A recording is known by its tokenizer alone."""
+    fingerprint = getattr(target, "fingerprint", None)
+    known = {} if fingerprint is None else asdict(fingerprint)
+    return {name: value for name, value in known.items() if name not in ("target", "revision")}
+
+
 class NgramMaker(Maker):
     """The model is a `TrigramTable`."""
 
@@ -225,12 +277,21 @@ class NgramMaker(Maker):
     ) -> TrigramTable | None:
         if all(method.source != "ngrams" for method in methods.values()):
             return None
-        return open_table(where, target.vocabulary_digest, target.vocabulary_size)
+        table = open_table(where, target.vocabulary_digest, target.vocabulary_size)
+        for method in methods.values():
+            if method.ngrams.keep is not None:
+                processes = join_processes().num_processes
+                require(processes == 1, "ngrams.keep", method.ngrams.keep, f"null for {processes} processes")
+                open_memory(method.ngrams, table, identity_of(target))
+        return table
+
+    def finish(self, model: TrigramTable) -> None:
+        save_all()
 
     def make(
         self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64))
+        return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64), tuning)
 
 
 MAKER = NgramMaker()

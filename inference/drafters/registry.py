@@ -72,6 +72,10 @@ class Maker(ABC):
         """The positions that the model can hold, None where it has no limit of its own."""
         return None
 
+    def finish(self, model: Any) -> None:
+        """Decoding has ended: save what is to outlive it. Raises `UserError`."""
+        return
+
     def stacks(self, model: Any) -> "list[LayerStack]":
         """The stacks that it runs in sessions of their own."""
         return []

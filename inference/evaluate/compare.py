@@ -40,6 +40,7 @@ from inference.evaluate.subject import (
     Subject,
     context_length,
     find_subject,
+    finish,
     load_drafters,
     load_models,
     run_settings,
@@ -148,6 +149,7 @@ def _evaluate(
             if group.leads:
                 measured = Measured(position, state.num_processes, results, skipped, threads, spent)
                 append_result(out_dir, number + group.index, measured)
+        finish(models.drafters)
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken if group.leads else 0]))
     return from_main(state, lambda: report(config, subject, prepared, len(prompts), expected, out_dir))

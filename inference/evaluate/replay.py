@@ -35,7 +35,7 @@ from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Drafters, Generation, collect, new_drafter
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics, structure_statistics
-from inference.evaluate.subject import load_drafters
+from inference.evaluate.subject import finish, load_drafters
 from inference.evaluate.threads import use_threads
 from inference.session import TargetSession
 from inference.settings import EvaluateConfig, MethodConfig
@@ -247,6 +247,7 @@ def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) ->
             name, method, drafters, turns, max_new_tokens=config.max_new_tokens, seed=config.seed
         )
         reports.append({"method": name, **replay_report(turns, generations), "settings": asdict(method)})
+    finish(drafters)
     table = replay_markdown(reports, config.transcripts)
     write_atomically(out_dir / "report.md", table.encode())
     facts = {

@@ -192,6 +192,12 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafter
     return {name: model for name, model in drafters.items() if model is not None}
 
 
+def finish(drafters: Drafters) -> None:
+    """Decoding has ended: what drafters keep of it is saved. Raises `UserError`."""
+    for name, model in drafters.items():
+        KINDS[name].load_maker().finish(model)
+
+
 def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) -> Models:
     """The target, it and its drafters ready to decode."""
     placed = (subject.dtype, subject.device)

@@ -20,6 +20,8 @@ from draft_models.calibration import CalibrationHead
 from draft_models.draft_vocabulary import OwnTokens
 from draft_models.ngrams.table import TrigramTable
 from inference import acceptance, verify
+from inference.auto.costs import Costs
+from inference.auto.policy import Tuning
 from inference.drafters.early_exit import Calibrated
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, make_arms
 from inference.sampling import Sampler, invert
@@ -57,6 +59,7 @@ class OfSome(TableModel):
 
 # Drafts of one token, right half of the time: the text is what coins that are shared make of it, and little else.
 CERTAIN = Tables(TableModel([[0.5, 0.5]] * 2), TableModel([[0.95, 0.05]] * 2))
+DEAR = Tuning(Costs((0.01,) * 65, tuple(1 + 0.1 * width for width in range(65)), 0.1, 1.0))  # few nodes pay
 MARKOV = Tables(
     TableModel([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.6, 0.05, 0.05, 0.3]]),
     TableModel([[0.3, 0.3, 0.2, 0.2], [0.25, 0.25, 0.25, 0.25], [0.1, 0.4, 0.3, 0.2], [0.5, 0.2, 0.0, 0.3]]),
@@ -88,7 +91,7 @@ def tree(
 
 
 def ngrams(**settings: object) -> MethodConfig:
-    return MethodConfig("ngrams", ngrams=NgramConfig(nodes=8, depth=3, **settings))
+    return MethodConfig("ngrams", ngrams=NgramConfig(**{"nodes": 8, "depth": 3, **settings}))
 
 
 class TableWithLayers(TableModel):
@@ -128,6 +131,7 @@ CASES = {
     "ngrams, best_first": Case(ngrams(), 403, draws=MATCHED),
     "ngrams, puct": Case(ngrams(search="puct", iterations=20, sentences=6), 403, draws=MATCHED),
     "ngrams, mixed": Case(ngrams(evidence="mixed"), 403, draws=MATCHED),
+    "ngrams, auto": Case(ngrams(evidence="mixed", nodes="auto"), 403, draws=MATCHED),
     "ngrams, recycled": Case(ngrams(evidence="mixed", recycle=3), 403, draws=MATCHED),
 }
 
@@ -143,6 +147,7 @@ def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> A
     table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
     drafters = {"early_exit": Calibrated(q, head), "small_lm": q, "eagle3": TableHead(q.law.tolist()), "ngrams": table}
     options = {"max_new_tokens": case.tokens, "eos": (), "sampling": sampling, "runtime": TableRuntime()}
+    options["tunings"] = {"m": DEAR} if case.method.adapts else {}
     return make_arms(case.tables.p, drafters, {"m": case.method}, None, **options)[name]  # type: ignore[arg-type]
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import LONGEST_CHAIN
-from inference.auto.probe import probes, tune
+from inference.auto.probe import NODES, probes, tune
 from inference.cuda_graphs import Graphed, GraphedSession
 from inference.decode import Round, autoregressive
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
@@ -23,7 +24,7 @@ from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, PromptResult, make_arms, new_drafter
 from inference.evaluate.report import build_report, markdown
 from inference.evaluate.statistics import chosen_sizes
-from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.settings import AUTO, MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.tree import DraftTree
 from outrider.errors import UserError
 from outrider.streams import Streams
@@ -202,6 +203,29 @@ def test_greedy_tokens_do_not_depend_on_the_choice(
         chosen.append(sum(r.drafted for r in generation.rounds) / len(generation.rounds))
     if name != "opt_tree, depth":
         assert chosen[0] > chosen[1]
+
+
+def test_an_ngram_draft_has_as_many_nodes_as_pay(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are what the clock says; dear rows make small drafts, free ones large; the tokens are the target's."""
+    stack, drafters, expected = models
+    prompt = random_prompt(20)
+    table = TrigramTable.from_documents([prompt + expected[:20], random_prompt(80)], [2, 3, 4], 256, "t")
+    drafters, drafted = {**drafters, "ngrams": table}, []
+    method = MethodConfig("ngrams", ngrams=NgramConfig(evidence="mixed", depth=8, nodes=AUTO))
+    for node in (0.0001, 0.4):
+        with monkeypatch.context() as patches:
+            clock = WorkClock(patches, node=node, free=len(NODES))
+            methods, tunings = tune({"m": method}, stack, drafters, prompt, clock=clock)
+            arms = make_arms(stack, drafters, methods, None, max_new_tokens=40, eos=(), tunings=tunings, clock=clock)
+            generation = arms["m"](prompt, Streams(0))
+        costs = tunings["m"].costs
+        assert [costs.verify[width] for width in (2, 4, 8)] == pytest.approx([1 + node * width for width in (2, 4, 8)])
+        assert costs.plain == 0.5
+        assert costs.step == pytest.approx((0.0,) * 65)  # drafting takes the clock no time
+        assert min(sum(tunings["m"].tried), sum(tunings["m"].right)) > 10
+        assert list(generation.tokens) == expected
+        drafted.append(chosen_sizes([generation])["nodes"]["mean"])
+    assert drafted[0] > 2 * drafted[1]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The compiled searches against slow ones, and lossless decoding with all of them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.ngrams.table import TrigramTable
+from inference.auto.costs import Costs
+from inference.auto.policy import Tuning
 from inference.decode import speculative
 from inference.drafters.ngram_search import next_random
 from inference.drafters.ngrams import TrigramDrafter, make_ngram_drafter
@@ -163,8 +166,12 @@ CONFIGS = {
     "best_first": NgramConfig(depth=6, nodes=20),
     "not adapted": NgramConfig(adapt=False, order=2),
     "mixed": NgramConfig(evidence="mixed", depth=8, nodes=30),
+    "best_first, auto": NgramConfig(depth=6, nodes="auto"),
+    "mixed, auto": NgramConfig(evidence="mixed", depth=8, nodes="auto"),
 }
 RECYCLED = NgramConfig(evidence="mixed", depth=8, nodes=30, recycle=4)
+# A pass over so many rows, by which few nodes pay, and more of them where drafts come true.
+DEAR = Tuning(Costs((0.01,) * 65, tuple(1 + 0.05 * width for width in range(65)), 0.1, 1.0))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -173,12 +180,14 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str) -> None:
     prompt = random_prompt(10) * 2
     expected = reference_generate(model, prompt, 50)
     table = TrigramTable.from_documents([expected[:30], random_prompt(60)], [2, 3, 4], 256, "t")
-    for config in (*CONFIGS.values(), RECYCLED):
-        drafter = make_ngram_drafter(table, config, 0)
+    for config in (*CONFIGS.values(), RECYCLED, replace(RECYCLED, nodes="auto")):
+        drafter = make_ngram_drafter(table, config, 0, DEAR)
         rounds = list(speculative(stack, drafter, prompt, max_new_tokens=50))
         assert [t for r in rounds for t in r.tokens] == expected
         assert sum(r.accepted for r in rounds) > 5
-        assert max(r.drafted for r in rounds) <= config.nodes
+        assert max(r.drafted for r in rounds) <= drafter.max_rows
+        if config.nodes == "auto":
+            assert len({r.drafted for r in rounds}) > 2
 
 
 def test_drafts_keep_to_limits() -> None:
@@ -239,6 +248,8 @@ def test_bad_settings_are_refused() -> None:
                 {"max_probability": 0.01}, {"decay": 1.5}, {"strength": 0.0}):  # fmt: skip
         with pytest.raises(UserError, match=next(iter(bad))):
             NgramConfig(**bad)
+    with pytest.raises(UserError, match="nodes='auto': expected an integer ≥ 1, or auto with search=best_first"):
+        NgramConfig(search="puct", nodes="auto")
     with pytest.raises(UserError, match="search='puct': expected 'best_first', its default: evidence=mixed"):
         NgramConfig(evidence="mixed", search="puct")
     assert MethodConfig(source="ngrams").ngrams.evidence == "table"
