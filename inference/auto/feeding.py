@@ -16,9 +16,11 @@ _PATIENCE = (8, 128)  # rounds without a pass after which one is made all the sa
 
 
 class Gains:
-    """What feeding a node is expected to add to the sum of path probabilities, for each unit that the node has itself.
+    """What asking the drafter at a node is expected to bring, for each unit of the node's path probability.
 
-    By how sure the n-grams are of what follows it, in BANDS bands. It begins at a prior and follows what it was.
+    That is by how much the sum of path probabilities of the best tree, chosen anew, exceeds that of the tree before,
+    both by what is known then. By how sure the n-grams are of what follows the node, in BANDS bands. It begins at a
+    prior and follows what it was.
     """
 
     def __init__(self) -> None:
@@ -32,7 +34,7 @@ class Gains:
         ]
 
     def add(self, bands: Sequence[int], worths: Sequence[float], gained: float) -> None:
-        """Nodes of `bands` with such `worths` were fed together, which raised the sum by `gained`."""
+        """Nodes of `bands` with such `worths` were fed together, which brought `gained`."""
         total = math.fsum(worths)
         for counts in (self._gained, self._fed):
             counts[:] = [KEEP * count for count in counts]

@@ -58,7 +58,7 @@ class Fused(Drafter):
         self.split, self.taps, self.successors = model.split, model.taps, method.ngrams.recycle
         self.max_rows = self.feeding.max_nodes + self.feeding.max_fed
         self._maximum = shape.join == "maximum"
-        self.totals: dict[str, float] = {}  # type: ignore[misc]
+        self.totals: dict[str, float] = {}
 
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
         self._session = session
@@ -84,37 +84,37 @@ class Fused(Drafter):
             return self._draft(root, 0)
         self.feeding.begin(self._waiting)
         self._made = start(self._pool, token)
-        paths = self._grow(_NOTHING, _SAID_NOTHING, depth)
-        expected = -1.0
+        paths, _ = self._grow(_NOTHING, _SAID_NOTHING, 0, depth)
+        count = self.feeding.count(paths)
         while True:
-            count = self.feeding.count(paths)
-            if expected >= 0:
-                self._gains.add(bands, worths, math.fsum(paths[:count]) - expected)
-            nodes, worths, bands, values = self._fed_next(paths, count, depth)
+            nodes, worths, bands, values = self._candidates_for(paths, count, depth)
             fed = self.feeding.feed(paths[:count], values)
             if not fed:
                 break
-            expected, worths, bands = math.fsum(paths[:count]), worths[:fed], bands[:fed]
-            paths = self._grow(nodes[:fed], self._ask(root, nodes[:fed]), depth)
+            paths, kept = self._grow(nodes[:fed], self._ask(root, nodes[:fed]), count, depth)
+            count = self.feeding.count(paths)
+            self._gains.add(bands[:fed], worths[:fed], math.fsum(paths[:count]) - kept)
         self.feeding.end()
         self._add("expected_tau", 1.0 + math.fsum(paths[:count]))
         return self._draft(root, count)
 
-    def _grow(self, fed: np.ndarray, said: np.ndarray, depth: int) -> list[float]:
-        """The path probabilities of the best nodes, after the model was asked at the nodes `fed`."""
+    def _grow(self, fed: np.ndarray, said: np.ndarray, count: int, depth: int) -> tuple[list[float], float]:
+        """The path probabilities of the best nodes, after the model was asked at the nodes `fed`, and by that the sum
+        of those of the `count` nodes that were the best before."""
         answer = (fed, self._rows - len(fed), said, self._weights.now, self._maximum)
-        size, self._made = grow(self._pool, self._made, *answer, self._ranked, depth, *self._text, self._scratch)
-        paths: list[float] = self._ranked.paths[:size].tolist()
-        return paths
+        found = grow(self._pool, self._made, *answer, self._ranked, count, depth, *self._text, self._scratch)
+        size, self._made, kept = found
+        return self._ranked.paths[:size].tolist(), kept
 
-    def _fed_next(
+    def _candidates_for(
         self, paths: list[float], count: int, depth: int
     ) -> tuple[np.ndarray, list[float], list[int], list[float]]:
         """The nodes that the model may be asked at next, with their worths, bands and values (see `frontier`)."""
         least = paths[count - 1] if count == len(self._ranked.order) else 0.0
-        found = frontier(self._pool, self._ranked, count, depth, self._gains.shares(), least, *self._candidates)
+        gains = np.array(self._gains.shares())  # a list would take numba ten times as long to look at
+        found = frontier(self._pool, self._ranked, count, depth, gains, least, *self._candidates)
         nodes, *facts = (column[:found] for column in self._candidates)
-        return nodes, *(fact.tolist() for fact in facts)  # type: ignore[return-value]
+        return nodes, *(fact.tolist() for fact in facts)
 
     def _ask(self, root: Tensor, nodes: np.ndarray) -> np.ndarray:
         """What the model says after the nodes, float32 [n, 2k]: one transfer."""

@@ -1,4 +1,4 @@
-"""The tree of a fused draft: it grows best-first by the n-grams' mixture, and by a model's q as well where that is known.
+"""The tree of a fused draft, grown best-first by the n-grams' mixture, and by a model's q as well where that is known.
 
 Every token that a round has looked at is a node of a pool. Its children come from the n-grams after its own context.
 Where the drafter was fed the node, the children are the union of the n-grams' and of q's likeliest, and their
@@ -18,13 +18,13 @@ from inference.drafters.ngram_mixing import SUREST, predict
 
 _LEAST = 1e-4  # path probability of a node that is kept at all
 _UNSEEN = -2  # `first` of a node whose children nobody has asked for
-_NODE = np.dtype(
-    [(name, np.int64) for name in "token parent depth row first following kind".split()]
-    + [(name, np.float64) for name in "prob path sure by_q by_n".split()]
-)
-# parent: −1 of the root, which is node 0. row: under which the drafter was fed it, −1: it was not. first, following:
-# the list of its children. kind: the class of its λ, where it was fed. prob: after its parent; path: with all above it.
-# sure: the n-grams' probability of its likeliest child. by_q, by_n: what q and what the n-grams with the rest say of it.
+_INTEGERS = "token parent depth row first following kind"
+_NUMBERS = "prob path sure by_q by_n"
+# A node that was looked at. parent: −1 of the root, which is node 0. row: under which the drafter was fed it, −1: it
+# was not. first, following: the list of its children. kind: the class of its λ, where it was fed. prob: after its
+# parent; path: with all above it. sure: the n-grams' probability of its likeliest child. by_q, by_n: what q says of
+# it, and what the n-grams with the rest do.
+_NODE = np.dtype([(name, np.int64) for name in _INTEGERS.split()] + [(name, np.float64) for name in _NUMBERS.split()])
 
 
 class Join(NamedTuple):
@@ -124,8 +124,11 @@ def _rank(ranked, size, done, node, path):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def grow(pool, made, fed, row, found, shares, maximum, ranked, depth, sources, ids, stop, scratch):  # type: ignore[no-untyped-def]
-    """Rank the likeliest nodes under ids[:stop], no deeper than `depth`: (how many, how many are in the pool).
+def grow(pool, made, fed, row, found, shares, maximum, ranked, count, depth, sources, ids, stop, scratch):  # type: ignore[no-untyped-def]
+    """Rank the likeliest nodes under ids[:stop], no deeper than `depth`.
+
+    Returns how many, how many are in the pool, and the sum of path probabilities of the first `count` of those that
+    were ranked before, by what is known now.
 
     Before that the drafter was fed the nodes `fed`, as its rows `row`, `row` + 1, …, and said `found` float32 [n, 2k]:
     k likeliest tokens and their q (see `sampling.successors`). shares: λ by class; maximum: P is the larger one of q
@@ -135,7 +138,13 @@ def grow(pool, made, fed, row, found, shares, maximum, ranked, depth, sources, i
     """
     for i in range(len(fed)):
         made = _join(pool, made, fed[i], row + i, found[i], shares, maximum, sources, ids, stop, scratch)
-    return _grow(pool, made, ranked, depth, sources, ids, stop, scratch)
+    kept = 0.0
+    for place in range(count):
+        node = ranked.order[place]
+        pool[node].path = pool[pool[node].parent].path * pool[node].prob
+        kept += pool[node].path
+    size, made = _grow(pool, made, ranked, depth, sources, ids, stop, scratch)
+    return size, made, kept
 
 
 @njit(cache=True, nogil=True)
@@ -180,7 +189,7 @@ def _join(pool, made, node, row, found, shares, maximum, sources, ids, stop, scr
         else:
             pool[child].prob = 0.0
         child = pool[child].following
-    for i in range(count):
+    for i in range(count - 1, -1, -1):
         if tokens[i] >= 0:
             before = made
             made = _add_child(pool, made, node, tokens[i], 1.0, 0.0, 0.0)
@@ -207,7 +216,7 @@ def _grow(pool, made, ranked, depth, sources, ids, stop, scratch):  # type: igno
             if unseen and not (full and path * SUREST <= ranked.paths[size - 1]):
                 found, largest, _ = _ngrams_after(pool, node, sources, ids, stop, scratch)
                 pool[node].first, pool[node].sure = -1, largest
-                for i in range(found):
+                for i in range(found - 1, -1, -1):  # so that the list of children has their order
                     prob = scratch.probs[i]
                     made = _add_child(pool, made, node, scratch.tokens[i], prob, 0.0, prob)
             child = pool[node].first
