@@ -26,6 +26,11 @@ class Gains:
     def __init__(self) -> None:
         self._gained, self._fed = [0.0] * BANDS, [0.0] * BANDS
 
+    @property
+    def counts(self) -> tuple[list[float], list[float]]:
+        """What passes brought and what was fed to them, by band; later ones count more."""
+        return self._gained, self._fed
+
     def shares(self) -> list[float]:
         """The estimate for every band."""
         return [
@@ -90,6 +95,11 @@ class Feeding:
             self._idle, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
         else:
             self._idle += 1
+
+    def chosen(self, count: int) -> list[str]:
+        """What was chosen in this round, which submits `count` nodes, for the record."""
+        nodes = [f"nodes={count}"] if self._nodes is None else []
+        return nodes + ([f"max_depth={self._steps}"] if self._depth is None else [])
 
     def _best_feed(self, paths: Sequence[float], values: Sequence[float]) -> int:
         costs = self._costs

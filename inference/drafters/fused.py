@@ -38,6 +38,7 @@ from inference.sampling import successors
 from inference.session import TargetSession
 from inference.settings import AUTO, MethodConfig, number
 from inference.stopwatch import Stopwatch
+from inference.structures.factory import CHOSEN
 from inference.tree import ROOT, DraftTree
 
 _LIKELIEST = 16  # tokens of a q that may become children
@@ -96,6 +97,8 @@ class Fused(Drafter):
             self._gains.add(bands[:fed], worths[:fed], math.fsum(paths[:count]) - kept)
         self.feeding.end()
         self._add("expected_tau", 1.0 + math.fsum(paths[:count]))
+        for chosen in self.feeding.chosen(count):
+            self._add(CHOSEN + chosen, 1)
         return self._draft(root, count)
 
     def _grow(self, fed: np.ndarray, said: np.ndarray, count: int, depth: int) -> tuple[list[float], float]:
@@ -152,6 +155,12 @@ class Fused(Drafter):
             nodes, tokens = self._path
             following = np.array([*tokens, root], np.int64)
             learn(self._pool, np.array(nodes, np.int64), following, self._weights, self.config.strength)
+
+    def learnt(self) -> dict[str, np.ndarray]:
+        """What this generation was counted for, to fit what another one begins with (benchmarks/fit_fused.py): hits
+        and trials of λ by class, what passes brought and what was fed to them by band."""
+        gained, fed = map(np.array, self._gains.counts)
+        return {"hits": self._weights.hits, "trials": self._weights.trials, "gained": gained, "fed": fed}
 
     def _add(self, name: str, value: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + value
