@@ -126,8 +126,26 @@ def successors(logits: Tensor, count: int) -> Tensor:
     float32 [..., 2k], k being the smaller of count and V: one tensor to fetch. Ids below 2^24 are exact in it.
     """
     scores = logits.float()
-    values, tokens = scores.topk(min(count, logits.shape[-1]))
+    values, tokens = _largest(scores, min(count, logits.shape[-1]))
     return torch.cat([tokens.float(), (values - scores.logsumexp(-1, keepdim=True)).exp()], dim=-1)
+
+
+def _largest(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
+    """`scores.topk(count)` of [..., V]. They lie in the `count` chunks of the largest maxima: one look at all of V."""
+    size = scores.shape[-1]
+    whole = size - size % chunk
+    if count * chunk * 4 > size:
+        values, tokens = scores.topk(count)
+        return values, tokens
+    chunks = scores[..., :whole].unflatten(-1, (-1, chunk))
+    best = chunks.amax(-1).topk(count).indices
+    inside = chunks.gather(-2, best[..., None].expand(*best.shape, chunk)).flatten(-2)
+    places = (best[..., None] * chunk + torch.arange(chunk, device=scores.device)).flatten(-2)
+    if whole < size:
+        last = torch.arange(whole, size, device=scores.device).expand(*scores.shape[:-1], size - whole)
+        inside, places = torch.cat([inside, scores[..., whole:]], -1), torch.cat([places, last], -1)
+    values, at = inside.topk(count)
+    return values, places.gather(-1, at)
 
 
 def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tensor]:

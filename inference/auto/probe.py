@@ -24,7 +24,7 @@ from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import GREEDY, Drafters, new_drafter
 from inference.generation_config import generate_settings, make_sampler
 from inference.runtime import Runtime
-from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig
+from inference.settings import AUTO, MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.stopwatch import Clock
 from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.tree import DraftTree
@@ -37,12 +37,14 @@ CYCLES = (4, 10)  # at most CYCLES[1]; the first one warms up and is not timed
 NEW_TOKENS, PLAIN_TOKENS = 192, 12  # of one measuring generation at most
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
+FUSED_LEVELS = 2  # most nodes of a fused draft are n-grams', which the drafter has not run
 WIDTHS: tuple[tuple[int, ...], ...] = ((1,), (3,), (7,), (2, 2, 1), (8, 2), (6, 3, 2))
 
 Observe = Callable[[DraftTree, Sequence[int]], Trials]
 TRIALS: dict[str, Observe] = {
     "chain": lambda tree, accepted: trials_in_chain(len(tree), len(accepted)),
     "opt_tree": trials_by_band,
+    "fused": trials_by_band,
     "k_config": trials_at_nodes,
 }
 
@@ -54,11 +56,14 @@ def probes(method: MethodConfig) -> list[MethodConfig]:
         return [replace(method, stop=replace(method.stop, max_draft=length)) for length in CHAINS]
     if tree.kind == "k_config":
         shapes = [replace(tree, widths=widths) for widths in WIDTHS]
+    elif tree.kind == "fused":
+        shapes = [StructureConfig("opt_tree", nodes=n, max_depth=FUSED_LEVELS, delta=0.0) for n in NODES]
     else:
         sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
         levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
         shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
-    return [replace(method, structure=shape, stop=StopConfig()) for shape in shapes]  # all their levels
+    plain = replace(method, structure=StructureConfig(), stop=StopConfig(), ngrams=NgramConfig())
+    return [replace(plain, structure=shape) for shape in shapes]  # all their levels
 
 
 def tune(

@@ -20,7 +20,7 @@ from draft_models.target.tensor_parallel import whole_embedding, whole_head
 from inference.auto.policy import Tuning
 from inference.doctor.head_ways import patient_of
 from inference.doctor.patient import Patient
-from inference.drafters.interface import Drafter
+from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, read_record, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fixed_shapes import WIDTHS
@@ -174,10 +174,13 @@ class Eagle3Maker(Maker):
             "its caches": (cache + passes) * place.itemsize,
         }
 
+    def draft_model(self, model: Eagle3, method: MethodConfig) -> DraftModel:
+        return Eagle3Source(model)
+
     def make(
         self, model: Eagle3, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(Eagle3Source(model), make_structure(method, streams, drawn, None, tuning))
+        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, None, tuning))
 
 
 MAKER = Eagle3Maker()

@@ -18,7 +18,7 @@ from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
 from inference.doctor.lm_ways import patient_of_exit
 from inference.doctor.patient import Patient
-from inference.drafters.interface import Drafter
+from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
@@ -147,10 +147,13 @@ class EarlyExitMaker(Maker):
         rows = 0 if meta.own_head or meta.draft_vocabulary is None else count(drafter.output_head)
         return {"early exit's weights": (count(drafter) + rows) * place.itemsize, "caches of decoding with it": caches}
 
+    def draft_model(self, model: Calibrated, method: MethodConfig) -> DraftModel:
+        return EarlyExitSource(model.exit)
+
     def make(
         self, model: Calibrated, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(EarlyExitSource(model.exit), make_structure(method, streams, drawn, model.head, tuning))
+        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, model.head, tuning))
 
 
 MAKER = EarlyExitMaker()

@@ -66,11 +66,15 @@ class _OverText(Drafter):
         self._learn_prompt(self._ids, self._length)
         self._learnt = self._length
 
-    def draft(self, root: Tensor, limit: int) -> DraftTree:
+    def read(self, root: int) -> None:
+        """A round begins with `root`, the last token of the text; learn what is new of it."""
         self._reserve(1)
-        self._ids[self._length] = int(root)  # committed, but only with the round it opens
+        self._ids[self._length] = root  # committed, but only with the round it opens
         self._learn(self._ids, self._learnt, self._length + 1)
         self._learnt = self._length + 1
+
+    def draft(self, root: Tensor, limit: int) -> DraftTree:
+        self.read(int(root))
         if limit <= 0:
             return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
         nodes = self._rooms[self.max_rows if self.sizes is None else self.sizes.room()]
@@ -183,10 +187,31 @@ class MixedDrafter(_OverText):
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         if self.successors:
-            rows, found = self._session.recycled()
-            drafted = (tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64))
-            self._verified = (self._length + 1, *drafted, np.array(rows, np.int64), found.cpu().numpy())
+            self.verified(tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64), range(len(tree) + 1))
         super().commit(tree, nodes, tokens)
+
+    def verified(self, tokens: np.ndarray, parents: np.ndarray, rows: Sequence[int]) -> None:
+        """The target ran a draft's `tokens` under `parents`, int64 [n]; rows: of the root and of each token."""
+        ran, found = self._session.recycled()
+        place = {row: i for i, row in enumerate(rows)}
+        numbers = np.array([place[row] for row in ran], np.int64)
+        self._verified = (self._length + 1, tokens, parents, numbers, found.cpu().numpy())
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """The round ended with `tokens` committed, the root first."""
+        self._append(tokens)
+
+    @property
+    def text(self) -> tuple[np.ndarray, int]:
+        """The text's ids with room behind them, and how many there are, the root included."""
+        return self._ids, self._length + 1
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """What `predict` asks, as compiled code takes it; until the text grows."""
+        config, table = self.config, self.table
+        kept = (self.recycled, self._suffixes, self.weights)
+        return (self._levels, self.index.known, config.longest, *kept, table.vocabulary)
 
     def _reset(self, learnt: Learnt) -> None:
         self._verified = None
@@ -275,7 +300,7 @@ class NgramMaker(Maker):
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Any
     ) -> TrigramTable | None:
-        if all(method.source != "ngrams" for method in methods.values()):
+        if not any(method.reads_ngrams for method in methods.values()):
             return None
         table = open_table(where, target.vocabulary_digest, target.vocabulary_size)
         for method in methods.values():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from draft_models.target.stack import LayerStack
     from inference.auto.policy import Tuning
     from inference.doctor.patient import Patient
-    from inference.drafters.interface import Drafter
+    from inference.drafters.interface import Drafter, DraftModel
     from inference.memory_plan import Place
     from inference.settings import MethodConfig
     from outrider.streams import Streams
@@ -95,6 +95,10 @@ class Maker(ABC):
     def require_fits(self, method: "MethodConfig", layers: int) -> None:
         """Raise `UserError` where `method` means nothing for a target of `layers` layers; asked where `Kind.layers`."""
         return
+
+    def draft_model(self, model: Any, method: "MethodConfig") -> "DraftModel":
+        """A `DraftModel`, fresh for one generation; asked where `Kind.shaped`."""
+        raise TypeError(f"{type(self).__name__}: a kind that a structure shapes needs a `draft_model` of its own")
 
     @abstractmethod
     def make(

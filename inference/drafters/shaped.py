@@ -26,7 +26,7 @@ class Shaped(Drafter):
 
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
         self._session = session
-        self._source = _RoundSource(self.model, chooser, watch)
+        self._source = TimedModel(self.model, chooser, watch)
         self.model.begin(session)
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
@@ -34,13 +34,18 @@ class Shaped(Drafter):
         return self.structure.draft(self._source, root, limit)
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        shared = self.split or self.taps
-        rows = self._session.path(nodes) if shared else [0, *(tree.rows[node] for node in nodes)]
-        self.model.commit(rows, tokens)
+        self.model.commit(rows_known(self.model, self._session, tree, nodes), tokens)
         self.structure.observe(tree, nodes)
 
 
-class _RoundSource(WrappedSource):
+def rows_known(model: DraftModel, session: TargetSession, tree: DraftTree, nodes: Sequence[int]) -> list[int]:
+    """The rows of the root and of `nodes` of `tree` as `DraftModel.commit` takes them."""
+    if model.split or model.taps:
+        return session.path(nodes)
+    return [0, *(tree.rows[node] for node in nodes)]
+
+
+class TimedModel(WrappedSource):
     """A model during a round: has its passes timed, and knows the text before each row it was fed."""
 
     def __init__(self, model: DraftModel, chooser: Chooser, watch: Stopwatch):

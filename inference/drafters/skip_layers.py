@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from inference.auto.policy import Tuning
-from inference.drafters.interface import Drafter
+from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker
 from inference.drafters.shaped import Shaped
 from inference.session import TargetSession, View
@@ -85,10 +85,13 @@ class SkipLayersMaker(Maker):
     def require_fits(self, method: MethodConfig, layers: int) -> None:
         skipped_layers(method.skip, layers)
 
+    def draft_model(self, model: None, method: MethodConfig) -> DraftModel:
+        return SkipLayersSource(method.skip)
+
     def make(
         self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(SkipLayersSource(method.skip), make_structure(method, streams, drawn, None, tuning))
+        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, None, tuning))
 
 
 MAKER = SkipLayersMaker()

@@ -23,7 +23,7 @@ from draft_models.target.whole_model import PlainLM, RowCache
 from inference.auto.policy import Tuning
 from inference.doctor.lm_ways import patient_of_lm
 from inference.doctor.patient import Patient
-from inference.drafters.interface import Drafter
+from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, read_record, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
@@ -181,10 +181,13 @@ class SmallLMMaker(Maker):
         caches = cache_bytes(config, whole) + pass_bytes(spread, whole)
         return {"small LM's weights": weight_bytes(config, whole), "its caches": caches}
 
+    def draft_model(self, model: SmallLM, method: MethodConfig) -> DraftModel:
+        return SmallLMSource(model)
+
     def make(
         self, model: SmallLM, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(SmallLMSource(model), make_structure(method, streams, drawn, None, tuning))
+        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, None, tuning))
 
 
 MAKER = SmallLMMaker()

@@ -14,6 +14,7 @@ from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.decode import Round, autoregressive, cut, speculative, until
+from inference.drafters.fused import Fused
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS
 from inference.evaluate.lossless import Deviation, Forced, make_reference
@@ -100,7 +101,10 @@ def new_drafter(
     drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.auto.probe`).
     """
     kind = KINDS[method.source]
-    return kind.load_maker().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
+    model, maker = drafters.get(kind.name), kind.load_maker()
+    if kind.shaped and method.reads_ngrams:
+        return Fused(maker.draft_model(model, method), drafters.get("ngrams"), method, tuning)
+    return maker.make(model, method, streams, drawn=drawn, tuning=tuning)
 
 
 def make_arms(

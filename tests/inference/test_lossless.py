@@ -20,13 +20,14 @@ from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.interface import DraftModel
+from inference.drafters.fused import Fused
+from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.shaped import Shaped
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import make_arms
 from inference.sampling import Sampler
-from inference.settings import DRAWS, MethodConfig, SamplingConfig, StructureConfig
+from inference.settings import DRAWS, MethodConfig, NgramConfig, SamplingConfig, StructureConfig
 from inference.structures.factory import Structure, make_structure, make_tree
 from inference.tree import DraftTree
 from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
@@ -56,11 +57,20 @@ STRUCTURES = {
     "opt_tree, sharp": StructureConfig(kind="opt_tree", nodes=12, delta=0.1, width=3, temperature=0.5),
     "binary": StructureConfig(kind="static", shape="binary", nodes=14),
     "eagle": StructureConfig(kind="static", shape="eagle"),
+    "fused": StructureConfig(kind="fused", nodes=16, max_depth=4, width=4),
 }
+NGRAMS = NgramConfig(evidence="mixed", depth=8, recycle=8)
 
 
 def structure_of(name: str) -> Structure:
     return make_structure(method_of(STRUCTURES[name]), Streams(0))
+
+
+def drafter_of(model: DraftModel, name: str) -> Drafter:
+    """`model`, shaped by the structure of that name; or beside n-grams, which learn from the text alone."""
+    if name == "fused":
+        return Fused(model, None, MethodConfig(structure=STRUCTURES[name], ngrams=NGRAMS), None)
+    return Shaped(model, structure_of(name))
 
 
 def tokens_of(rounds: list[Round]) -> list[int]:
@@ -130,8 +140,8 @@ def test_greedy_equals_generate(
     targets: Callable[[str], tuple], architecture: str, source: str, structure: str
 ) -> None:
     path, small, stack, prompt, expected = targets(architecture)
-    drafting = structure_of(structure)
-    rounds = list(speculative(stack, Shaped(make_source(source, path, small), drafting), prompt, max_new_tokens=40))
+    drafter = drafter_of(make_source(source, path, small), structure)
+    rounds = list(speculative(stack, drafter, prompt, max_new_tokens=40))
     assert tokens_of(rounds) == expected
     assert sum(r.drafted for r in rounds) > 20
     if source != "early_exit, first layer":  # that one guesses next to nothing
@@ -207,19 +217,17 @@ def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: st
                 torch.testing.assert_close(tensor[:, :, :known], fresh_tensor[:, :, :known], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("structure", ["eagle", "token_graph"])
+@pytest.mark.parametrize("structure", ["eagle", "token_graph", "fused"])
 @pytest.mark.parametrize("source", ["early_exit", "small_lm", "skip_layers", "eagle3"])
 def test_trees_up_to_the_last_position_of_the_context(tmp_path: Path, source: str, structure: str) -> None:
     path = save_target(tmp_path, "llama", kv_heads=2)
     model, stack = open_stack(path)
     prompt = random_prompt(236)
-    rounds = speculative(
-        stack, Shaped(make_source(source, path, path), structure_of(structure)), prompt, max_new_tokens=20
-    )
+    rounds = speculative(stack, drafter_of(make_source(source, path, path), structure), prompt, max_new_tokens=20)
     assert tokens_of(list(rounds)) == reference_generate(model, prompt, 20)
 
 
-@pytest.mark.parametrize("structure", ["chain", "opt_tree", "k_config"])
+@pytest.mark.parametrize("structure", ["chain", "opt_tree", "k_config", "fused"])
 def test_greedy_with_a_repetition_penalty_equals_generate(tmp_path: Path, structure: str) -> None:
     path = save_target(tmp_path)
     model, stack = open_stack(path)
@@ -233,9 +241,7 @@ def test_greedy_with_a_repetition_penalty_equals_generate(tmp_path: Path, struct
     assert expected != reference_generate(model, prompt, 40)
     sampler = Sampler(SamplingConfig(repetition_penalty=1.3))
     source = make_source("early_exit", path, path)
-    rounds = speculative(
-        stack, Shaped(source, structure_of(structure)), prompt, max_new_tokens=40, chooser=Chooser(sampler)
-    )
+    rounds = speculative(stack, drafter_of(source, structure), prompt, max_new_tokens=40, chooser=Chooser(sampler))
     assert tokens_of(list(rounds)) == expected
     assert tokens_of(list(autoregressive(stack, prompt, max_new_tokens=40, chooser=Chooser(sampler)))) == expected
 

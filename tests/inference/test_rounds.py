@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_models.eagle3.model import Eagle3
+from draft_models.ngrams.table import TrigramTable
 from draft_models.target.stack import LayerStack
 from inference import cuda_graphs
 from inference.acceptance import Chooser
@@ -18,6 +19,7 @@ from inference.cache import KVCache
 from inference.decode import Round, speculative
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.fused import Fused
 from inference.drafters.interface import Drafter
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
@@ -26,7 +28,7 @@ from inference.drafters.small_lm import SmallLMSource
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler
 from inference.session import TargetSession
-from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.settings import MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
 from inference.structures.factory import Structure, make_structure
 from inference.tree import DraftTree, chain_parents
 from outrider.streams import Streams
@@ -35,6 +37,7 @@ from tests.pairwise import all_pairs
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
+    VOCABULARY,
     make_drafter,
     method_of,
     open_stack,
@@ -246,6 +249,37 @@ def test_after_every_round_of_prompt_lookup(target: Target, runtime: Runtime) ->
     lookup = PromptLookup(3, 6)
     rounds = list(checked(target, runtime, lookup, random_prompt(8) * 2, 24))
     assert sum(r.drafted for r in rounds) > 6
+
+
+@pytest.mark.parametrize(("source", "runtime"), all_pairs(SOURCES, RUNTIMES), indirect=["runtime"])
+def test_after_every_round_of_fused_drafts(
+    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """N-grams that know the first half, a model that is asked in every other pair of rounds, rows of both accepted."""
+    prompt, said = random_prompt(9), expected_of(target, 9, 28)
+    table = TrigramTable.from_documents([[*prompt, *said[:16]]], [2, 3, 4], VOCABULARY, "")
+    shape, known = StructureConfig("fused", nodes=12, max_depth=3, width=3), NgramConfig(evidence="mixed", recycle=4)
+    fused = Fused(target.source(source), table, MethodConfig(structure=shape, ngrams=known), None)
+    turns, paths = itertools.count(), []
+    begin, feed, commit = fused.feeding.begin, fused.feeding.feed, fused.commit
+    asked = [True]
+
+    def note(tree: DraftTree, nodes: list[int], tokens: list[int]) -> None:
+        paths.append([tree.rows[node] for node in nodes])
+        commit(tree, nodes, tokens)
+
+    def begin_round(waiting: int) -> None:
+        asked[0] = next(turns) % 4 < 2
+        begin(waiting)
+
+    monkeypatch.setattr(fused, "commit", note)
+    monkeypatch.setattr(fused.feeding, "begin", begin_round)
+    monkeypatch.setattr(fused.feeding, "feed", lambda *given: feed(*given) if asked[0] else 0)
+    rounds = list(checked(target, runtime, fused, prompt, 28))
+    assert tokens_of(rounds) == said
+    assert any(row < 0 for path in paths for row in path[:-1])
+    assert source == "early_exit, first layer" or any(row >= 0 for path in paths for row in path)
+    assert max(len(path) for path in paths) > 2
 
 
 # --- equality with generate -------------------------------------------------------------------------------------------

@@ -1,0 +1,129 @@
+"""Whether one more pass of a drafter pays, where n-grams have a draft already."""
+
+import math
+from collections.abc import Sequence
+
+from inference.auto.costs import WIDEST
+from inference.auto.policy import DEEPEST, KEEP, Tuning, best_count
+from inference.settings import MOST_NODES
+
+BANDS = 8  # of how sure the n-grams are of what follows a node
+# What a unit of path probability that is fed adds to the sum, by band, before a generation has said anything.
+GAINS = (0.35, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
+MOST_FED = 48  # rows that a drafter is fed in a round, besides the root
+_OWN = 6.0  # worth of nodes fed that the prior of a gain counts for
+_PATIENCE = (8, 128)  # rounds without a pass after which one is made all the same, at first and at most
+
+
+class Gains:
+    """What asking the drafter at a node is expected to bring, for each unit of the node's path probability.
+
+    That is by how much the sum of path probabilities of the best tree, chosen anew, exceeds that of the tree before,
+    both by what is known then. By how sure the n-grams are of what follows the node, in BANDS bands. It begins at a
+    prior and follows what it was.
+    """
+
+    def __init__(self) -> None:
+        self._gained, self._fed = [0.0] * BANDS, [0.0] * BANDS
+
+    @property
+    def counts(self) -> tuple[list[float], list[float]]:
+        """What passes brought and what was fed to them, by band; later ones count more."""
+        return self._gained, self._fed
+
+    def shares(self) -> list[float]:
+        """The estimate for every band."""
+        return [
+            (gained + _OWN * prior) / (fed + _OWN)
+            for gained, fed, prior in zip(self._gained, self._fed, GAINS, strict=True)
+        ]
+
+    def add(self, bands: Sequence[int], worths: Sequence[float], gained: float) -> None:
+        """Nodes of `bands` with such `worths` were fed together, which brought `gained`."""
+        total = math.fsum(worths)
+        for counts in (self._gained, self._fed):
+            counts[:] = [KEEP * count for count in counts]
+        for band, worth in zip(bands, worths, strict=True):
+            self._fed[band] += worth
+            self._gained[band] += gained * worth / total if total else 0.0
+
+
+class Feeding:
+    """How many nodes a round submits, how many of a step it feeds, and when it stops.
+
+    nodes, depth: given numbers; None: chosen here, which needs `tuning`. width: nodes fed in a step at most.
+    """
+
+    def __init__(self, tuning: Tuning | None, nodes: int | None, depth: int | None, width: int | None):
+        self._costs = tuning.costs if tuning else None
+        self._nodes, self._depth, self._width = nodes, depth, width or MOST_FED
+        self.max_nodes, self.max_depth = nodes or MOST_NODES, depth or DEEPEST
+        self.max_fed = min(MOST_FED, self._width * self.max_depth)
+        self._idle, self._patience = 0, _PATIENCE[0]
+
+    def begin(self, waiting: int) -> None:
+        """A round begins. waiting: tokens that the drafter has to run besides, before it can draft."""
+        self._waiting, self._spent, self._steps, self._fed = waiting, 0.0, 0, 0
+        self._forced = False
+
+    def count(self, paths: Sequence[float]) -> int:
+        """How many nodes to submit if drafting ended here, the first ones of `paths`, which fall."""
+        if self._nodes is not None or self._costs is None:
+            return len(paths)
+        return best_count(paths, self._spent, self._costs)[0]
+
+    def feed(self, paths: Sequence[float], values: Sequence[float]) -> int:
+        """How many nodes to feed next; 0: verify now. paths: of the nodes that would be submitted now.
+
+        values: what feeding each of the candidates is expected to add, the largest first.
+        """
+        room = min(self._width, MOST_FED - self._fed, len(values))
+        if self._steps == self.max_depth or room <= 0:
+            return 0
+        feed = room if self._costs is None else self._best_feed(paths, values[:room])
+        if feed:
+            self._spent += self._step(feed)
+            self._fed += feed if self._steps else 0
+            self._steps += 1
+        return feed
+
+    def end(self) -> None:
+        """The round's draft is done."""
+        if self._steps and not self._forced:
+            self._idle, self._patience = 0, _PATIENCE[0]
+        elif self._forced:
+            self._idle, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
+        else:
+            self._idle += 1
+
+    def chosen(self, count: int) -> list[str]:
+        """What was chosen in this round, which submits `count` nodes, for the record."""
+        nodes = [f"nodes={count}"] if self._nodes is None else []
+        return nodes + ([f"max_depth={self._steps}"] if self._depth is None else [])
+
+    def _best_feed(self, paths: Sequence[float], values: Sequence[float]) -> int:
+        costs = self._costs
+        assert costs is not None
+        emitted = 1.0 + math.fsum(paths)
+        best, feed = 0.0, 0
+        if self._depth is None:
+            best = emitted / (self._spent + self._after(len(paths)))
+        if not self._steps and self._idle >= self._patience:
+            self._forced, best = True, 0.0
+        for rows, value in enumerate(values, start=1):
+            emitted += value
+            rate = emitted / (self._spent + self._step(rows) + self._after(len(paths) + rows))
+            if rate > best:
+                best, feed = rate, rows
+        return feed
+
+    def _after(self, nodes: int) -> float:
+        """Seconds of the rest of a round that submits so many."""
+        assert self._costs is not None
+        return self._costs.verify[min(nodes, self.max_nodes, MOST_NODES) + 1] + self._costs.rest
+
+    def _step(self, rows: int) -> float:
+        """Seconds of the next step."""
+        if self._costs is None:
+            return 0.0
+        return self._costs.step[min(WIDEST, rows + (0 if self._steps else self._waiting))]
