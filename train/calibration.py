@@ -34,7 +34,7 @@ from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
 from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.memory_plan import plan_capture
-from inference.stopping import Step
+from inference.stopping.interface import Step
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json

@@ -110,7 +110,7 @@ def test_several_methods_at_once() -> None:
         (
             "evaluate_checkpoint",
             "methods.eesd_beta.stop.rule=never",
-            r"methods\.eesd_beta\.stop\.rule='never': expected one of fixed, confidence, beta",
+            r"methods\.eesd_beta\.stop\.rule='never': expected one of fixed, confidence, adaedl",
         ),
         (
             "evaluate_checkpoint",

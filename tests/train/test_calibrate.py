@@ -23,7 +23,7 @@ from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.time_limit import TimeLimit, spread_order
-from inference.stopping import FixedLength
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.groups import Group
