@@ -120,7 +120,7 @@ def test_several_methods_at_once() -> None:
         (
             "evaluate_checkpoint",
             "methods.eesd_beta.stop.threshold=0.3",
-            r"methods\.eesd_beta\.stop\.threshold=0\.3: expected 0\.4, its default: rule=beta does not read it",
+            r"methods\.eesd_beta\.stop\.threshold=0\.3: expected None, its default: rule=beta does not read it",
         ),
         (
             "evaluate_checkpoint",
