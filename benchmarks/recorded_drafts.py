@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration import CalibrationHead, log_odds
 from inference.acceptance import Chooser
 from inference.auto.costs import Costs
 from inference.drafters.shaped import Shaped
@@ -130,8 +130,8 @@ def steps_of(draft: Draft) -> list[Any]:
     """What a rule is asked, token by token."""
     return [
         SimpleNamespace(
-            drafted=i, log_probability=log_q, entropy=entropy, hidden=torch.tensor(head),
-            source=SimpleNamespace(target_hidden=None), token=None, logits=None,
+            drafted=i, log_probability=log_q, log_odds=log_odds(torch.tensor(log_q)), entropy=entropy,
+            hidden=torch.tensor(head), source=SimpleNamespace(target_hidden=None), token=None, logits=None,
         )
         for i, (log_q, entropy, head) in enumerate(zip(draft.log_q, draft.entropy, draft.head, strict=True), 1)
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from inference.stopping.fixed import FixedLength
 from inference.stopping.interface import StopRule, ask
 from inference.stopping.rejection_risk import RejectionRisk
 from inference.stopping.survival import Survival
-from inference.stopping.trust import Doubt, Trust, clamped_logit
+from inference.stopping.trust import Doubt, Trust
 from outrider.streams import Streams
 
 DRAFT_DOUBT = Doubt(offset=1.0, slope=0.5)  # a draft's own probabilities: how far off they are is up to the drafter
@@ -76,8 +76,7 @@ def _survival(
     if stop.score == "head":
         asked = _given(head)
         return Survival(required(tuning), lambda step: ask(asked, step), Trust(HEAD_DOUBT), longest)
-    trust = Trust(DRAFT_DOUBT)
-    return Survival(required(tuning), lambda step: clamped_logit(float(step.log_probability)), trust, longest)
+    return Survival(required(tuning), lambda step: float(step.log_odds), Trust(DRAFT_DOUBT), longest)
 
 
 RULES: dict[str, Make] = {

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration import CalibrationHead, log_odds
 
 
 class HasHidden(Protocol):
@@ -50,6 +50,11 @@ class Step:
         return self.logits.float().log_softmax(-1)[0, self.token]
 
     @property
+    def log_odds(self) -> Tensor:
+        """log(q / (1 − q)) of the token, [1]."""
+        return log_odds(self.log_probability)
+
+    @property
     def entropy(self) -> Tensor:
         """H(q) in nats, [1]: of the logits as they are. A token that is impossible adds nothing."""
         return torch.special.entr(self.logits.float().softmax(-1)).sum(-1)
@@ -76,4 +81,4 @@ class StopRule(Protocol):
 def ask(head: CalibrationHead, step: Step) -> float:
     """What `head` says of the token just drafted, as a logit. One transfer."""
     position = torch.tensor([step.drafted], device=step.hidden.device)
-    return float(head(step.source.target_hidden, step.hidden, position))
+    return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))

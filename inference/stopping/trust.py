@@ -1,6 +1,5 @@
 """How far a score of tokens is to be trusted in the text at hand: a calibration that learns as the text goes."""
 
-import math
 from dataclasses import dataclass
 
 from inference.stopping.calibrated import sigmoid
@@ -49,9 +48,3 @@ class Trust:
         self._variance = (offset - shrunk * u * u, slope - shrunk * v * v, both - shrunk * u * v)
         self.offset += u / total * (right - c)
         self.slope += v / total * (right - c)
-
-
-def clamped_logit(log_probability: float, bound: float = 12.0) -> float:
-    """log(q / (1 − q)) of log q, within ± `bound`: where q is 0 or 1 in floating point too."""
-    below_one = min(log_probability, -1e-7)
-    return max(-bound, min(bound, below_one - math.log(-math.expm1(below_one))))

@@ -141,7 +141,7 @@ class Scripted:
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, target_hidden: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
+    def __call__(self, target_hidden: Tensor, hidden: Tensor, position: Tensor, _: Tensor) -> Tensor:
         self.asked.append((int(position), int(hidden)))
         return torch.full((1,), 50.0)
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration import CalibrationHead, log_odds
 from inference.auto.costs import WIDEST, Costs
 from inference.auto.policy import KEEP, Tuning, best_length
 from inference.settings import LONGEST_CHAIN, StopConfig
@@ -24,7 +24,7 @@ from inference.stopping.fixed import FixedLength
 from inference.stopping.interface import Step, StopRule
 from inference.stopping.rejection_risk import RejectionRisk
 from inference.stopping.survival import PRIOR_ROUNDS, Survival
-from inference.stopping.trust import DRIFT, Doubt, Trust, clamped_logit
+from inference.stopping.trust import DRIFT, Doubt, Trust
 from outrider.streams import Streams
 from tests.inference.test_tree_stops import Transfers
 
@@ -200,9 +200,9 @@ def test_trust_learns_what_a_text_does_to_a_score() -> None:
 
 @settings(deadline=None)
 @given(q=st.fractions(Fraction(1, 1000), Fraction(999, 1000)))
-def test_the_logit_of_a_log_probability(q: Fraction) -> None:
-    assert clamped_logit(math.log(q)) == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
-    assert clamped_logit(0.0) == 12 == -clamped_logit(-1e9)
+def test_the_log_odds_of_a_log_probability(q: Fraction) -> None:
+    assert float(log_odds(torch.tensor(math.log(q)))) == pytest.approx(math.log(q / (1 - q)), abs=1e-3)
+    assert log_odds(torch.tensor([0.0, -1e9, -math.inf])).tolist() == [12, -12, -12]
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------

@@ -169,7 +169,10 @@ def test_the_head_is_asked_about_the_token_just_drafted() -> None:
     target, drafts = torch.tensor([[5.0, 6.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     source = SimpleNamespace(hidden=drafts, target_hidden=target)
     rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), source, row=1))
-    assert [[tensor.tolist() for tensor in given] for given in asked] == [[[[5.0, 6.0]], [[3.0, 4.0]], [7]]]
+    found = [tensor.tolist() for tensor in asked[0]]
+    assert found == [[[5.0, 6.0]], [[3.0, 4.0]], [7], [pytest.approx(math.log(0.5))]]
+        [[[5.0, 6.0]], [[3.0, 4.0]], [7], [pytest.approx(math.log(0.5))]]
+    ]
 
 
 def test_the_head_decides_the_length_at_first() -> None:
@@ -205,7 +208,8 @@ def test_a_sure_head_is_doubted_by_its_sigma() -> None:
 
 
 def test_calibration_head_is_the_formula() -> None:
-    """θ_M's logit = W_p [W^i H^(T) ; H^(D)] for any W_p, W^i, i capped at 10, no gradient to the inputs."""
+    """θ_M's logit = W_p [W^i H^(T) ; H^(D)] and the draft's own log-odds, over the position's
+    temperature: for any W_p, W^i, i capped at 10, no gradient to the inputs."""
     generator = torch.Generator().manual_seed(0)
     head = CalibrationHead(3, 2)
     matrices = torch.randn(POSITIONS, 3, 3, generator=generator)
@@ -214,14 +218,17 @@ def test_calibration_head_is_the_formula() -> None:
         head.target.copy_(out[:3] @ matrices)
         head.draft.copy_(out[3:])
         head.bias.fill_(0.25)
+        head.odds.fill_(0.5)
+        head.temperature.copy_(torch.linspace(1, 2, POSITIONS))
     target, draft = torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
     target.requires_grad_()
     places = torch.tensor([1, 4, 10, 25])
-    logits = head(target, draft, places)
+    q = torch.tensor([0.1, 0.5, 0.9, 0.2])
+    logits = head(target, draft, places, q.log())
     for n, place in enumerate(places.tolist()):
         matrix = matrices[min(place, POSITIONS) - 1]
-        expected = out @ torch.cat([matrix @ target[n], draft[n]]) + 0.25
-        torch.testing.assert_close(logits[n], expected)
+        expected = out @ torch.cat([matrix @ target[n], draft[n]]) + 0.25 + 0.5 * q[n].logit()
+        torch.testing.assert_close(logits[n], expected / head.temperature[min(place, POSITIONS) - 1])
     logits.sum().backward()
     assert target.grad is None
     assert head.target.grad is not None
