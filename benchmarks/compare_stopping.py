@@ -1,9 +1,9 @@
 """When to stop drafting: every stop rule on the same prompts with the same drafters, and the bounds in hindsight.
 
     python benchmarks/compare_stopping.py target=runs/demo/target checkpoint=runs/demo/eesd \
-        small_lm=runs/demo/small_lm --prompts library=python_stdlib --entry "demo greedy" --out stopping_cpu.json
+        small_lm=runs/demo/small_lm --prompts library=python_stdlib --entry demo-greedy --out stopping_cpu.json
     python benchmarks/compare_stopping.py target=T checkpoint=C small_lm=S sampling.temperature=1 max_new_tokens=64 \
-        --prompts chat=mt_bench.jsonl --prompts code=humaneval.jsonl.gz --entry "T sampled" --minutes 20 --out FILE
+        --prompts chat=mt_bench.jsonl --prompts code=humaneval.jsonl.gz --entry T-sampled --minutes 20 --out FILE
 
 Two parts. First all rules decode in turn, prompt by prompt, in one process: τ, drafted and wasted tokens, tokens per
 second, and the paired ratio over the K that did best on the other half of the prompts. Then drafts of 15 tokens are
@@ -51,7 +51,7 @@ from inference.evaluate.statistics import bootstrap_median
 from inference.evaluate.subject import Models, Subject, context_length, find_subject, run_settings
 from inference.generation_config import generate_settings, make_sampler
 from inference.settings import LONGEST_CHAIN, EvaluateConfig, MethodConfig, StopConfig
-from outrider.errors import require
+from outrider.errors import UserError
 from outrider.files import write_atomically, write_json
 from outrider.settings import construct
 from outrider.streams import Streams
@@ -73,6 +73,9 @@ def rules_of(head: bool) -> dict[str, StopConfig]:
     stops |= {f"{FIXED}{k}": StopConfig(max_draft=k) for k in LENGTHS}
     stops |= {"auto": StopConfig(max_draft="auto"), "survival": StopConfig(rule="survival")}
     return {**stops, "survival, head": StopConfig(rule="survival", score="head")} if head else stops
+
+
+PRESETS = {"checkpoint": "eesd_fixed", "small_lm": "vanilla"}  # that need them
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
@@ -191,11 +194,13 @@ def record_one(
 
 def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
     """Measure, and add the entry to the JSON. Raises `UserError`."""
-    config = evaluation([*options.options, "method=[eesd_fixed,vanilla]" if "small_lm" in " ".join(options.options)
-                         else "method=[eesd_fixed]"], sampled=True)  # fmt: skip
+    keys = {option.partition("=")[0] for option in options.options}
+    presets = [preset for key, preset in PRESETS.items() if key in keys]
+    if not presets:
+        raise UserError("no drafter: give checkpoint=… or small_lm=…")
+    config = evaluation([*options.options, f"method=[{','.join(presets)}]"], sampled=True)
     prompts = read_categories(options.prompts, options.per_category)
     given = [source for source in LABELS if config.where(KINDS[source]) is not None]
-    require(bool(given), "checkpoint", config.checkpoint, "a drafter, or one as small_lm")
     minutes = None if options.minutes is None else options.minutes / len(given)
     sources: dict[str, Any] = {}
     contest = None
@@ -212,7 +217,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     entry = {
         "command": shlex.join(["python", "benchmarks/compare_stopping.py", *arguments]),
         "note": options.note,
-        "machine": describe_machine(config.device if config.device != "auto" else "cpu"),
+        "machine": describe_machine(str(find_subject(config).device)),
         "made_with": provenance(),
         "threads": {} if contest is None else contest.threads,
         "target": config.target,

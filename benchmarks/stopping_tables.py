@@ -4,6 +4,8 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from matplotlib.figure import Figure
+
 Entry = Mapping[str, Any]
 LABELS = {"early_exit": "early exit", "small_lm": "small LM"}
 
@@ -42,8 +44,6 @@ def row(name: str, rule: Mapping[str, Any], oracle: float, arm: Mapping[str, Any
 
 def plot(entries: Mapping[str, Entry]) -> bytes:
     """A PNG. Of every entry and drafter: the rate by what a draft step costs, and the time lost from a cold start."""
-    from matplotlib.figure import Figure
-
     parts = [(name, source, found["recorded"]) for name, entry in entries.items()
              for source, found in entry["sources"].items()]  # fmt: skip
     figure = Figure(figsize=(11, 3.6 * len(parts)), layout="constrained")

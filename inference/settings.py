@@ -324,7 +324,7 @@ class EvaluateConfig(RehearsedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_beta")
+        require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_survival")
         sources = {method.source for method in self.methods.values()}
         for kind in KINDS.values():
             using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)

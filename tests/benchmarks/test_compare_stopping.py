@@ -82,18 +82,18 @@ def test_the_oracle_is_the_best_of_all_ways_through_a_text() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_measures_and_records(tmp_path: Path, models: Path) -> None:
+def test_the_command_measures_and_records(tmp_path: Path, tiny_models: Path) -> None:
     import compare_stopping
     import fill_tables
 
     for name in ("a", "b"):
         lines = [json.dumps({"prompt": f"{name} {i}: the "}) + "\n" for i in range(2)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    given = [f"target={models / 'target'}", f"small_lm={models / 'small_lm'}", "max_new_tokens=8"]
+    given = [f"target={tiny_models / 'target'}", f"small_lm={tiny_models / 'small_lm'}", "max_new_tokens=8"]
     places = ["--prompts", f"a={tmp_path / 'a.jsonl'}", "--prompts", f"b={tmp_path / 'b.jsonl'}", "--work",
               str(tmp_path / "work"), "--out", str(tmp_path / "out.json")]  # fmt: skip
     compare_stopping.main([*given, *places, "--entry", "greedy"])
-    compare_stopping.main([*given, *places, "--entry", "sampled", "--recorded-only", "sampling.temperature=1"])
+    compare_stopping.main([*given, "sampling.temperature=1", *places, "--entry", "sampled", "--recorded-only"])
     entries = json.loads((tmp_path / "out.json").read_text())["entries"]
     found = entries["greedy"]["sources"]["small_lm"]
     assert set(found["live"]["arms"]) - {"autoregressive"} == set(found["recorded"]["rules"]) - {"oracle"}

@@ -171,8 +171,6 @@ def test_the_head_is_asked_about_the_token_just_drafted() -> None:
     rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), source, row=1))
     found = [tensor.tolist() for tensor in asked[0]]
     assert found == [[[5.0, 6.0]], [[3.0, 4.0]], [7], [pytest.approx(math.log(0.5))]]
-        [[[5.0, 6.0]], [[3.0, 4.0]], [7], [pytest.approx(math.log(0.5))]]
-    ]
 
 
 def test_the_head_decides_the_length_at_first() -> None:
