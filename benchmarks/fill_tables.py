@@ -12,8 +12,9 @@ A page marks its table with two comments, and the table's own header says which 
 Every row under the header is written anew, baselines first. So is every figure of the form "`eesd_beta` τ 3.64"
 elsewhere on the page. The tables of the record (benchmarks/bench_real.py) stand between "float32 table: begin" and
 "float32 table: end", and so for each entry's dtype; between those of "float32 summary" without categories. That of
-ngram_memory.json stands between "memory table: begin" and "memory table: end". --check writes nothing, and ends with
-status 1 where a page differs from the report.
+ngram_memory.json stands between "memory table: begin" and "memory table: end", those of benchmarks/compare_stopping.py
+between "NAME stopping: begin" and "NAME stopping: end". --check writes nothing, and ends with status 1 where a page
+differs from the report.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from record_tables import interval, summary, tables
+from stopping_tables import stopping
 
 Report = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
@@ -51,9 +53,9 @@ def fill(page: str, reports: Sequence[Report]) -> str:
 
 def fill_record(page: str, entries: Mapping[str, Any]) -> str:
     """`page` with the tables of every entry that it has a place for. Raises `ValueError` where there is none."""
-    shapes = {"table": tables, "summary": summary}
+    shapes = {"table": tables, "summary": summary, "stopping": stopping}
     names = "|".join(map(re.escape, entries))
-    places = re.compile(rf"(<!-- ({names}) (table|summary): begin -->\n)(.*?)(<!-- \2 \3: end -->)", re.DOTALL)
+    places = re.compile(rf"(<!-- ({names}) (table|summary|stopping): begin -->\n)(.*?)(<!-- \2 \3: end -->)", re.DOTALL)
     filled, count = places.subn(lambda found: found[1] + shapes[found[3]](entries[found[2]]) + found[5], page)
     if not count:
         raise ValueError(f"no place for {', '.join(entries)}; expected <!-- {next(iter(entries))} table: begin -->")

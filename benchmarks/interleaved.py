@@ -95,8 +95,11 @@ def add_options(parser: argparse.ArgumentParser, work: str, *, prompts: bool = T
     parser.add_argument("--work", type=Path, default=Path(work), help="where the results of every prompt are kept")
 
 
-def evaluation(options: Sequence[str]) -> EvaluateConfig:
-    """The settings of evaluate-checkpoint with `options`. Raises `UserError` for those that would do nothing here."""
+def evaluation(options: Sequence[str], *, sampled: bool = False) -> EvaluateConfig:
+    """The settings of evaluate-checkpoint with `options`. Raises `UserError` for those that would do nothing here.
+
+    sampled: whether texts may be drawn, and so need not be the same.
+    """
     for option in options:
         key = option.partition("=")[0].lstrip("+~")
         if key in SAID_OTHERWISE:
@@ -106,7 +109,8 @@ def evaluation(options: Sequence[str]) -> EvaluateConfig:
         config = build(EvaluateConfig, compose_defaults("evaluate_checkpoint", list(options)))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, EvaluateConfig)) from None
-    require(config.sampling.temperature == 0, "sampling.temperature", config.sampling.temperature, "0: texts compare")
+    greedy = config.sampling.temperature == 0
+    require(greedy or sampled, "sampling.temperature", config.sampling.temperature, "0: texts compare")
     require(config.target != "replay", "target", config.target, "a model: a recording has no speed")
     return config
 

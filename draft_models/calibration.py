@@ -16,6 +16,8 @@ from outrider.files import read_json, write_atomically, write_json
 
 POSITIONS = 10  # draft positions with weights of their own; later ones share the last
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
+FORMAT = 2  # 1, which says nothing of it: heads that see no probability
+SURE = 12.0  # the largest log-odds that are told apart
 
 
 class CalibrationHead(nn.Module):
@@ -27,19 +29,38 @@ class CalibrationHead(nn.Module):
     Nothing stands between W_p and W^i, so the two make one vector per position, w_T W^i. Stored as `target` [10, d_T],
     it makes θ_M cost two dot products. `bias` [10] is per position too. Inputs are detached: the head never trains what
     feeds it.
+
+    Beyond the paper it sees how likely the draft found its own token: `odds` [] weighs the log-odds log(q / (1 − q)).
+    `temperature` [10], by position, divides the logit (see train/sequential_temperature.py).
     """
+
+    temperature: Tensor
 
     def __init__(self, target_width: int, draft_width: int):
         super().__init__()
         self.target = nn.Parameter(torch.zeros(POSITIONS, target_width))
         self.draft = nn.Parameter(torch.zeros(draft_width))
         self.bias = nn.Parameter(torch.zeros(POSITIONS))
+        self.odds = nn.Parameter(torch.zeros(()))
+        self.register_buffer("temperature", torch.ones(POSITIONS))
 
-    def forward(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor) -> Tensor:
-        """Logits [n] for target_hidden [n, d_T], draft_hidden [n, d_D] and draft positions [n], counted from 1."""
+    def forward(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, log_probability: Tensor) -> Tensor:
+        """Logits [n] for target_hidden [n, d_T], draft_hidden [n, d_D], draft positions [n], counted from 1, and the
+        draft's log q [n] of its tokens."""
+        return self.weigh(target_hidden, draft_hidden, position, log_odds(log_probability.detach()))
+
+    def weigh(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, odds: Tensor) -> Tensor:
+        """The same for the draft's log-odds [n]."""
         index = position.clamp(1, POSITIONS) - 1
         seen = (self.target[index] * target_hidden.detach().to(self.target.dtype)).sum(-1)
-        return seen + draft_hidden.detach().to(self.draft.dtype) @ self.draft + self.bias[index]
+        seen = seen + draft_hidden.detach().to(self.draft.dtype) @ self.draft + self.bias[index] + self.odds * odds
+        return seen / self.temperature[index]
+
+
+def log_odds(log_probability: Tensor) -> Tensor:
+    """log(q / (1 − q)) of log q, within ± `SURE`: where q is 0 or 1 in floating point too."""
+    below = log_probability.float().clamp(max=-1e-6)
+    return (below - (-below.expm1()).log()).clamp(-SURE, SURE)
 
 
 def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, Any]) -> None:
@@ -48,7 +69,12 @@ def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, fac
     facts: how it was made and how good it is; kept as it is. A crash leaves the previous head or none.
     """
     blob = save({name: value.detach().float().cpu().contiguous() for name, value in head.state_dict().items()})
-    meta = {**facts, "drafter_sha256": drafter_sha256, "weights_sha256": hashlib.sha256(blob).hexdigest()}
+    meta = {
+        **facts,
+        "format": FORMAT,
+        "drafter_sha256": drafter_sha256,
+        "weights_sha256": hashlib.sha256(blob).hexdigest(),
+    }
     write_atomically(path / WEIGHTS_FILE, blob)
     write_json(path / META_FILE, meta)
 
@@ -77,6 +103,8 @@ def load_calibration(
     meta = read_json(Path(path) / META_FILE, "description of a calibration head", remedy)
     if not isinstance(meta, dict) or not {"drafter_sha256", "weights_sha256"} <= meta.keys():
         raise UserError(f"{Path(path) / META_FILE}: damaged (it names no digests); {remedy}")
+    if meta.get("format", 1) not in range(1, FORMAT + 1):
+        raise UserError(f"checkpoint={path}: its calibration head has the unknown format {meta['format']}; {remedy}")
     if meta["drafter_sha256"] != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
     made_on = meta.get("target")
@@ -91,6 +119,8 @@ def load_calibration(
     try:
         weights = load(blob)
         head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
+        if meta.get("format", 1) == 1:  # the defaults: it sees no probability
+            weights = {**weights, "odds": head.odds.detach(), "temperature": head.temperature}
         head.load_state_dict(weights)
     except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
         raise UserError(f"{Path(path) / WEIGHTS_FILE}: not a calibration head ({error}); {remedy}") from None

@@ -298,7 +298,7 @@ USE = """An EESD early-exit drafter: a layer on the first layers of the target, 
 computation. `drafter.json` names the target it belongs to; loading it for another one is refused.
 
 ```
-evaluate-checkpoint checkpoint={path} target={target} method=eesd_beta
+evaluate-checkpoint checkpoint={path} target={target} method=eesd_survival
 ```
 
 vLLM and SGLang have no kind of drafter that reads the target's inner layers; it runs in Outrider's own runtime."""

@@ -1,6 +1,6 @@
 """evaluate-checkpoint: a drafter checkpoint and prompts in, a report of losslessness and speed out.
 
-evaluate-checkpoint checkpoint=runs/eesd prompts=python_stdlib method=eesd_beta
+evaluate-checkpoint checkpoint=runs/eesd prompts=python_stdlib method=eesd_survival
 """
 
 from conf import entry

@@ -36,6 +36,7 @@ AUTO: Final = "auto"
 Size = Count | Literal["auto"]
 Threads = Count | Literal["auto"] | None
 MOST_NODES = 63  # that "auto" considers: with the root 64 rows
+LONGEST_CHAIN = 15  # that "auto" and rule=survival consider
 CHAIN_TOKENS = 8  # a round, of a chain or of prompt lookup, where stop.max_draft is null
 
 
@@ -53,34 +54,61 @@ def _require_defaults(config: Settings, why: str, *, prefix: str = "", names: Co
             require_default(config, own.name, why, prefix)
 
 
+# What stop.threshold is where it is null, of the rules that have one.
+THRESHOLDS = {"confidence": 0.4, "adaedl": 0.5, "svip": 0.6, "rejection_risk": 0.7, "posterior_mean": 0.5}
+_THOMPSON = ("calibrated", "posterior_mean")
+
+
 @dataclass(frozen=True)
 class StopConfig(Settings):
-    """When a draft is long enough, or a tree deep enough (see inference/stopping.py)."""
+    """When a draft is long enough, or a tree deep enough (see inference/stopping/)."""
 
-    # calibrated is for early_exit, after train/calibrate.py
-    rule: Literal["fixed", "confidence", "beta", "calibrated"] = "fixed"
+    # a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head of train/calibrate.py
+    rule: Literal[
+        "fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival",
+        "bandit",
+    ] = "fixed"  # fmt: skip
     # tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts so many; auto: what pays;
-    max_draft: Size | None = None  # null: 8 tokens, as many levels as the structure has by itself
-    threshold: Annotated[float, above(0), below(1), only(rule="confidence")] = 0.4  # stop below this probability
+    max_draft: Size | None = None  # null: 8 tokens, 15 of rule=survival, as many levels as the structure has by itself
+    # stop below this probability (confidence, posterior_mean) or bound of it (adaedl), above this √entropy (svip) or
+    # risk (rejection_risk); null: 0.4, 0.5, 0.5, 0.6 and 0.7
+    threshold: Annotated[Annotated[float, above(0), below(1)] | None, only(rule=tuple(THRESHOLDS))] = None
+    gamma: Annotated[Positive, only(rule="adaedl")] = 0.2  # γ, of the entropy in the bound
     alpha: Annotated[Positive, only(rule="beta")] = 4.0  # successes that the prior counts for
     beta: Annotated[Positive, only(rule="beta")] = 2.0  # failures that the prior counts for
     update: Annotated[Literal["natural", "printed"], only(rule="beta")] = "natural"  # printed: the paper's formula
+    # what trials keep of their weight in every further round; 1: all, as in the paper
+    discount: Annotated[float, above(0), at_most(1), only(rule="beta")] = 1.0
     # model: the head alone; sample: what was observed alone
     evidence: Annotated[Literal["both", "model", "sample"], only(rule="calibrated")] = "both"
     # σ_M, how far off the head is taken to be
-    model_sigma: Annotated[Positive, only(rule="calibrated", evidence=("both", "model"))] = 0.15
+    model_sigma: Annotated[Positive, only(rule=_THOMPSON, evidence=("both", "model"))] = 0.15
     # σ_S, how far off what was observed is taken to be
-    sample_sigma: Annotated[Positive, only(rule="calibrated", evidence=("both", "sample"))] = 1.0
+    sample_sigma: Annotated[Positive, only(rule=_THOMPSON, evidence=("both", "sample"))] = 1.0
     # θ̂ before anything was observed
-    prior: Annotated[Share, only(rule="calibrated", evidence=("both", "sample"))] = 0.7
+    prior: Annotated[Share, only(rule=_THOMPSON, evidence=("both", "sample"))] = 0.7
     # θ̂ is the share of tested tokens that were right; printed: the paper's formula
-    mean: Annotated[Literal["sample", "printed"], only(rule="calibrated", evidence=("both", "sample"))] = "sample"
+    mean: Annotated[Literal["sample", "printed"], only(rule=_THOMPSON, evidence=("both", "sample"))] = "sample"
+    # what a token's probability to be right is computed from: that of the draft, or the head of train/calibrate.py
+    score: Annotated[Literal["draft", "head"], only(rule="survival")] = "draft"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         sized = self.max_draft != AUTO or self.rule == "fixed"
         expected = "an integer ≥ 1, or auto with rule=fixed (the others decide themselves when to stop), or null"
         require(sized, "max_draft", self.max_draft, expected)
+        short = self.rule != "survival" or self.limit(LONGEST_CHAIN) <= LONGEST_CHAIN
+        require(short, "max_draft", self.max_draft, f"at most {LONGEST_CHAIN} with rule=survival, or null")
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the rule asks a calibration head."""
+        return self.rule in (*_THOMPSON, "rejection_risk") or self.score == "head"
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the rule weighs what passes cost."""
+        return self.rule == "survival" or self.max_draft == AUTO
 
     def limit(self, default: int) -> int:
         """max_draft as a number; `default` where it is null."""
@@ -201,12 +229,13 @@ class MethodConfig(Settings):
         require_choice("source", self.source, tuple(KINDS))
         kind = KINDS[self.source]
         require(
-            self.stop.rule != "calibrated" or kind.hidden,
+            not self.stop.needs_head or kind.hidden,
             "stop.rule",
             self.stop.rule,
             f"another rule for source={self.source}: the calibration head belongs to an early-exit drafter",
         )
-        modelled, shape = kind.shaped, self.structure.kind
+        modelled, tree = kind.shaped, self.structure
+        shape = tree.kind
         self._refuse_unread(kind)
         sized = self.stop.max_draft != AUTO or (modelled and shape == "chain")
         expected = "a number or null: auto chooses the length of a chain of early_exit, small_lm, eagle3 or skip_layers"
@@ -214,8 +243,10 @@ class MethodConfig(Settings):
         if self.reads_ngrams and modelled:
             mixed = "mixed with kind=fused, whose n-grams are those of all orders and of the text"
             require(self.ngrams.evidence == "mixed", "ngrams.evidence", self.ngrams.evidence, mixed)
-        rigid = self.stop.rule == "fixed" or not self.adapts
+        rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth, tree.widths)
         require(rigid, "stop.rule", self.stop.rule, "fixed where sizes are auto, which decide how deep a tree goes")
+        counted = self.stop.rule != "survival" or shape == "chain"
+        require(counted, "stop.rule", self.stop.rule, "another rule for a tree: survival counts the tokens of a chain")
         drawn = modelled and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
         require(self.verify == "exact" or drawn, "verify", self.verify, "exact where no candidate is ever drawn")
 
@@ -244,9 +275,9 @@ class MethodConfig(Settings):
 
     @property
     def adapts(self) -> bool:
-        """Whether a size is left to be chosen here."""
+        """Whether something is chosen by costs measured here."""
         tree = self.structure
-        return AUTO in (self.stop.max_draft, tree.nodes, tree.max_depth, tree.widths, self.ngrams.nodes)
+        return self.stop.needs_costs or AUTO in (tree.nodes, tree.max_depth, tree.widths, self.ngrams.nodes)
 
 
 @dataclass(frozen=True)
@@ -321,7 +352,7 @@ class EvaluateConfig(RehearsedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_beta")
+        require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_survival")
         sources = {method.source for method in self.methods.values()}
         for kind in KINDS.values():
             using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)

@@ -214,8 +214,8 @@ def load(
 
     source: a drafter's directory, or else a target: a directory, Hub name or GGUF file. An early exit knows its target.
     With any other drafter `target` must be given: an EAGLE-3 head, an n-gram table, a small LM.
-    method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_beta for an early exit,
-    vanilla with a small LM, eagle3 with such a head, ngrams with a table, prompt_lookup with none of them.
+    method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_survival for an early
+    exit, vanilla with a small LM, eagle3 with such a head, ngrams with a table, prompt_lookup with none of them.
     target: what the drafter is for; of an early exit, where it is now.
     small_lm, eagle3, table, drafters: as evaluate-checkpoint's options.
 

@@ -39,7 +39,7 @@ from inference.evaluate.lossless import judge
 from inference.fixed_shapes import UPLOADS, Upload
 from inference.rows import Rows
 from inference.settings import MethodConfig, SamplingConfig, StopConfig
-from inference.stopping import FixedLength
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain, make_structure
 from outrider.streams import Streams
 from tests.eagle3_runs import require_same_texts

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import io
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from matplotlib.figure import Figure
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -20,7 +18,7 @@ from tqdm import tqdm
 from data_prep.responses.directory import SECONDS_FILE, seconds_spent
 from data_prep.text.rows import load_rows
 from data_prep.text.sources import Split
-from draft_models.calibration import CalibrationHead, save_calibration
+from draft_models.calibration import CalibrationHead, log_odds, save_calibration
 from draft_models.checkpoint import from_pretrained, open_target_of, read_meta
 from draft_models.early_exit import EarlyExit
 from draft_models.losses import IGNORE
@@ -34,7 +32,7 @@ from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
 from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.memory_plan import plan_capture
-from inference.stopping import Step
+from inference.stopping.interface import Step
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
@@ -42,14 +40,13 @@ from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.settings import keyed
 from train import run_dir
+from train.calibration_scores import Batch, brier, judge, plot_reliability, predict, temper
 from train.fit import fit
 from train.settings import CalibrateConfig
 from train.watch import heldout_prompt
 
 EXAMPLES = 64  # drafted tokens in one row of `fit`
 SHARD_PROMPTS = 8
-BINS = 10
-Batch = dict[str, Tensor]
 
 
 @rehearsable
@@ -96,6 +93,7 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         "target": _digest(target_model),
         "dtype": str(dtype),
         "shard_prompts": SHARD_PROMPTS,
+        "whole": True,  # rounds of held-out text
     }
     room = min(config.seq_len, context_limit(target.config) - config.new_tokens)
     if room < 1:
@@ -110,7 +108,7 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         prompts = [heldout_prompt(rows[i])[-room:] for i in range(len(rows))]
         folder = require_writable(out_dir / "captured" / f"{split}-{_digest([settings, prompts])}")
         limit = TimeLimit(config.minutes and config.minutes * count / sum(counts.values()))
-        capture_shards(config, folder, prompts, stack, drafter, group, limit)
+        capture_shards(config, folder, prompts, stack, drafter, group, limit, whole=split == "heldout")
         state.wait_for_everyone()
         starts = range(0, len(prompts), SHARD_PROMPTS)
         there = [start for start in starts if limit.minutes is None or _shard(folder, start).exists()]
@@ -120,7 +118,7 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         shards = [load_file(_shard(folder, start)) for start in there]
         captured[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
-    heldout = {name: value.to(state.device) for name, value in captured["heldout"].items()}
+    heldout = {name: value.to(state.device) for name, value in only_tested(captured["heldout"]).items()}
 
     def evaluate(fitted: nn.Module, _: int) -> dict[str, float]:
         assert isinstance(fitted, CalibrationModel)
@@ -135,7 +133,8 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
     )  # fmt: skip
     if state.is_main_process:
         head = model.cpu().folded()
-        judged = judge(head, captured["train"], captured["heldout"])
+        judged = judge(head, captured["train"], only_tested(captured["heldout"]))
+        judged["survival"] = temper(head, captured["heldout"])
         write_json(out_dir / "calibration.json", judged)
         write_atomically(out_dir / "reliability.png", plot_reliability(judged))
         facts = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": result.steps}
@@ -143,6 +142,9 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         save_calibration(Path(config.checkpoint), head, meta.weights_sha256, {**facts, "heldout": judged})
         for name, row in judged["predictors"].items():
             print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
+        survival = judged["survival"]
+        print(f"calibration survival ece_before={survival['ece_before']:.4f} ece_after={survival['ece_after']:.4f}",
+              flush=True)  # fmt: skip
         print(f"saved calibration={config.checkpoint} examples={recipe['examples']}", flush=True)
     state.wait_for_everyone()
 
@@ -155,6 +157,7 @@ def capture_shards(
     drafter: EarlyExit,
     group: Group,
     limit: TimeLimit,
+    whole: bool = False,
 ) -> None:
     """Leave in `folder` this group's shards of what `capture` makes of `prompts`, those that are there already kept.
 
@@ -167,7 +170,7 @@ def capture_shards(
         if start > 0 and group.agreed(limit.is_over(limit.spent())):
             break
         texts = prompts[start : start + SHARD_PROMPTS]
-        shard = capture(stack(), drafter, texts, config.new_tokens, config.max_draft)
+        shard = capture(stack(), drafter, texts, config.new_tokens, config.max_draft, whole)
         if group.leads:
             write_atomically(_shard(folder, start), save(shard))
         if group.leads and group.is_first:
@@ -187,41 +190,47 @@ def own_shards(folder: Path, prompts: int, process: int, processes: int) -> list
 class Recorder:
     """A stop rule that never stops early and keeps what the head will see, with the outcome of every tested token.
 
-    Tested are the accepted tokens and the first rejected one; nobody has asked the target about the others.
+    Tested are the accepted tokens and the first rejected one; nobody has asked the target about the others. whole: keep
+    those too, with the label 0.
     """
 
-    def __init__(self, max_draft: int):
+    def __init__(self, max_draft: int, whole: bool = False):
         self.max_draft = max_draft
+        self.whole = whole
         self._round: list[Batch] = []
         self.kept: list[Batch] = []
 
     def stop(self, step: Step) -> bool:
-        probability = step.logits.float().softmax(-1)[0, step.token]
         self._round.append(
             {
                 "target_hidden": step.source.target_hidden,
                 "draft_hidden": step.hidden,
                 "position": torch.tensor([step.drafted]),
-                "confidence": probability,
+                "confidence": step.log_probability.exp(),
             }
         )
         return step.drafted >= self.max_draft
 
     def observe(self, drafted: int, accepted: int) -> None:
-        for place, example in enumerate(self._round[: min(accepted + 1, drafted)]):
+        for place, example in enumerate(self._round[: drafted if self.whole else min(accepted + 1, drafted)]):
             self.kept.append({**example, "label": torch.tensor([float(place < accepted)])})
         self._round.clear()
 
 
 def capture(
-    stack: LayerStack, drafter: EarlyExit, prompts: Sequence[list[int]], new_tokens: int, max_draft: int
+    stack: LayerStack,
+    drafter: EarlyExit,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    max_draft: int,
+    whole: bool = False,
 ) -> Batch:
-    """Continue `prompts` greedily, drafting `max_draft` tokens a round, and keep every tested token.
+    """Continue `prompts` greedily, drafting `max_draft` tokens a round, and keep every tested token; whole: every one.
 
     Returns target_hidden [n, d], draft_hidden [n, d] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n].
     """
-    recorder = Recorder(max_draft)
+    recorder = Recorder(max_draft, whole)
     for prompt in prompts:
         for _ in speculative(
             stack, Shaped(EarlyExitSource(drafter), Chain(recorder)), prompt, max_new_tokens=new_tokens
@@ -229,6 +238,13 @@ def capture(
             pass
     names = ("target_hidden", "draft_hidden", "position", "confidence", "label")
     return {name: torch.cat([example[name].cpu() for example in recorder.kept]) for name in names}
+
+
+def only_tested(captured: Batch) -> Batch:
+    """Of whole rounds the tokens that were put to the test: the first of each, and those after an accepted one."""
+    position, label = captured["position"], captured["label"]
+    kept = (position == 1) | (label.roll(1) == 1)
+    return {name: value[kept] for name, value in captured.items()}
 
 
 class Examples:
@@ -242,7 +258,7 @@ class Examples:
 
     def __getitem__(self, index: int) -> Batch:
         part = {name: value[index * EXAMPLES : (index + 1) * EXAMPLES] for name, value in self.captured.items()}
-        part = {name: part[name] for name in ("target_hidden", "draft_hidden", "position", "label")}
+        part = {name: part[name] for name in ("target_hidden", "draft_hidden", "position", "confidence", "label")}
         missing = EXAMPLES - len(part["label"])
         row = {name: nn.functional.pad(v, (0, 0) * (v.ndim - 1) + (0, missing)) for name, v in part.items()}
         labels = row.pop("label").long()
@@ -257,10 +273,15 @@ class CalibrationModel(nn.Module):
     mean_draft: Tensor
     scale_target: Tensor
     scale_draft: Tensor
+    mean_odds: Tensor
+    scale_odds: Tensor
 
     def __init__(self, captured: Batch, l2: float):
         super().__init__()
-        self.l2 = l2
+        self.l2 = l2 / len(captured["label"])
+        odds = log_odds(captured["confidence"].log())
+        self.register_buffer("mean_odds", odds.mean(), persistent=False)
+        self.register_buffer("scale_odds", odds.std().clamp_min(1e-6), persistent=False)
         for name in ("target", "draft"):
             values = captured[f"{name}_hidden"].float()
             self.register_buffer(f"mean_{name}", values.mean(0), persistent=False)
@@ -269,16 +290,20 @@ class CalibrationModel(nn.Module):
         accepted = captured["label"].float().mean().clamp(0.01, 0.99)
         nn.init.constant_(self.head.bias, float(accepted.logit()))
 
-    def forward(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, labels: Tensor) -> Batch:
-        """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy + l2 · ‖weights‖² each, a convex problem.
+    def forward(
+        self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, confidence: Tensor, labels: Tensor
+    ) -> Batch:
+        """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy, and each one's share of
+        l2 · ‖weights‖². A convex problem.
 
-        Inputs are rows of `Examples`. Thousands of weights stand against tens of thousands of tokens. So without l2 a
-        head is surer than it should be.
+        Inputs are rows of `Examples`. Thousands of weights stand against thousands of tokens. So without l2 a head is
+        surer than it should be. What weighs the draft's own odds is free.
         """
         keep = labels != IGNORE
         target = (target_hidden[keep].float() - self.mean_target) / self.scale_target
         draft = (draft_hidden[keep].float() - self.mean_draft) / self.scale_draft
-        logits = self.head(target, draft, position[keep])
+        odds = (log_odds(confidence[keep].log()) - self.mean_odds) / self.scale_odds
+        logits = self.head.weigh(target, draft, position[keep], odds)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[keep].float(), reduction="sum")
         penalty = self.head.target.square().sum() + self.head.draft.square().sum()
         return {"loss_sum": loss + self.l2 * len(logits) * penalty}
@@ -289,70 +314,10 @@ class CalibrationModel(nn.Module):
         plain = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0]).to(self.mean_target.device)
         plain.target.copy_(self.head.target / self.scale_target)
         plain.draft.copy_(self.head.draft / self.scale_draft)
-        plain.bias.copy_(self.head.bias - plain.target @ self.mean_target - plain.draft @ self.mean_draft)
+        plain.odds.copy_(self.head.odds / self.scale_odds)
+        shift = plain.target @ self.mean_target + plain.draft @ self.mean_draft + plain.odds * self.mean_odds
+        plain.bias.copy_(self.head.bias - shift)
         return plain.requires_grad_(False)
-
-
-@torch.no_grad()
-def predict(head: CalibrationHead, captured: Batch) -> Tensor:
-    """The head's probabilities [n]."""
-    return head(captured["target_hidden"], captured["draft_hidden"], captured["position"]).sigmoid()
-
-
-def brier(predicted: Tensor, label: Tensor) -> float:
-    """Mean squared difference of predicted probability and outcome; 0 is a perfect prophet."""
-    return float((predicted - label).square().mean())
-
-
-def reliability(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
-    """For `BINS` equal bins of predicted probability: mean prediction, share that came true, number of tokens."""
-    place = (predicted * BINS).long().clamp(0, BINS - 1)
-    rows = []
-    for index in range(BINS):
-        inside = place == index
-        if inside.any():
-            means = {"predicted": float(predicted[inside].mean()), "observed": float(label[inside].mean())}
-            rows.append({**means, "count": int(inside.sum())})
-    return rows
-
-
-def expected_calibration_error(curve: Sequence[dict[str, float]]) -> float:
-    """ECE: |predicted − observed| of each bin, weighted by its share of the tokens."""
-    total = sum(row["count"] for row in curve)
-    return sum(abs(row["predicted"] - row["observed"]) * row["count"] for row in curve) / total
-
-
-def judge(head: CalibrationHead, train: Batch, heldout: Batch) -> dict[str, Any]:
-    """Brier score, ECE and reliability curve on held-out tokens: of the head, a constant, and the draft's own q."""
-    label = heldout["label"]
-    predictions = {
-        "head": predict(head, heldout),
-        "constant": torch.full_like(label, float(train["label"].mean())),
-        "confidence": heldout["confidence"],
-    }
-    rows = {}
-    for name, predicted in predictions.items():
-        curve = reliability(predicted, label)
-        rows[name] = {"brier": brier(predicted, label), "ece": expected_calibration_error(curve), "reliability": curve}
-    return {"tokens": len(label), "accepted": float(label.mean()), "predictors": rows}
-
-
-def plot_reliability(judged: dict[str, Any]) -> bytes:
-    """Predicted against observed acceptance, as a PNG; marker area ~ tokens."""
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--")
-    for index, (name, row) in enumerate(judged["predictors"].items()):
-        curve = row["reliability"]
-        x, y = [point["predicted"] for point in curve], [point["observed"] for point in curve]
-        label = f"{name}: Brier {row['brier']:.3f}, ECE {row['ece']:.3f}"
-        axes.plot(x, y, color=f"C{index}", label=label)
-        axes.scatter(x, y, s=[200 * p["count"] / judged["tokens"] + 8 for p in curve], color=f"C{index}")
-    axes.set(xlabel="predicted", ylabel="accepted by the target", xlim=(0, 1), ylim=(0, 1))
-    axes.legend()
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    return image.getvalue()
 
 
 def _shard(folder: Path, start: int) -> Path:

@@ -182,7 +182,7 @@ class CalibrateConfig(RehearsedConfig):
     # per prompt, greedy; the first is the prefill's, and the last is never drafted
     new_tokens: Annotated[int, at_least(3)] = 128
     max_draft: Count = 10  # tokens drafted every round: the paper's positions
-    l2: Annotated[float, at_least(0)] = 0.01  # penalty on the head's weights, per token
+    l2: Annotated[float, at_least(0)] = 1000.0  # penalty on the head's weights: what so many tokens weigh
     # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
     dtype: RunDtype = "auto"
     tensor_parallel: Count = free(1)  # processes over which one copy of the target is split

@@ -15,7 +15,7 @@ from inference.drafters.interface import DraftModel
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import collect
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics
-from inference.stopping import FixedLength
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from train.top_k_rows import TopKRows
 from train.trained_weights import trained_parameters

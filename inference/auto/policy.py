@@ -18,11 +18,10 @@ from functools import lru_cache
 import numpy as np
 
 from inference.auto.costs import Costs
-from inference.settings import MOST_NODES
-from inference.stopping import Step
+from inference.settings import LONGEST_CHAIN, MOST_NODES
 from inference.tree import ROOT, DraftTree, OptimalTree
 
-LONGEST_CHAIN, DEEPEST = 15, 16  # what "auto" considers, with MOST_NODES
+DEEPEST = 16  # what "auto" considers, with MOST_NODES and LONGEST_CHAIN
 WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-config tree that "auto" considers
 # Trials that the prior, and the estimate one index before, count for. How often a chain is right is up to the text. How
 # far to trust a q of some size, or a further candidate, is more up to the drafter.
@@ -104,8 +103,9 @@ def _smooth(
 # --- chains ----------------------------------------------------------------------------------------------------------
 
 
-def best_length(shares: Sequence[float], costs: Costs) -> int:
-    """The K ≥ 1 with the most tokens a second; shares[k]: how often token k + 1 is right where those before it are."""
+def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
+    """The K ≥ 1 with the most tokens a second, and those; shares[k]: how often token k + 1 is right where those before
+    it are."""
     best, length = 0.0, 1
     emitted, path = 1.0, 1.0
     for k, share in enumerate(shares, start=1):
@@ -114,25 +114,7 @@ def best_length(shares: Sequence[float], costs: Costs) -> int:
         rate = emitted / (k * costs.step[1] + costs.verify[k + 1] + costs.rest)
         if rate > best:
             best, length = rate, k
-    return length
-
-
-class BestLength:
-    """The stop rule of max_draft=auto: a chain as long as pays, chosen anew before every round."""
-
-    max_draft = LONGEST_CHAIN
-
-    def __init__(self, tuning: Tuning):
-        self._costs = tuning.costs
-        self._evidence = Evidence(self.max_draft, tuning)
-        self.length = best_length(self._evidence.shares(), self._costs)
-
-    def stop(self, step: Step) -> bool:
-        return step.drafted >= self.length
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        self._evidence.add(trials_in_chain(drafted, accepted))
-        self.length = best_length(self._evidence.shares(), self._costs)
+    return length, best
 
 
 def trials_in_chain(drafted: int, accepted: int) -> Trials:

@@ -53,7 +53,7 @@ def probes(method: MethodConfig) -> list[MethodConfig]:
     """`method` with numbers in place of "auto", so different that passes of many widths occur."""
     tree = method.structure
     if tree.kind == "chain":
-        return [replace(method, stop=replace(method.stop, max_draft=length)) for length in CHAINS]
+        return [replace(method, stop=StopConfig(max_draft=length)) for length in CHAINS]
     if tree.kind == "k_config":
         shapes = [replace(tree, widths=widths) for widths in WIDTHS]
     elif tree.kind == "fused":

@@ -93,7 +93,7 @@ class EarlyExitSource:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """An early exit and its calibration head, which stop.rule=calibrated needs."""
+    """An early exit and its calibration head, which some stop rules need."""
 
     exit: EarlyExit
     head: CalibrationHead | None = None
@@ -111,7 +111,7 @@ class EarlyExitMaker(Maker):
 
     def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Calibrated:
         early_exit = from_pretrained(where, target.config, target.fingerprint, **placed)
-        if all(method.stop.rule != "calibrated" for method in methods.values()):
+        if not any(method.source == "early_exit" and method.stop.needs_head for method in methods.values()):
             return Calibrated(early_exit)
         width, weights = target.config.hidden_size, read_meta(where).weights_sha256
         return Calibrated(

@@ -192,7 +192,7 @@ register(
         option="checkpoint",
         needs="an early-exit drafter directory",
         file="drafter.json",
-        preset="eesd_beta",
+        preset="eesd_survival",
         hidden=True,
         card=True,
         tiny="early_exit",

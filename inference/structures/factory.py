@@ -11,9 +11,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
-from inference.auto.policy import BestLength, BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
-from inference.settings import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, StopConfig, StructureConfig, number
-from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
+from inference.auto.policy import BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
+from inference.settings import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, StructureConfig, number
+from inference.stopping.best_length import BestLength
+from inference.stopping.factory import make_rule, required
+from inference.stopping.fixed import FixedLength
+from inference.stopping.interface import StopRule
 from inference.structures.opt_tree import opt_tree
 from inference.structures.shapes import (
     Extends,
@@ -145,33 +148,6 @@ class Tree:
         self.totals[name] = self.totals.get(name, 0.0) + value
 
 
-def make_rule(
-    stop: StopConfig,
-    streams: Streams,
-    head: CalibrationHead | None = None,
-    tuning: Tuning | None = None,
-    *,
-    default: int = CHAIN_TOKENS,
-) -> StopRule:
-    """The stop rule of `stop`, fresh: what it learns belongs to one generation, like its `streams`.
-
-    head: for rule=calibrated. tuning: for max_draft=auto. default: what a max_draft of null means.
-    """
-    if stop.max_draft == AUTO:
-        return BestLength(_required(tuning))
-    longest = stop.limit(default)
-    if stop.rule == "fixed":
-        return FixedLength(longest)
-    if stop.rule == "confidence":
-        return Confidence(longest, stop.threshold)
-    if stop.rule == "beta":
-        return BetaThompson(longest, stop.alpha, stop.beta, stop.update, streams.of("stop"))
-    if head is None:
-        raise ValueError("rule=calibrated needs the drafter's calibration head")
-    sigmas = (stop.model_sigma, stop.sample_sigma)
-    return CalibratedThompson(head, longest, *sigmas, stop.prior, stop.mean, streams.of("stop"), stop.evidence)
-
-
 def make_structure(
     method: MethodConfig,
     streams: Streams,
@@ -188,15 +164,10 @@ def make_structure(
     settings = method.structure
     generator = streams.of("draft") if drawn else None
     if settings.kind == "chain":
-        return Chain(make_rule(method.stop, streams, head, tuning), generator)
+        rule = make_rule(method.stop, streams, head, tuning, default=CHAIN_TOKENS)
+        return Chain(rule, generator)
     tree = make_tree(settings, generator, tuning)
-    return replace(tree, rule=make_rule(method.stop, streams, head, default=tree.max_depth))
-
-
-def _required(tuning: Tuning | None) -> Tuning:
-    if tuning is None:
-        raise ValueError('a size of "auto" needs measured costs (inference.auto.probe)')
-    return tuning
+    return replace(tree, rule=make_rule(method.stop, streams, head, tuning, default=tree.max_depth))
 
 
 def make_tree(settings: StructureConfig, generator: random.Random | None = None, tuning: Tuning | None = None) -> Tree:
@@ -222,7 +193,7 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
         mode = "top_k" if generator is None else settings.draw
         build = partial(k_config, mode=mode, generator=generator)
         if isinstance(settings.widths, str):
-            sizes = BestWidths(_required(tuning))
+            sizes = BestWidths(required(tuning))
             chosen = _with_chosen_widths(build, sizes)
             return Tree(chosen, MOST_NODES, sizes.max_depth, count_candidates=True, sizes=sizes)
         rows = sum(level_sizes(settings.widths))
@@ -240,7 +211,7 @@ def _make_opt_tree(settings: StructureConfig, greedy_probs: ToProbs, tuning: Tun
         build = partial(opt_tree, nodes=nodes, delta=delta, width=settings.width)
         fed = min(nodes, settings.width or nodes)  # of a level
         return Tree(build, max(nodes, fed * depth), depth, greedy_probs)
-    sizes = TreeSizes(_required(tuning), nodes, depth)
+    sizes = TreeSizes(required(tuning), nodes, depth)
 
     def grow(source: RoundSource, root: Tensor, **options: Any) -> DraftTree:
         growth, width = sizes.begin(), settings.width

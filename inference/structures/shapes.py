@@ -20,7 +20,7 @@ from torch import Tensor
 
 from inference.sampling import invert
 from inference.settings import DRAWS, Draw
-from inference.stopping import Step, StopRule
+from inference.stopping.interface import Step, StopRule
 from inference.tree import ROOT, DraftTree, chain_parents
 from outrider.errors import UserError, require_choice
 from outrider.files import read_json

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inference.stopping import StopRule
+from inference.stopping.interface import StopRule
 from inference.structures.shapes import Extends, ToProbs, plain_probs, stops
 from inference.tree import ROOT, DraftTree
 

@@ -109,23 +109,23 @@ def test_several_methods_at_once() -> None:
         ("evaluate_checkpoint", "sampling.repetition_penalty=0", r"repetition_penalty=0\.0: expected .* or null"),
         (
             "evaluate_checkpoint",
-            "methods.eesd_beta.stop.rule=never",
-            r"methods\.eesd_beta\.stop\.rule='never': expected one of fixed, confidence, beta",
+            "methods.eesd_survival.stop.rule=never",
+            r"methods\.eesd_survival\.stop\.rule='never': expected one of fixed, confidence, adaedl",
         ),
         (
             "evaluate_checkpoint",
-            "methods.eesd_beta.stop.max_draft=auto",
-            r"methods\.eesd_beta\.stop\.max_draft='auto': expected an integer ≥ 1, or auto with rule=fixed",
+            "methods.eesd_survival.stop.max_draft=auto",
+            r"methods\.eesd_survival\.stop\.max_draft='auto': expected an integer ≥ 1, or auto with rule=fixed",
         ),
         (
             "evaluate_checkpoint",
-            "methods.eesd_beta.stop.threshold=0.3",
-            r"methods\.eesd_beta\.stop\.threshold=0\.3: expected 0\.4, its default: rule=beta does not read it",
+            "methods.eesd_survival.stop.threshold=0.3",
+            r"methods\.eesd_survival\.stop\.threshold=0\.3: expected None, its default: rule=survival does not read it",
         ),
         (
             "evaluate_checkpoint",
-            "methods.eesd_beta.source=ngrams",
-            r"methods\.eesd_beta\.stop\.rule='beta': expected 'fixed', its default: source=ngrams does not read it",
+            "methods.eesd_survival.source=ngrams",
+            r"methods\.eesd_survival\.stop\.rule='survival': expected 'fixed', its default: source=ngrams does not",
         ),
     ],
 )
@@ -244,7 +244,7 @@ def test_trees_that_thompson_sampling_stops() -> None:
     ("command", "message"),
     [
         ("eesd", r"target: missing; give it as target=VALUE\. Expected str"),
-        ("evaluate_checkpoint", r"checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
+        ("evaluate_checkpoint", r"checkpoint=None: expected an early-exit drafter directory for eesd_survival"),
     ],
 )
 def test_missing_mandatory_values(command: str, message: str) -> None:

@@ -21,7 +21,11 @@ from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import make_arms
 from inference.settings import MethodConfig
 from inference.stop_strings import StopStrings
-from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, StopRule
+from inference.stopping.beta import BetaThompson
+from inference.stopping.calibrated import CalibratedThompson, Posterior
+from inference.stopping.confidence import Confidence
+from inference.stopping.fixed import FixedLength
+from inference.stopping.interface import StopRule
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.streams import Streams
@@ -36,7 +40,7 @@ RULES = {
     "beta": lambda: BetaThompson(8, 2.0, 1.0, "natural", random.Random(0)),
     "confidence": lambda: Confidence(8, 0.3),
     "calibrated": lambda: CalibratedThompson(
-        CalibrationHead(64, 64).requires_grad_(False), 8, 0.3, 0.5, 0.6, "sample", random.Random(0)
+        8, Posterior(CalibrationHead(64, 64).requires_grad_(False), 0.3, 0.5, 0.6, "sample"), random.Random(0)
     ),
     "beta-printed": lambda: BetaThompson(8, 2.0, 1.0, "printed", random.Random(0)),
 }

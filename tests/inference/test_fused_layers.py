@@ -20,7 +20,7 @@ from inference.evaluate.lossless import judge
 from inference.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
 from inference.packing import PackedLinear, can_pack
 from inference.settings import MethodConfig, StopConfig
-from inference.stopping import FixedLength
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.streams import Streams
 from tests.pairwise import all_pairs

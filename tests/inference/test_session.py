@@ -14,7 +14,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
-from inference.stopping import FixedLength
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from inference.tree import chain_parents
 from inference.verify import verify_greedy

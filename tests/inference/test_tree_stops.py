@@ -22,7 +22,11 @@ from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
 from inference.runtime import Eager
 from inference.settings import MethodConfig, StopConfig, StructureConfig
-from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
+from inference.stopping.beta import BetaThompson
+from inference.stopping.calibrated import CalibratedThompson, Posterior
+from inference.stopping.confidence import Confidence
+from inference.stopping.fixed import FixedLength
+from inference.stopping.interface import Step, StopRule
 from inference.structures.factory import Tree, make_structure
 from inference.structures.opt_tree import opt_tree
 from inference.structures.shapes import EAGLE_25, k_config, static
@@ -137,7 +141,7 @@ class Scripted:
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, target_hidden: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
+    def __call__(self, target_hidden: Tensor, hidden: Tensor, position: Tensor, _: Tensor) -> Tensor:
         self.asked.append((int(position), int(hidden)))
         return torch.full((1,), 50.0)
 
@@ -147,7 +151,8 @@ def test_the_calibrated_rule_reads_the_row_its_node_was_predicted_from(name: str
     for seed in range(10):
         q, head = random_q(seed), Scripted()
         generator = random.Random(seed)
-        rule = CalibratedThompson(head, 99, 1e-9, 1.0, 0.5, "sample", generator)  # type: ignore[arg-type]
+        posterior = Posterior(head, 1e-9, 1.0, 0.5, "sample")  # type: ignore[arg-type]
+        rule = CalibratedThompson(99, posterior, generator)
         source, other, seen = KnownSource(q), KnownSource(q), At(99)
         build(name, source, seed, limit=LIMIT, rule=rule)
         build(name, other, seed, limit=LIMIT, rule=seen)

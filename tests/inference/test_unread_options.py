@@ -14,6 +14,7 @@ from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
 from inference.evaluate.arms import new_drafter
 from inference.settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.stopping.factory import RULES
 from inference.structures.factory import make_structure
 from inference.structures.shapes import plain_probs
 from outrider.errors import UserError
@@ -30,7 +31,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "width": 3, "join": "maximum",
     },
     "stop": {
-        "rule": "beta", "max_draft": 3, "threshold": 0.3, "alpha": 5.0, "beta": 3.0, "update": "printed",
+        "rule": "beta", "max_draft": 3, "threshold": 0.3, "gamma": 0.3, "alpha": 5.0, "beta": 3.0, "update": "printed",
+        "discount": 0.9, "score": "head",
         "evidence": "model", "model_sigma": 0.2, "sample_sigma": 2.0, "prior": 0.5, "mean": "printed",
     },
     "ngrams": {
@@ -48,10 +50,12 @@ SHAPES = {
     "static": StructureConfig(kind="static"),
     "binary": StructureConfig(kind="static", shape="binary"),
 }
-STOPS = {rule: StopConfig(rule=rule) for rule in ("fixed", "confidence", "beta", "calibrated")}
+STOPS = {rule: StopConfig(rule=rule) for rule in RULES}  # type: ignore[arg-type]
+TREE_STOPS = ("fixed", "confidence", "beta", "calibrated")
 METHODS = {
     **{f"{shape}, {rule}": MethodConfig(structure=SHAPES[shape], stop=STOPS[rule])
-       for shape in SHAPES for rule in STOPS if "auto" not in shape or rule == "fixed"},
+       for shape in SHAPES for rule in TREE_STOPS if "auto" not in shape or rule == "fixed"},
+    **{f"chain, {rule}": MethodConfig(stop=stop) for rule, stop in STOPS.items()},
     "chain, auto": MethodConfig(stop=StopConfig(max_draft="auto")),
     "k_config, auto": MethodConfig(structure=StructureConfig(kind="k_config", widths="auto")),
     "prompt_lookup": MethodConfig(source="prompt_lookup"),
@@ -151,7 +155,10 @@ def of(source: str = "early_exit", verify: str = "exact", max_ngram: int = 3, **
         ({"source": "prompt_lookup", "structure": {"kind": "static"}}, "structure.kind='static': expected 'chain'"),
         ({"source": "small_lm", "ngrams": {"depth": 2}}, "ngrams.depth=2: expected 4, its default: source=small_lm"),
         ({"max_ngram": 2}, "max_ngram=2: expected 3, its default: source=early_exit does not read it"),
-        ({"stop": {"rule": "beta", "threshold": 0.1}}, "threshold=0.1: expected 0.4, its default: rule=beta"),
+        ({"stop": {"rule": "beta", "threshold": 0.1}}, "threshold=0.1: expected None, its default: rule=beta"),
+        ({"stop": {"rule": "survival", "max_draft": 16}}, "max_draft=16: expected at most 15 with rule=survival"),
+        ({"structure": {"kind": "k_config"}, "stop": {"rule": "survival"}}, "stop.rule='survival': expected another"),
+        ({"source": "small_lm", "stop": {"rule": "survival", "score": "head"}}, "calibration head"),
         ({"stop": {"rule": "calibrated", "evidence": "model", "prior": 0.1}}, "prior=0.1: .* evidence=model"),
         ({"stop": {"rule": "calibrated", "evidence": "sample", "model_sigma": 1.0}}, "model_sigma=1.0: .*=sample"),
         ({"structure": {"nodes": 9}}, "nodes=9: expected 25, its default: kind=chain does not read it"),

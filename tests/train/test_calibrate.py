@@ -1,6 +1,7 @@
 """The calibration head: what is captured, the fit, the scores, the checkpoint, the command."""
 
 import functools
+import hashlib
 import itertools
 import json
 import resource
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from draft_models.calibration import META_FILE, WEIGHTS_FILE, CalibrationHead, load_calibration, save_calibration
 from draft_models.checkpoint import read_meta, save_pretrained
@@ -23,7 +24,7 @@ from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.time_limit import TimeLimit, spread_order
-from inference.stopping import FixedLength
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.groups import Group
@@ -31,19 +32,9 @@ from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_tar
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, kill_when, launch, log, save_for_calibration
 from train import calibration
-from train.calibration import (
-    EXAMPLES,
-    CalibrationModel,
-    Examples,
-    brier,
-    calibrate,
-    capture,
-    expected_calibration_error,
-    judge,
-    own_shards,
-    predict,
-    reliability,
-)
+from train.calibration import EXAMPLES, CalibrationModel, Examples, calibrate, capture, only_tested, own_shards
+from train.calibration_scores import brier, expected_calibration_error, judge, predict, reliability, temper
+from train.sequential_temperature import CANDIDATES, fit_temperatures, rounds_of, survivals
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +70,86 @@ def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
     )
     first = got["target_hidden"][got["position"] == 1]
     assert stack.logits(first[None])[0].argmax(-1).tolist() == [r.tokens[-1] for r in rounds[:-1]][: len(first)]
+
+
+def test_whole_rounds_are_captured_with_what_nobody_tested(tmp_path: Path) -> None:
+    path = save_target(tmp_path / "target")
+    _, stack = open_stack(path)
+    drafter, prompt = make_drafter(path, LAYERS - 1, noise=0.1), random_prompt(12)
+    part, whole = (capture(stack, drafter, [prompt], 30, 4, all_of_it) for all_of_it in (False, True))
+    assert len(whole["label"]) > len(part["label"])
+    kept = only_tested(whole)
+    assert all(torch.equal(kept[name], part[name]) for name in part)
+    assert all((whole["position"].diff() == 1) | (whole["position"][1:] == 1))
+
+
+def drawn_rounds(bias: float, scale: float, count: int, seed: int) -> dict[str, torch.Tensor]:
+    """Rounds of 4 tokens whose logits are `scale` times too large; what comes after a wrong token has label 0."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = bias + torch.randn(count, 4, generator=generator)
+    right = torch.rand(count, 4, generator=generator) < logits.sigmoid()
+    labels = right.float().cumprod(1)
+    return {"logits": scale * logits.flatten(), "position": torch.arange(1, 5).repeat(count), "label": labels.flatten()}
+
+
+def test_temperatures_undo_what_scaled_the_logits() -> None:
+    drawn = drawn_rounds(1.0, 2.5, 4000, 0)
+    rounds = rounds_of(**drawn)
+    assert rounds.logits.shape == (4000, 4)
+    assert torch.equal(rounds.accepted, drawn["label"].view(4000, 4).sum(1))
+    found = fit_temperatures(rounds)
+    torch.testing.assert_close(found[:4], torch.full((4,), 2.5), rtol=0.2, atol=0)
+    assert found[4:].tolist() == [1.0] * 6
+    products, right = survivals(rounds, found)
+    by_hand = (rounds.logits / found[:4]).sigmoid().cumprod(1)
+    torch.testing.assert_close(products.view(4000, 4), by_hand)
+    assert torch.equal(right.view(4000, 4), drawn["label"].view(4000, 4))  # of a product: all tokens up to there
+    before, after = (
+        expected_calibration_error(reliability(*survivals(rounds, each))) for each in (torch.ones(10), found)
+    )
+    assert after < 0.02 < 0.05 < before
+    assert float((CANDIDATES - 1).abs().min()) < 1e-6
+
+
+def test_short_rounds_and_few_of_them() -> None:
+    rounds = rounds_of(torch.tensor([3.0, -1.0, 2.0, 0.5]), torch.tensor([1, 2, 1, 1]), torch.tensor([1.0, 0, 0, 1]))
+    assert rounds.there.tolist() == [[True, True], [True, False], [True, False]]
+    assert rounds.accepted.tolist() == [1, 0, 1]
+    assert fit_temperatures(rounds).tolist() == [1.0] * 10
+    assert survivals(rounds, torch.ones(10))[1].tolist() == [1, 0, 0, 1]
+
+
+def test_a_head_is_tempered_on_one_half_and_judged_on_the_other() -> None:
+    drawn = drawn_rounds(1.0, 2.5, 2000, 1)
+    head = CalibrationHead(1, 1).requires_grad_(False)
+    head.draft.fill_(1.0)
+    batch = {"target_hidden": torch.zeros(8000, 1), "draft_hidden": drawn["logits"][:, None]}
+    batch |= {"position": drawn["position"], "label": drawn["label"], "confidence": torch.full((8000,), 0.5)}
+    found = temper(head, batch)
+    assert found["rounds"] == 1000
+    assert found["ece_after"] < 0.6 * found["ece_before"]
+    assert head.temperature[:4].tolist() == pytest.approx(found["temperature"][:4], abs=1e-3)
+    torch.testing.assert_close(head.temperature[:4], torch.full((4,), 2.5), rtol=0.3, atol=0)
+
+
+def test_a_head_of_the_first_format_still_serves(tmp_path: Path) -> None:
+    """It was stored without what looks at probabilities, and without temperatures."""
+    torch.manual_seed(0)
+    head = CalibrationHead(4, 4)
+    for parameter in (head.target, head.draft, head.bias):
+        torch.nn.init.normal_(parameter)
+    old = {name: value.detach() for name, value in head.state_dict().items() if name not in ("odds", "temperature")}
+    blob = save(old)
+    (tmp_path / WEIGHTS_FILE).write_bytes(blob)
+    meta = {"drafter_sha256": "a" * 64, "weights_sha256": hashlib.sha256(blob).hexdigest()}
+    (tmp_path / META_FILE).write_text(json.dumps(meta))
+    inputs = torch.randn(3, 4), torch.randn(3, 4), torch.tensor([1, 2, 12])
+    found = load_calibration(tmp_path, "a" * 64)
+    for q in (0.1, 0.9):
+        torch.testing.assert_close(found(*inputs, torch.full((3,), q).log()), head(*inputs, torch.zeros(3)))
+    (tmp_path / META_FILE).write_text(json.dumps({**meta, "format": 3}))
+    with pytest.raises(UserError, match="unknown format 3"):
+        load_calibration(tmp_path, "a" * 64)
 
 
 def test_every_shard_is_somebodys_whenever_they_look(tmp_path: Path) -> None:
@@ -150,24 +221,26 @@ def test_rows_hold_every_example_once() -> None:
     assert torch.equal(together["labels"][keep], captured["label"].long())
     assert torch.equal(together["target_hidden"][keep], captured["target_hidden"])
     assert torch.equal(together["position"][keep], captured["position"])
+    assert torch.equal(together["confidence"][keep], captured["confidence"])
 
 
 def synthetic(n: int, seed: int) -> dict[str, torch.Tensor]:
-    """Outcomes that follow a head of the paper's form exactly; the draft's own confidence knows nothing."""
+    """Outcomes that follow a head of its form exactly; the draft's own confidence alone knows little."""
     generator = torch.Generator().manual_seed(seed)
     target, draft = 5 + 3 * torch.randn(n, 4, generator=generator), 2 + torch.randn(n, 3, generator=generator)
     position = torch.randint(1, 5, (n,), generator=generator)
-    logit = (target[:, 0] - 5) * (position - 2) + 2 * (draft[:, 1] - 2)
+    confidence = torch.rand(n, generator=generator)
+    logit = (target[:, 0] - 5) * (position - 2) + 2 * (draft[:, 1] - 2) + 0.5 * confidence.logit()
     label = (torch.rand(n, generator=generator) < logit.sigmoid()).float()
     return {
         "target_hidden": target, "draft_hidden": draft, "position": position, "label": label,
-        "confidence": torch.rand(n, generator=generator),
+        "confidence": confidence,
     }  # fmt: skip
 
 
 def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> None:
     captured = synthetic(200, 0)
-    model = CalibrationModel(captured, l2=0.5)
+    model = CalibrationModel(captured, l2=100)
     untrained = predict(model.folded(), captured)
     torch.testing.assert_close(untrained, captured["label"].mean().expand(200))  # before it has learnt anything
     with torch.no_grad():
@@ -178,11 +251,11 @@ def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> No
     predicted = predict(model.folded(), captured)
     entropy = torch.nn.functional.binary_cross_entropy(predicted, captured["label"], reduction="sum")
     penalty = sum(weights.square().sum() for weights in (model.head.target, model.head.draft))
-    torch.testing.assert_close(loss, entropy + 0.5 * 200 * penalty, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(loss, entropy + 100 * penalty, rtol=1e-4, atol=1e-3)
     loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.head.parameters())
     other = captured | {"target_hidden": 70 * captured["target_hidden"] + 3}
-    scaled, rows = CalibrationModel(other, l2=0.5), Examples(other)
+    scaled, rows = CalibrationModel(other, l2=100), Examples(other)
     scaled.head.load_state_dict(model.head.state_dict())
     again = sum(scaled(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
     torch.testing.assert_close(again, loss, rtol=1e-4, atol=1e-3)  # so one learning rate and one l2 fit any model
@@ -213,8 +286,10 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
         )
         for split in ("train", "heldout")
     }
-    assert facts["heldout"]["tokens"] == tokens["heldout"] != tokens["train"] == facts["examples"]
+    assert tokens["heldout"] >= facts["heldout"]["tokens"] != tokens["train"] == facts["examples"]
+    assert facts["heldout"]["survival"]["rounds"] > 0
     last = log(tmp_path / "run")[-1]  # of the head as it was trained, what is stored says the same
+    assert facts["format"] == 2
     assert facts["heldout"]["predictors"]["head"]["brier"] == pytest.approx(last["eval_brier"], rel=1e-4)
 
     with pytest.raises(UserError, match="belongs to an earlier training"):
@@ -232,7 +307,7 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
 
 def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
     train, heldout = synthetic(6000, 0), synthetic(3000, 1)
-    model, rows = CalibrationModel(train, l2=1e-4), Examples(train)
+    model, rows = CalibrationModel(train, l2=0.6), Examples(train)
     batch = {name: torch.stack([rows[i][name] for i in range(len(rows))]) for name in rows[0]}
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60)
 

@@ -20,7 +20,7 @@ from draft_models.target.architectures import load_config
 from inference.decode import speculative
 from inference.drafters.eagle3 import MAKER, Eagle3Source
 from inference.drafters.shaped import Shaped
-from inference.stopping import FixedLength
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target

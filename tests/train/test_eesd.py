@@ -23,7 +23,7 @@ from inference.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.registry import recorded_seconds
 from inference.drafters.shaped import Shaped
-from inference.stopping import FixedLength
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.groups import ALONE, Group

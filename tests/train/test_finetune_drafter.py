@@ -22,7 +22,7 @@ from draft_models.target.open_target import load_tokenizer, open_target
 from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import MAKER, SmallLMSource
-from inference.stopping import FixedLength
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.processes import join_processes

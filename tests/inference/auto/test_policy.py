@@ -17,7 +17,6 @@ from inference.auto.policy import (
     DEEPEST,
     TREE_NEIGHBOUR,
     TREE_OWN,
-    BestLength,
     BestWidths,
     Evidence,
     TreeSizes,
@@ -32,6 +31,7 @@ from inference.auto.policy import (
     trials_in_chain,
 )
 from inference.settings import MOST_NODES
+from inference.stopping.best_length import BestLength
 from inference.structures.opt_tree import opt_tree
 from inference.structures.shapes import full_shape
 from inference.tree import ROOT, DraftTree, OptimalTree
@@ -128,10 +128,10 @@ def rate_of_length(shares: Sequence[float], seconds: Costs, length: int) -> floa
 @settings(deadline=None)
 @given(shares=shares, seconds=some_costs)
 def test_best_length_is_the_best(shares: list[float], seconds: Costs) -> None:
-    found = best_length(shares, seconds)
+    found, rate = best_length(shares, seconds)
     rates = [rate_of_length(shares, seconds, length) for length in range(1, len(shares) + 1)]
     assert 1 <= found <= len(shares)
-    assert rates[found - 1] == pytest.approx(max(rates))
+    assert rates[found - 1] == pytest.approx(max(rates)) == pytest.approx(rate)
 
 
 def test_the_chain_follows_acceptance() -> None:
@@ -244,7 +244,7 @@ def test_the_next_level_is_expected_to_be_worth_as_much_less() -> None:
 def test_the_root_is_a_row_of_the_targets_pass() -> None:
     """Passes of up to four rows are cheap: three tokens are drafted."""
     steep = Costs((0.01,) * (WIDEST + 1), tuple(1.0 if w <= 4 else 9.0 for w in range(WIDEST + 1)), 0.0, 1.0)
-    assert best_length([0.9] * 15, steep) == 3
+    assert best_length([0.9] * 15, steep)[0] == 3
     assert best_count([0.9] * 15, 0.1, steep)[0] == 3
 
 

@@ -16,7 +16,8 @@ from draft_models.target.whole_model import PlainLM
 from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
-from inference.stopping import BetaThompson, FixedLength
+from inference.stopping.beta import BetaThompson
+from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from tests.pairwise import all_pairs

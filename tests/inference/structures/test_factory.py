@@ -11,8 +11,12 @@ from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
 from inference.settings import MethodConfig, StopConfig, StructureConfig
-from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength
-from inference.structures.factory import Chain, make_rule, make_structure, make_tree
+from inference.stopping.beta import BetaThompson
+from inference.stopping.calibrated import CalibratedThompson
+from inference.stopping.confidence import Confidence
+from inference.stopping.factory import make_rule
+from inference.stopping.fixed import FixedLength
+from inference.structures.factory import Chain, make_structure, make_tree
 from inference.structures.opt_tree import opt_tree
 from inference.structures.shapes import binary_shape, k_config, plain_probs, static
 from inference.structures.token_graph import token_graph
@@ -93,7 +97,7 @@ def test_candidates_are_drawn_as_the_settings_say(draw: str) -> None:
 
 def test_a_rule_is_made_of_its_settings() -> None:
     def made(rule: str, **settings: Any) -> Any:
-        return make_rule(StopConfig(rule=rule, max_draft=5, **settings), Streams(3), head=head)
+        return make_rule(StopConfig(rule=rule, max_draft=5, **settings), Streams(3), head=head, default=8)
 
     head = CalibrationHead(2, 2)
     assert made("fixed") == FixedLength(5)
@@ -104,10 +108,11 @@ def test_a_rule_is_made_of_its_settings() -> None:
     sigmas = {"model_sigma": 0.5, "sample_sigma": 0.25}
     calibrated = made("calibrated", **sigmas, prior=0.4, mean="printed")
     assert isinstance(calibrated, CalibratedThompson)
-    assert (calibrated.head, calibrated.max_draft, calibrated.estimate) == (head, 5, 0.4)
-    assert (calibrated.model_variance, calibrated.sample_variance) == (0.5**2, 0.25**2)
-    assert (calibrated.mean, calibrated.evidence) == ("printed", "both")
-    assert made("calibrated", evidence="model").evidence == "model"
+    believed = calibrated.posterior
+    assert (believed.head, calibrated.max_draft, believed.estimate) == (head, 5, 0.4)
+    assert (believed.model_variance, believed.sample_variance) == (0.5**2, 0.25**2)
+    assert (believed.mean, believed.evidence) == ("printed", "both")
+    assert made("calibrated", evidence="model").posterior.evidence == "model"
 
 
 def test_a_chain_tells_its_rule_what_was_accepted() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.stopping import Step
+from inference.stopping.interface import Step
 from inference.structures.opt_tree import opt_tree
 from inference.structures.shapes import (
     EAGLE_25,

@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.stopping import Step
+from draft_models.calibration import CalibrationHead
+from inference.auto.costs import Costs
+from inference.auto.policy import Tuning
+from inference.settings import THRESHOLDS, StopConfig
+from inference.stopping.factory import make_rule
+from inference.stopping.interface import Step
 from inference.structures.shapes import chain, k_config
 from inference.verify import Chance, Rejection
+from outrider.streams import Streams
 from tests.exact_laws import Draft, Drafter, Model, emitted, plain, random_model, ships
 from tests.known_source import KnownSource, paths_of, root
 
@@ -39,6 +45,19 @@ DECISIONS: dict[str, Callable[[Chance, Step], bool]] = {
     "its probability": lambda _, step: float(step.logits.exp()[0, step.token]) < 0.5,
     "chance": lambda chance, _: chance.accept(Fraction(2, 3)),
 }
+
+
+def shipped(rule: str) -> Callable[[Chance, Step], bool]:
+    """What the shipped rule decides: the others than "chance" follow from what is drafted alone."""
+    curve = tuple(1.0 + 0.1 * width for width in range(66))
+    head = CalibrationHead(1, 1).requires_grad_(False)
+    head.draft += 0.7  # a hidden state is its row's number
+    stop = StopConfig(rule=rule, threshold=0.5 if rule in THRESHOLDS else None)  # type: ignore[arg-type]
+    made = make_rule(stop, Streams(0), head, Tuning(Costs((0.4,) * 66, curve, 0.1, 1.1)), default=8)
+    return lambda _, step: made.stop(step)
+
+
+LOOKING = ("confidence", "adaedl", "svip", "rejection_risk", "posterior_mean", "survival", "bandit")
 
 
 def drafted_by(
@@ -86,6 +105,13 @@ def test_the_law_is_the_targets_whatever_a_rule_looks_at(widths: tuple[int, ...]
         p, q = random_model(seed, 2 + seed), random_model(seed + 10, 2 + seed)
         drafter = drafted_by(q, widths, DECISIONS[decision])
         assert emitted(p, drafter, ships(Rejection(replace=False)), 3) == plain(p, 3)
+
+
+@pytest.mark.parametrize("rule", LOOKING)
+def test_the_law_is_the_targets_under_shipped_rules(rule: str) -> None:
+    p, q = random_model(0, 2), random_model(10, 2)
+    drafter = drafted_by(q, None, shipped(rule))
+    assert emitted(p, drafter, ships(Rejection(replace=False)), 3) == plain(p, 3)
 
 
 @pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])

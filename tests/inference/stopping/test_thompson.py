@@ -1,8 +1,9 @@
-"""Stop rules and verification rules on their own."""
+"""Thompson sampling on acceptance: EESD's rules."""
 
 import math
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.calibration import POSITIONS, CalibrationHead
-from inference.stopping import BetaThompson, CalibratedThompson, Confidence, FixedLength, Step, StopRule
-from inference.tree import ROOT
-from inference.verify import verify_greedy
+from inference.stopping.beta import BetaThompson
+from inference.stopping.calibrated import CalibratedThompson, Posterior, PosteriorMean
+from inference.stopping.interface import Step, StopRule
 
 
 def beta(update: str, alpha: float = 1.0, other: float = 1.0, seed: int = 0, max_draft: int = 1000) -> BetaThompson:
@@ -30,12 +31,6 @@ def draft_length(rule: StopRule) -> int:
     while not rule.stop(step(drafted)):
         drafted += 1
     return drafted
-
-
-@settings(deadline=None)
-@given(k=st.integers(1, 20))
-def test_fixed_length(k: int) -> None:
-    assert [FixedLength(k).stop(step(i)) for i in range(1, k + 1)] == [False] * (k - 1) + [True]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +83,15 @@ def test_draft_length_follows_the_acceptance_rate() -> None:
     assert means == sorted(means)
 
 
+def test_discounted_trials_lose_their_weight_and_the_prior_keeps_its_own() -> None:
+    rule, outcomes = BetaThompson(9, 4.0, 2.0, "natural", random.Random(0), discount=0.9), [(5, 3), (4, 4), (3, 0)]
+    for drafted, accepted in outcomes:
+        rule.observe(drafted, accepted)
+    weights = [0.9**age for age in (2, 1, 0)]
+    assert rule.alpha == pytest.approx(4.0 + sum(w * right for w, right in zip(weights, (3, 4, 0), strict=True)))
+    assert rule.beta == pytest.approx(2.0 + sum(w * wrong for w, wrong in zip(weights, (1, 0, 1), strict=True)))
+
+
 def test_seed_decides_and_max_draft_bounds() -> None:
     assert [draft_length(beta("natural", 5, 1, seed=3)) for _ in range(3)] == [
         draft_length(beta("natural", 5, 1, seed=3))
@@ -96,55 +100,23 @@ def test_seed_decides_and_max_draft_bounds() -> None:
     assert max(draft_length(beta("natural", 1e6, 1e-6, seed=s, max_draft=7)) for s in range(20)) == 7
 
 
-@st.composite
-def drafts(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
-    """A tree without equal siblings over three tokens, and the target's choice after every node."""
-    parents, tokens = [], []
-    for i in range(draw(st.integers(0, 12))):
-        parent, token = draw(st.integers(ROOT, i - 1)), draw(st.integers(0, 2))
-        if (parent, token) not in zip(parents, tokens, strict=True):
-            parents.append(parent)
-            tokens.append(token)
-        if len(parents) < i + 1:
-            break
-    choices = draw(st.lists(st.integers(0, 2), min_size=len(tokens) + 1, max_size=len(tokens) + 1))
-    return tokens, parents, choices
-
-
-@settings(deadline=None)
-@given(drafts())
-def test_greedy_walks_the_targets_own_path(draft: tuple[list[int], list[int], list[int]]) -> None:
-    tokens, parents, choices = draft
-    accepted, bonus = verify_greedy(tokens, parents, choices)
-    last = ROOT
-    for node in accepted:
-        assert parents[node] == last
-        assert tokens[node] == choices[last + 1]
-        last = node
-    assert bonus == choices[last + 1]
-    assert not any(p == last and t == bonus for p, t in zip(parents, tokens, strict=True))  # as long as possible
-
-
-def test_confidence() -> None:
-    rule = Confidence(4, 0.4)
-    assert not rule.stop(step(1, 0.41))
-    assert rule.stop(step(1, 0.39))
-    assert rule.stop(step(4, 0.9))
-
-
-def calibrated(mean: str = "sample", seed: int = 0, bias: float = 0.0, **changes: float) -> CalibratedThompson:
+def posterior(mean: str = "sample", bias: float = 0.0, evidence: str = "both", **changes: float) -> Posterior:
     head = CalibrationHead(2, 2).requires_grad_(False)
     head.bias.fill_(bias)
     settings = {"model_sigma": 0.3, "sample_sigma": 0.6, "prior": 0.5, **changes}
-    return CalibratedThompson(head, 50, mean=mean, generator=random.Random(seed), **settings)
+    return Posterior(head, mean=mean, evidence=evidence, **settings)
+
+
+def calibrated(seed: int = 0, **changes: Any) -> CalibratedThompson:
+    return CalibratedThompson(50, posterior(**changes), random.Random(seed))
 
 
 def test_posterior_moves_from_the_model_to_the_sample() -> None:
-    rule = calibrated(prior=0.2)
-    assert rule.posterior(0.9) == pytest.approx((0.9, 0.3**2))  # n = 0: the head alone
+    rule = posterior(prior=0.2)
+    assert rule.given(0.9) == pytest.approx((0.9, 0.3**2))  # n = 0: the head alone
     for n in range(1, 200):
         rule.observe(4, 2)
-        mean, variance = rule.posterior(0.9)
+        mean, variance = rule.given(0.9)
         weight = 0.6**2 / (n * 0.3**2 + 0.6**2)
         assert mean == pytest.approx(weight * 0.9 + (1 - weight) * rule.estimate)
         assert variance == pytest.approx(0.3**2 * 0.6**2 / (0.6**2 + n * 0.3**2))
@@ -155,7 +127,7 @@ def test_posterior_moves_from_the_model_to_the_sample() -> None:
 def test_estimates_by_hand() -> None:
     """printed: θ̂_t = (θ̂_{t−|Q_v|} · (t − |Q_v| + 1) + |Q_v|) / (t + 1), t accepted tokens so far (EESD eq. 8);
     sample: the share of tested tokens that were right, the prior counting as one of them."""
-    printed, sample = calibrated("printed", prior=0.5), calibrated("sample", prior=0.5)
+    printed, sample = posterior("printed", prior=0.5), posterior("sample", prior=0.5)
     found = []
     for drafted, accepted in ((4, 0), (4, 3), (3, 3), (4, 1)):
         for rule in (printed, sample):
@@ -166,13 +138,13 @@ def test_estimates_by_hand() -> None:
 
 
 def test_the_printed_mean_only_rises() -> None:
-    rule, estimates = calibrated("printed"), []
+    rule, estimates = posterior("printed"), []
     for accepted in (0, 3, 0, 1, 0, 0, 4):
         rule.observe(4, accepted)
         estimates.append(rule.estimate)
     assert estimates == sorted(estimates)
     assert estimates[-1] > 0.9
-    fair = calibrated("sample")
+    fair = posterior("sample")
     for _ in range(50):
         fair.observe(4, 0)
     assert fair.estimate < 0.05
@@ -180,25 +152,25 @@ def test_the_printed_mean_only_rises() -> None:
 
 def test_evidence_of_one_kind_alone() -> None:
     """The paper's ablations: the head alone never moves, the sample alone never asks the head."""
-    model, sample = calibrated(), calibrated(prior=0.2)
-    model.evidence, sample.evidence = "model", "sample"
-    assert sample.posterior(0.9) == (0.2, 0.0)
+    model, sample = posterior(evidence="model"), posterior(evidence="sample", prior=0.2)
+    assert sample.given(0.9) == (0.2, 0.0)
     for rule in (model, sample):
         for _ in range(30):
             rule.observe(4, 2)
-    assert model.posterior(0.9) == pytest.approx((0.9, 0.3**2))
-    assert sample.posterior(0.9) == sample.posterior(0.1) == pytest.approx((sample.estimate, 0.6**2 / 30))
+    assert model.given(0.9) == pytest.approx((0.9, 0.3**2))
+    assert sample.given(0.9) == sample.given(0.1) == pytest.approx((sample.estimate, 0.6**2 / 30))
     sample.head = None  # type: ignore[assignment]
-    assert draft_length(sample) >= 1
+    assert draft_length(CalibratedThompson(50, sample, random.Random(0))) >= 1
 
 
 def test_the_head_is_asked_about_the_token_just_drafted() -> None:
     rule, asked = calibrated(), []
-    rule.head = lambda *given: asked.append(given) or torch.zeros(1)  # type: ignore[assignment]
+    rule.posterior.head = lambda *given: asked.append(given) or torch.zeros(1)  # type: ignore[assignment]
     target, drafts = torch.tensor([[5.0, 6.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     source = SimpleNamespace(hidden=drafts, target_hidden=target)
     rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), source, row=1))
-    assert [[tensor.tolist() for tensor in given] for given in asked] == [[[[5.0, 6.0]], [[3.0, 4.0]], [7]]]
+    found = [tensor.tolist() for tensor in asked[0]]
+    assert found == [[[5.0, 6.0]], [[3.0, 4.0]], [7], [pytest.approx(math.log(0.5))]]
 
 
 def test_the_head_decides_the_length_at_first() -> None:
@@ -212,6 +184,18 @@ def test_the_head_decides_the_length_at_first() -> None:
     assert [sure.stop(step(drafted)) for drafted in (1, 49, 50)] == [False, False, True]  # max_draft is 50
 
 
+def test_the_mean_alone_decides_without_chance() -> None:
+    """The first token at which μ is below the threshold is the last one, every time."""
+    for bias, threshold in ((0.5, 0.6), (0.5, 0.65), (-1.0, 0.2)):
+        believed = posterior(bias=bias, prior=0.3)
+        rule = PosteriorMean(4, believed, threshold)
+        for _ in range(6):
+            mean = believed.given(1 / (1 + math.exp(-bias)))[0]
+            assert draft_length(rule) == (1 if mean < threshold else 4)
+            rule.observe(4, 1)
+    assert mean < 0.65  # both ends were there: the estimate falls to 0.5 of tested tokens
+
+
 @pytest.mark.slow
 def test_a_sure_head_is_doubted_by_its_sigma() -> None:
     """θ ~ N(1, σ²), cut off at 1: a draft goes on with E min(1, θ) = 1 − σ / √(2π)."""
@@ -222,7 +206,8 @@ def test_a_sure_head_is_doubted_by_its_sigma() -> None:
 
 
 def test_calibration_head_is_the_formula() -> None:
-    """θ_M's logit = W_p [W^i H^(T) ; H^(D)] for any W_p, W^i, i capped at 10, no gradient to the inputs."""
+    """θ_M's logit = W_p [W^i H^(T) ; H^(D)] and the draft's own log-odds, over the position's
+    temperature: for any W_p, W^i, i capped at 10, no gradient to the inputs."""
     generator = torch.Generator().manual_seed(0)
     head = CalibrationHead(3, 2)
     matrices = torch.randn(POSITIONS, 3, 3, generator=generator)
@@ -231,14 +216,17 @@ def test_calibration_head_is_the_formula() -> None:
         head.target.copy_(out[:3] @ matrices)
         head.draft.copy_(out[3:])
         head.bias.fill_(0.25)
+        head.odds.fill_(0.5)
+        head.temperature.copy_(torch.linspace(1, 2, POSITIONS))
     target, draft = torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
     target.requires_grad_()
     places = torch.tensor([1, 4, 10, 25])
-    logits = head(target, draft, places)
+    q = torch.tensor([0.1, 0.5, 0.9, 0.2])
+    logits = head(target, draft, places, q.log())
     for n, place in enumerate(places.tolist()):
         matrix = matrices[min(place, POSITIONS) - 1]
-        expected = out @ torch.cat([matrix @ target[n], draft[n]]) + 0.25
-        torch.testing.assert_close(logits[n], expected)
+        expected = out @ torch.cat([matrix @ target[n], draft[n]]) + 0.25 + 0.5 * q[n].logit()
+        torch.testing.assert_close(logits[n], expected / head.temperature[min(place, POSITIONS) - 1])
     logits.sum().backward()
     assert target.grad is None
     assert head.target.grad is not None

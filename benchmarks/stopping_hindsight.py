@@ -1,0 +1,90 @@
+"""What recorded drafts say of stop rules: bounds in hindsight, cold starts, a shift of the text, other costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from recorded_drafts import Spell, Text, dearer, oracle, replay, said, seconds_by_token, summary
+
+from inference.auto.policy import Tuning
+from inference.settings import LONGEST_CHAIN, StopConfig
+from inference.stopping.factory import make_rule
+from outrider.streams import Streams
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 15)  # of fixed drafts
+FIXED = "K = "  # before those in a rule's name
+RATIOS = (0.02, 0.05, 0.1, 0.2, 0.4)  # a draft step over a pass of one row
+TOLD = 64  # tokens of which the time from a cold start is told
+
+
+def replayed(
+    texts: Sequence[Text], stop: StopConfig, tuning: Tuning, *, after: Sequence[Text] = ()
+) -> list[list[Spell]]:
+    """The rounds of a rule on every text. after: the texts that it has been through before, each its own."""
+    found = []
+    for number, text in enumerate(texts):
+        rule = make_rule(stop, Streams(0, str(number)), said, tuning, default=LONGEST_CHAIN)  # type: ignore[arg-type]
+        if after:
+            replay(rule, after[number])
+        found.append(replay(rule, text))
+    return found
+
+
+def in_hindsight(texts: Sequence[Text], stops: Mapping[str, StopConfig], tuning: Tuning) -> dict[str, Any]:
+    """What follows from recorded drafts (see compare_stopping.py)."""
+    texts = [text for text in texts if text.drafts]
+    costs, names = tuning.costs, sorted({text.category for text in texts})
+    runs = {name: replayed(texts, stop, tuning) for name, stop in stops.items()}
+    runs["oracle"] = [oracle(text, costs) for text in texts]
+    groups = {name: [i for i, text in enumerate(texts) if text.category == name] for name in names}
+    rules = {}
+    for name, rounds in runs.items():
+        rules[name] = summary(rounds, costs)
+        rules[name]["by_category"] = {
+            c: summary([rounds[i] for i in which], costs)["rate"] for c, which in groups.items()
+        }
+        rules[name]["seconds_by_token"] = mean_seconds(rounds, tuning)
+    best = {c: max(rules[f"{FIXED}{k}"]["by_category"][c] for k in LENGTHS) for c in names}
+    for rule in rules.values():
+        rule["over_hindsight"] = {c: rule["by_category"][c] / best[c] for c in names}
+    return {
+        "texts": len(texts),
+        "positions": sum(len(text.drafts) for text in texts),
+        "costs": costs.summary(),
+        "rules": rules,
+        "shift": shifted(texts, stops, tuning),
+        "by_cost": {str(ratio): by_cost(texts, stops, tuning, ratio) for ratio in RATIOS},
+    }
+
+
+def mean_seconds(rounds: Sequence[Sequence[Spell]], tuning: Tuning) -> list[float]:
+    """When each of the first tokens of a text is there, on average over texts."""
+    told = [seconds_by_token(spells, tuning.costs, TOLD) for spells in rounds]
+    return [sum(column) / len(told) for column in zip(*told, strict=True)]
+
+
+def by_cost(
+    texts: Sequence[Text], stops: Mapping[str, StopConfig], tuning: Tuning, ratio: float
+) -> dict[str, dict[str, float]]:
+    """`summary` of every rule where a draft step takes `ratio` of a pass over one row."""
+    other = replace(tuning, costs=dearer(tuning.costs, ratio))
+    found = {name: summary(replayed(texts, stop, other), other.costs) for name, stop in stops.items()}
+    return {**found, "oracle": summary([oracle(text, other.costs) for text in texts], other.costs)}
+
+
+def shifted(texts: Sequence[Text], stops: Mapping[str, StopConfig], tuning: Tuning) -> dict[str, dict[str, float]]:
+    """Tokens per second on texts right after one of another category, over those with a fresh rule."""
+    others = []
+    for number, text in enumerate(texts):
+        rest = [*texts[number + 1 :], *texts[:number]]
+        others.append(next((other for other in rest if other.category != text.category), None))
+    pairs = [(text, other) for text, other in zip(texts, others, strict=True) if other is not None]
+    if not pairs:
+        return {}
+    second, first = zip(*pairs, strict=True)
+    found = {}
+    for name, stop in stops.items():
+        fresh = summary(replayed(second, stop, tuning), tuning.costs)["rate"]
+        carried = summary(replayed(second, stop, tuning, after=first), tuning.costs)["rate"]
+        found[name] = {"fresh": fresh, "carried": carried}
+    return found

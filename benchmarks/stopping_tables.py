@@ -1,0 +1,68 @@
+"""What compare_stopping.py found, as Markdown and as a plot. The tables need no torch."""
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+
+Entry = Mapping[str, Any]
+LABELS = {"early_exit": "early exit", "small_lm": "small LM"}
+
+
+def stopping(entry: Entry) -> str:
+    """An entry's rules, a table for every drafter: what the clock said, and what recorded drafts say in hindsight."""
+    return "\n".join(part(entry, source, found) for source, found in entry["sources"].items())
+
+
+def part(entry: Entry, source: str, found: Mapping[str, Any]) -> str:
+    recorded, measured = found["recorded"], found.get("live", {"arms": {}})
+    kind = "greedy" if not entry["temperature"] else f"temperature {entry['temperature']:g}"
+    timed = f"{measured['prompts']} prompts decoded, " if measured["arms"] else ""
+    lines = [
+        f"{LABELS[source][0].upper()}{LABELS[source][1:]}, {kind}, up to {entry['max_new_tokens']} tokens: {timed}"
+        f"{recorded['texts']} texts recorded ({recorded['positions']} positions).\n",
+        "| rule | τ | drafted | wasted | of oracle | least over best K | tokens/s | over K tuned elsewhere [95 %] |",
+        "|---" * 8 + "|",
+    ]
+    rules = recorded["rules"]
+    for name in sorted(rules, key=lambda rule: rules[rule]["rate"]):
+        lines.append(row(name, rules[name], rules["oracle"]["rate"], measured["arms"].get(name)))
+    return "\n".join(lines) + "\n"
+
+
+def row(name: str, rule: Mapping[str, Any], oracle: float, arm: Mapping[str, Any] | None) -> str:
+    """One rule: τ and its parts as decoded, else as recorded."""
+    shown = rule if arm is None else arm
+    cells = [f"{shown[key]:.2f}" for key in ("tau", "drafted", "wasted")]
+    cells += [f"{rule['rate'] / oracle:.3f}", f"{min(rule['over_hindsight'].values()):.2f}"]
+    tuned = None if arm is None else arm.get("over_tuned")
+    speed = "" if arm is None or arm["tokens_per_second"] is None else f"{arm['tokens_per_second']:.1f}"
+    over = "" if tuned is None else f"{tuned['median']:.2f} [{tuned['ci95'][0]:.2f}, {tuned['ci95'][1]:.2f}]"
+    return f"| {name} | {' | '.join(cells)} | {speed} | {over} |"
+
+
+def plot(entries: Mapping[str, Entry]) -> bytes:
+    """A PNG. Of every entry and drafter: the rate by what a draft step costs, and the time lost from a cold start."""
+    parts = [(name, source, found["recorded"]) for name, entry in entries.items()
+             for source, found in entry["sources"].items()]  # fmt: skip
+    figure = Figure(figsize=(11, 3.6 * len(parts)), layout="constrained")
+    for (name, source, recorded), (left, right) in zip(
+        parts, figure.subplots(len(parts), 2, squeeze=False), strict=True
+    ):
+        ratios = [float(ratio) for ratio in recorded["by_cost"]]
+        rules = [rule for rule in recorded["rules"] if rule != "oracle" and not rule.startswith("K = ")]
+        for place, rule in enumerate([*rules, "K = 4"]):
+            style = {"color": f"C{place % 10}", "linestyle": "-" if place < 10 else "--"}
+            of = [at[rule]["rate"] / at["oracle"]["rate"] for at in recorded["by_cost"].values()]
+            left.plot(ratios, of, marker=".", label=rule, **style)
+            best = recorded["rules"]["oracle"]["seconds_by_token"]
+            mine = recorded["rules"][rule]["seconds_by_token"]
+            right.plot(range(1, len(best) + 1), [1e3 * (a - b) for a, b in zip(mine, best, strict=True)], **style)
+        left.set(title=f"{name}, {LABELS[source]}", xlabel="draft step / pass over one row", xscale="log",
+                 ylabel="share of the oracle's tokens per second")  # fmt: skip
+        right.set(xlabel="token", ylabel="milliseconds behind the oracle")
+        left.legend(fontsize=6, ncols=2)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    return image.getvalue()

@@ -1,0 +1,37 @@
+"""A bandit over stop rules: UCB1 chooses one for every round (as TapOut does, arXiv 2511.02017)."""
+
+import math
+from collections.abc import Sequence
+
+from inference.stopping.interface import Step, StopRule
+
+
+class UCB:
+    """Every rule once, then the one with the largest mean reward + √(2 ln t / n), t rounds in all and n with it.
+
+    The reward of a round is the mean of two shares: of the longest draft that was accepted, and of this draft. The one
+    asks for tokens, the other for little waste. Only the rule that was chosen is asked in a round and told of it.
+    """
+
+    def __init__(self, rules: Sequence[StopRule]):
+        self.rules = rules
+        self.max_draft = max(rule.max_draft for rule in rules)
+        self.rounds, self.rewards = [0] * len(rules), [0.0] * len(rules)
+        self.chosen = 0
+
+    def stop(self, step: Step) -> bool:
+        return self.rules[self.chosen].stop(step)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.rules[self.chosen].observe(drafted, accepted)
+        if drafted:
+            self.rounds[self.chosen] += 1
+            self.rewards[self.chosen] += (accepted / self.max_draft + accepted / drafted) / 2
+        self.chosen = max(range(len(self.rules)), key=self._bound)
+
+    def _bound(self, rule: int) -> float:
+        """The upper confidence bound of a rule's reward; without bound where it was never tried."""
+        count = self.rounds[rule]
+        if not count:
+            return math.inf
+        return self.rewards[rule] / count + math.sqrt(2 * math.log(sum(self.rounds)) / count)

@@ -1,0 +1,101 @@
+"""A calibration head's word weighed with what was seen: by Thompson sampling, or by the posterior's mean alone."""
+
+import math
+import random
+
+from draft_models.calibration import CalibrationHead
+from inference.stopping.interface import Step, ask
+
+
+def sigmoid(logit: float) -> float:
+    """1 / (1 + e^−logit), for any number."""
+    return 0.5 * (1.0 + math.tanh(0.5 * logit))
+
+
+class Posterior:
+    """What is believed of θ, the probability that the next draft token is right (EESD, Algorithm 3).
+
+    θ ~ N(μ, σ²) with μ = w θ_M + (1 − w) θ̂, w = σ_S²/(nσ_M² + σ_S²), σ² = σ_M²σ_S²/(σ_S² + nσ_M²). θ_M is the
+    calibration head's probability for this very token, θ̂ what has been observed, n the number of verifications. So the
+    head rules at first and experience later: w = 1 at n = 0.
+
+    mean="sample": θ̂ is the share of tested tokens that were right, θ̂_0 counting as one. mean="printed": the paper's
+    running mean, which only ever sees successes and so rises to 1.
+
+    evidence="model" keeps n at 0 (the head alone). evidence="sample" takes σ_M to infinity (what was observed alone).
+    These are the paper's ablations.
+    """
+
+    def __init__(
+        self,
+        head: CalibrationHead,
+        model_sigma: float,
+        sample_sigma: float,
+        prior: float,
+        mean: str,
+        evidence: str = "both",
+    ):
+        self.head = head
+        self.model_variance, self.sample_variance = model_sigma**2, sample_sigma**2
+        self.estimate = prior
+        self.mean = mean
+        self.evidence = evidence
+        self.verifications = 0
+        self._tested = 1  # the prior's own weight
+
+    def of(self, step: Step) -> tuple[float, float]:
+        """Mean and variance of θ after `step`. One transfer where the head is asked."""
+        return self.given(0.0 if self.evidence == "sample" else sigmoid(ask(self.head, step)))
+
+    def given(self, model: float) -> tuple[float, float]:
+        """Mean and variance of θ when the head says `model`."""
+        if self.evidence == "model":
+            return model, self.model_variance
+        if self.evidence == "sample":
+            return self.estimate, self.sample_variance / self.verifications if self.verifications else 0.0
+        total = self.verifications * self.model_variance + self.sample_variance
+        weight = self.sample_variance / total
+        return weight * model + (1 - weight) * self.estimate, self.model_variance * self.sample_variance / total
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """As `StopRule.observe`."""
+        self.verifications += 1
+        if self.mean == "sample":
+            tested = min(accepted + 1, drafted)
+            self.estimate = (self.estimate * self._tested + accepted) / (self._tested + tested)
+            self._tested += tested
+        else:  # t counts accepted tokens only
+            self._tested += accepted
+            self.estimate = (self.estimate * (self._tested - accepted) + accepted) / self._tested
+
+
+class CalibratedThompson:
+    """Draw θ from the posterior, clamp it to [0, 1], and go on with that probability (EESD, Algorithm 3)."""
+
+    def __init__(self, max_draft: int, posterior: Posterior, generator: random.Random):
+        self.max_draft = max_draft
+        self.posterior = posterior
+        self._random = generator
+
+    def stop(self, step: Step) -> bool:
+        mean, variance = self.posterior.of(step)
+        theta = min(1.0, max(0.0, self._random.gauss(mean, variance**0.5)))
+        return step.drafted >= self.max_draft or self._random.random() >= theta
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.posterior.observe(drafted, accepted)
+
+
+class PosteriorMean:
+    """The same posterior without sampling: go on while its mean is at least `threshold`."""
+
+    def __init__(self, max_draft: int, posterior: Posterior, threshold: float):
+        self.max_draft = max_draft
+        self.posterior = posterior
+        self.threshold = threshold
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.max_draft or self.posterior.of(step)[0] < self.threshold
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.posterior.observe(drafted, accepted)

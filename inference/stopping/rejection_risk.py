@@ -1,0 +1,27 @@
+"""Stop where some token of the draft is probably wrong: SpecDec++ (arXiv 2405.19715)."""
+
+from draft_models.calibration import CalibrationHead
+from inference.stopping.calibrated import sigmoid
+from inference.stopping.interface import Step, ask
+
+
+class RejectionRisk:
+    """Stop where 1 − Π ĉ_j is above `threshold`, ĉ_j the head's probability of the draft's j-th token.
+
+    The paper proves that a threshold on this probability is the optimal form, and trains a head of its own for ĉ. Here
+    it is the calibration head. One transfer per token.
+    """
+
+    def __init__(self, head: CalibrationHead, max_draft: int, threshold: float):
+        self.head = head
+        self.max_draft = max_draft
+        self.threshold = threshold
+        self._survival = 1.0
+
+    def stop(self, step: Step) -> bool:
+        before = self._survival if step.drafted > 1 else 1.0
+        self._survival = before * sigmoid(ask(self.head, step))
+        return step.drafted >= self.max_draft or 1 - self._survival > self.threshold
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass

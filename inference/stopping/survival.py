@@ -1,0 +1,72 @@
+"""Survival × cost: go on while more tokens are worth the time they take."""
+
+from collections.abc import Callable
+
+from inference.auto.policy import KEEP, Evidence, Tuning, best_length, trials_in_chain
+from inference.settings import LONGEST_CHAIN
+from inference.stopping.interface import Step
+from inference.stopping.trust import Trust
+
+PRIOR_ROUNDS = 4.0  # that the rate expected at the start counts for, beside those of this generation
+
+
+class Survival:
+    """Draft on while the tokens to be gained are more than the running rate would give in the time that they cost.
+
+    Say k tokens are drafted. All of them are right with probability S_k = Π_{j≤k} c_j, c_j by `trust` in `score` of
+    token j. m more tokens are expected to gain Σ_{i≤m} S_k Π_{j≤i} s_{k+j}, s_j the share of tokens at position j that
+    were right (`Evidence`). They cost m draft steps and a wider pass of the target. One m that pays is enough. The
+    running rate is tokens per second of this generation, by the measured costs, so no clock decides anything here. This
+    is the rule of a renewal process: its rate is largest where no round goes on below it.
+
+    score: of a step, a logit; one transfer.
+    """
+
+    def __init__(self, tuning: Tuning, score: Callable[[Step], float], trust: Trust, max_draft: int = LONGEST_CHAIN):
+        self.max_draft = max_draft
+        self.trust = trust
+        self._score = score
+        self._costs = tuning.costs
+        self._evidence = Evidence(LONGEST_CHAIN, tuning)
+        self._shares = self._evidence.shares()
+        length, rate = best_length(self._shares, self._costs)
+        self._seconds = PRIOR_ROUNDS * self._round_seconds(length)
+        self._emitted = rate * self._seconds
+        self._scores: list[float] = []
+        self._survival = 1.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second so far."""
+        return self._emitted / self._seconds
+
+    def stop(self, step: Step) -> bool:
+        score = self._score(step)
+        if step.drafted == 1:
+            self._scores, self._survival = [], 1.0
+        self._scores.append(score)
+        self._survival *= self.trust.probability(score)
+        return step.drafted >= self.max_draft or not self.pays(step.drafted, self._survival)
+
+    def pays(self, drafted: int, survival: float) -> bool:
+        """Whether some number of further tokens is worth its time."""
+        costs, gain = self._costs, 0.0
+        for more in range(1, self.max_draft - drafted + 1):
+            survival *= self._shares[drafted + more - 1]
+            gain += survival
+            seconds = more * costs.step[1] + costs.verify[drafted + more + 1] - costs.verify[drafted + 1]
+            if gain > self.rate * seconds:
+                return True
+        return False
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.trust.drift()
+        for place, score in enumerate(self._scores[: min(accepted + 1, drafted)]):
+            self.trust.learn(score, place < accepted)
+        self._evidence.add(trials_in_chain(drafted, accepted))
+        self._shares = self._evidence.shares()
+        self._emitted = KEEP * self._emitted + accepted + 1
+        self._seconds = KEEP * self._seconds + self._round_seconds(drafted)
+
+    def _round_seconds(self, drafted: int) -> float:
+        return drafted * self._costs.step[1] + self._costs.verify[drafted + 1] + self._costs.rest
