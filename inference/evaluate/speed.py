@@ -11,6 +11,8 @@ from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, Generation, Pr
 from inference.evaluate.statistics import bootstrap_median
 from outrider.streams import Streams
 
+MIN_PROMPTS = 5  # conversations, however many turns they have; fewer have no interval worth the name, so no verdict
+
 
 def decoding(generation: Generation) -> float:
     """Seconds per decoded token: the prefill and its token apart."""
