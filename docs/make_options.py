@@ -13,6 +13,7 @@ from conf.options import markdown
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
+from inference.chat.settings import ChatConfig
 from inference.settings import EvaluateConfig
 from train.eagle3_settings import Eagle3Config, ExportHeadConfig
 from train.pipeline_settings import PipelineConfig
@@ -34,6 +35,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "export_eagle3": ("train/export_eagle3.py", ExportHeadConfig),
     "ship_drafters": ("train/ship_drafters.py", ShipConfig),
     "pipeline": ("train/pipeline.py", PipelineConfig),
+    "chat": ("outrider/chat.py", ChatConfig),
 }
 
 

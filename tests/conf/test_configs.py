@@ -16,6 +16,7 @@ from conf import CONF_DIR, build, explain, register
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
+from inference.chat.settings import ChatConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiers import quick_where
@@ -43,6 +44,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "export_eagle3": (ExportHeadConfig, "train/export_eagle3.py", ["head=h", "target=t"]),
     "ship_drafters": (ShipConfig, "train/ship_drafters.py", []),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
+    "chat": (ChatConfig, "outrider/chat.py", ["target=t"]),
 }
 GROUPS = {
     p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in CONF_DIR.iterdir() if p.is_dir() and p.name[0] != "_"
@@ -197,6 +199,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "export_eagle3": "resume",
         "ship_drafters": "resume",
         "pipeline": "resume",
+        "chat": "max_new_tokens",
     }[command]
     _, script, mandatory = COMMANDS[command]
     # Whoever mistypes an option does not wait for torch: here there is none to be had.
@@ -290,7 +293,9 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
             else []
         )
         for place, word in enumerate(words):
-            name = "evaluate_checkpoint.py" if word == "evaluate-checkpoint" else Path(word).name
+            name = {"evaluate-checkpoint": "evaluate_checkpoint.py", "outrider.chat": "chat.py"}.get(
+                word, Path(word).name
+            )
             if name in scripts:
                 found.append((scripts[name], words[place + 1 :]))
     return found
@@ -299,6 +304,6 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
 def test_makefile_commands_compose() -> None:
     lines = (ROOT / "Makefile").read_text().replace("$(RUN)", "").splitlines()
     found = written_commands([line.strip() for line in lines if line.startswith("\t")])
-    assert [command for command, _ in found] == ["pipeline"] * 3
+    assert [command for command, _ in found] == ["pipeline"] * 3 + ["fetch_target", "chat"]
     for command, overrides in found:
         compose_and_build(command, overrides)
