@@ -144,7 +144,7 @@ def _categories(reports: Sequence[Report]) -> list[Markup]:
             rows.append(
                 tag("tr", *(tag("td", cell) for cell in (report["method"], *cells, interval_text(own["speedup"]))))
             )
-        summary = tag("summary", f"{name}: {mine['prompts']} prompts")
+        summary = tag("summary", f"{name}, {mine['prompts']} of the prompts")
         panels.append(
             tag("details", summary, tag("div", tag("table", *rows), class_="scroll"), open=not panels or None)
         )

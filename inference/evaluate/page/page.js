@@ -46,6 +46,7 @@ if (rounds) {
     const top = make("div", "branches");
     top.append(branch(tree, -1, path.length ? path[path.length - 1] : -1));
     panel.append(top);
+    panel.scrollIntoView({ block: "nearest" });
   };
 
   const choose = () => {

@@ -113,7 +113,7 @@ def test_the_page_needs_nothing_but_itself(alone: EvaluateConfig) -> None:
     for digest in reports[0]["digests"].values():
         assert digest in said
     for category in reports[0]["by_category"]:
-        assert f"<summary>{category}: " in said
+        assert f"<summary>{category}, " in said
 
 
 def test_no_text_of_a_model_becomes_markup(alone: EvaluateConfig) -> None:
