@@ -17,6 +17,7 @@ ENTRIES = {
     "data_prep/fetch_target.py",
     "data_prep/generate_responses.py",
     "data_prep/write_prompts.py",
+    "inference/compare_reports.py",
     "inference/evaluate_checkpoint.py",
     "outrider/chat.py",
     "train/calibrate.py",

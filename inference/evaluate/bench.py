@@ -1,11 +1,14 @@
 """What an evaluation measures with: arms, warm and with their sizes chosen, and a prompt through all of them."""
 
 import itertools
+import resource
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from data_prep.text.chat import render_prompt
@@ -145,6 +148,17 @@ def make_bench(
     shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
     judge = arms_with if sampled or subject.dtype in HALF else None
     return Bench(arms_for(config.max_new_tokens), profilers, judged, judge, shown, arms_with)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has held at most: of the GPU where `device` is one, else of the machine's memory.
+
+    It has all arms in it, as they stand in memory together.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # in which the system counts
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def measure_prompt(

@@ -27,6 +27,7 @@ from inference.evaluate.bench import (
     longest_text,
     make_bench,
     measure_prompt,
+    peak_memory,
     prepare_methods,
     render,
     require_fits,
@@ -148,7 +149,9 @@ def _evaluate(
             group.require_same([[g.tokens for g in r.generations.values()] for r in results], "the tokens they chose")
             spent, taken = group.agreed(limit.spent()), taken + 1
             if group.leads:
-                measured = Measured(position, state.num_processes, results, skipped, threads, spent)
+                measured = Measured(
+                    position, state.num_processes, results, skipped, threads, spent, peak_memory(subject.device)
+                )
                 append_result(out_dir, number + group.index, measured)
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken if group.leads else 0]))
@@ -212,6 +215,7 @@ def report(
         "tensor_parallel": config.tensor_parallel,
         "threads": dict(sorted(Counter(m.threads for m in done.values() if m.threads).items())),
         "prompts_given": len(prompts),
+        "peak_memory_bytes": max((measured.peak_bytes for measured in done.values()), default=0),
         "minutes": config.minutes,
         "trained_seconds": trained_seconds(config),
         "max_new_tokens": config.max_new_tokens,

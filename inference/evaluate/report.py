@@ -4,7 +4,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from inference.evaluate.drafter_facts import drafter_lines
 from inference.evaluate.lossless_report import is_lossless, judgement_lines, lossless_section
 from inference.evaluate.speed import (
     MIN_PROMPTS,
+    answers_per_second,
     break_even,
+    by_prompt_tokens,
     conversations,
     end_to_end,
     parts_of_time,
@@ -33,8 +35,10 @@ from inference.evaluate.speed import (
 from inference.evaluate.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
+    acceptance_given_previous,
     chosen_sizes,
     decode_statistics,
+    request_statistics,
     structure_statistics,
 )
 from inference.evaluate.wording import (
@@ -53,6 +57,7 @@ from outrider.streams import Streams
 
 Report = dict[str, Any]
 REPORT_FILE = "report.json"
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 def build_report(
@@ -80,10 +85,12 @@ def build_report(
         "seed": seed,
         "lossless": lossless_section(results, method, sampled=facts["temperature"] > 0),
         **decode_statistics(mine),
+        **request_statistics(mine),
         "structure": structure_statistics(mine),
         "acceptance_by_candidates": acceptance_by_candidates(mine),
         "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
         "tokens_per_second": {name: tokens_per_second(results, arm) for name, arm in arms.items()},
+        "whole_answers_per_second": {name: answers_per_second(results, arm) for name, arm in arms.items()},
         "prefill_seconds": {name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
         "speedup": speedups_over_baselines(results, method, streams),
         "end_to_end": speedups_over_baselines(results, method, streams, end_to_end),
@@ -91,6 +98,8 @@ def build_report(
         "break_even_acceptance": break_even(results, method),
         "seconds": parts_of_time(results, method),
         "acceptance_by_position": acceptance_by_position(mine),
+        "acceptance_given_previous": acceptance_given_previous(mine),
+        "by_prompt_tokens": by_prompt_tokens(results, method, streams),
         "by_category": {},
     }
     if TRANSFORMERS in results[0].generations:
@@ -100,15 +109,37 @@ def build_report(
         }
     for category in sorted({r.category for r in results}):
         group = [r for r in results if r.category == category]
-        report["by_category"][category] = {
-            "prompts": conversations(group),
-            "turns": len(group),
-            **decode_statistics(r.generations[method] for r in group),
-            "speedup": speedup(group, method, AUTOREGRESSIVE, streams.within("category", category)),
-        }
+        report["by_category"][category] = _part(group, method, streams.within("category", category))
+    tasks = spec_bench_tasks({r.category for r in results})
+    report["by_task"] = {
+        task: _part([r for r in results if tasks[r.category] == task], method, streams.within("task", task))
+        for task in sorted(set(tasks.values()))
+    }
     report["speedup_per_prompt"] = speedups(results, method, AUTOREGRESSIVE)
     report["verdict"] = _verdict(report)
     return report
+
+
+def _part(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, Any]:
+    """What is said of a part of the prompts."""
+    mine = [r.generations[method] for r in results]
+    return {
+        "prompts": conversations(results),
+        "turns": len(results),
+        **decode_statistics(mine),
+        **request_statistics(mine),
+        "speedup": speedup(results, method, AUTOREGRESSIVE, streams),
+    }
+
+
+def spec_bench_tasks(categories: Collection[str]) -> dict[str, str]:
+    """The task of each category where the prompts are Spec-Bench's, which counts the eight of MT-Bench as one.
+
+    Empty for other prompts: they have none of the tasks that only Spec-Bench has.
+    """
+    if not {"translation", "math_reasoning"} & set(categories):
+        return {}
+    return {category: "mt_bench" if category in MT_BENCH else category for category in categories}
 
 
 def relate_to_chain(reports: Sequence[Report]) -> None:

@@ -17,6 +17,7 @@ from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.chat.settings import ChatConfig
+from inference.evaluate.compare_settings import CompareConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiers import quick_where
@@ -45,6 +46,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "ship_drafters": (ShipConfig, "train/ship_drafters.py", []),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
     "chat": (ChatConfig, "outrider/chat.py", ["target=t"]),
+    "compare_reports": (CompareConfig, "inference/compare_reports.py", ["compare=[a,b]"]),
 }
 GROUPS = {
     p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in CONF_DIR.iterdir() if p.is_dir() and p.name[0] != "_"
@@ -200,6 +202,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "ship_drafters": "resume",
         "pipeline": "resume",
         "chat": "max_new_tokens",
+        "compare_reports": "resume",
     }[command]
     _, script, mandatory = COMMANDS[command]
     # Whoever mistypes an option does not wait for torch: here there is none to be had.

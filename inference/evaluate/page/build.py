@@ -59,7 +59,7 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
     body = (
         tag("h1", title),
         tag("p", conditions(reports)),
-        *_section("What each method gains", _table(reports), _columns()),
+        *_section("What each method gains", _table(reports), _columns(), _counted(reports)),
         *_section("Plots", legend(reports), speedups(reports), acceptance(reports), time_split(reports)),
         *_section("The text itself", texts_section(results, decode)),
         *_section("By category", *_categories(reports)),
@@ -127,6 +127,28 @@ def _row(report: Report) -> tuple[object, ...]:
     )
 
 
+def _counted(reports: Sequence[Report]) -> Markup:
+    """What other reports give in the place of τ, and the conditional acceptance at the first depths."""
+    depths = range(min(6, max(len(report["acceptance_given_previous"]) for report in reports)))
+    heads = {
+        "method": "how drafts were made",
+        "τ": "tokens a pass, all passes of all answers together",
+        "τ of requests": "the mean over answers of each one's own τ",
+        "accepted/round": "accepted draft tokens a pass: τ without the target's own token",
+        "accepted/round of requests": "the mean over answers of that",
+        "whole answers, tokens/s": "all tokens over all time from the prompt on",
+        **{f"depth {depth + 1}": "how often the draft is right here, where it was right before" for depth in depths},
+    }
+    rows = [tag("tr", *(tag("th", tag("abbr", name, title=said, tabindex=0)) for name, said in heads.items()))]
+    for report in reports:
+        keys = ("tau", "tau_of_requests", "accepted_per_round", "accepted_per_round_of_requests")
+        given = [f"{row['accepted']:.2f}" for row in report["acceptance_given_previous"][: len(depths)]]
+        whole = number_text(report["whole_answers_per_second"]["speculative"])
+        cells = (report["method"], *(f"{report[key]:.2f}" for key in keys), whole, *given)
+        rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
+    return tag("details", tag("summary", "Counted otherwise"), tag("div", tag("table", *rows), class_="scroll"))
+
+
 def _columns() -> Markup:
     """The tooltips once more, for those who cannot hover."""
     said = [part for name, text in COLUMNS.items() for part in (tag("dt", name), tag("dd", text))]
@@ -167,6 +189,7 @@ def _facts(report: Report) -> Markup:
         "runtime": report.get("runtime", ""),
         **{f"made with: {name}": value for name, value in made.items()},
         **{f"digest: {name}": value for name, value in report.get("digests", {}).items()},
+        "peak memory": f"{report.get('peak_memory_bytes', 0) / 2**30:.2f} GiB, all arms and models together",
         "seed": report["seed"],
     }
     return tag("dl", *(part for name, value in facts.items() for part in (tag("dt", name), tag("dd", value))))
