@@ -59,7 +59,7 @@ def compare_reports(config: CompareConfig) -> dict[str, Any]:
 def _compare(config: CompareConfig) -> dict[str, Any]:
     before, after = (read_evaluation(folder) for folder in config.compare)
     pairs = config.pairs or {name: name for name in before.reports if name in after.reports}
-    for side, names in ((before, pairs.keys()), (after, pairs.values())):
+    for side, names in ((before, list(pairs)), (after, list(pairs.values()))):
         unknown = [name for name in names if name not in side.reports]
         require(not unknown, "pairs", unknown, f"methods of {side.folder}: {', '.join(side.reports)}")
     if not pairs:
@@ -105,9 +105,8 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
         if name in after.results and (not same_tokens or result.prompt == after.results[name].prompt)
     ]
     if not shared:
-        raise UserError(
-            f"compare=[{before.folder},{after.folder}]: no prompt in both; evaluate both on the same prompts"
-        )
+        both = f"compare=[{before.folder},{after.folder}]"
+        raise UserError(f"{both}: no prompt in both; evaluate both on the same prompts")
     return shared
 
 
@@ -178,7 +177,7 @@ def comparison_table(found: Mapping[str, Any]) -> str:
         "",
         f"{shared} shared turns, of {one} and {other}. A ratio above 1 is in favour of {second}.",
         "",
-        "| first | second | speed-up over plain decoding [95 %] | tokens/s as they were [95 %] | τ [95 %] | same text | |",
+        "| first | second | over plain decoding [95 %] | tokens/s as they were [95 %] | τ [95 %] | same text | |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in found["methods"]:

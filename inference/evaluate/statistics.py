@@ -118,8 +118,8 @@ def request_statistics(generations: Iterable[Generation]) -> dict[str, float]:
 
 
 def acceptance_given_previous(generations: Iterable[Generation]) -> list[dict[str, float]]:
-    """The conditional acceptance at depth i = 1, 2, …: in which share of the rounds the accepted path got there, of those
-    that drafted so deep and whose path got to i − 1. Depths without such rounds are left out."""
+    """The conditional acceptance at depth i = 1, 2, …: in which share of the rounds the accepted path got there, of
+    those that drafted so deep and whose path got to i − 1. Depths without such rounds are left out."""
     rounds = [r for g in generations for r in g.rounds]
     table = []
     for position in range(1, max((r.depth for r in rounds), default=0) + 1):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from data_prep.text.prompts import Prompt
 from inference.evaluate.arms import PromptResult
+from inference.evaluate.compare_settings import CompareConfig
 from inference.evaluate.overlap import RUN, overlap
 from inference.evaluate.page.build import make_page
 from inference.evaluate.page.markup import embedded, tag
@@ -22,6 +23,7 @@ from inference.evaluate.page.proof import most_that_differ
 from inference.evaluate.page.texts import rejected_tokens
 from inference.evaluate.prompt_results import read_results
 from inference.evaluate.shown import Noting, ShownRound
+from inference.evaluate.side_by_side import compare_reports
 from inference.settings import EvaluateConfig
 from inference.tree import ROOT
 from tests.inference.evaluate.evaluating import evaluate, tokens
@@ -96,6 +98,15 @@ def test_the_page_shows_the_texts_that_were_measured(alone: EvaluateConfig) -> N
     trees = json.loads(page.scripts["rounds"])["trees"]
     assert set(trees) == set(page.texts)
     assert any(page.rejected.values())
+
+
+def test_an_evaluation_beside_itself_is_no_faster(alone: EvaluateConfig, tmp_path: Path) -> None:
+    folders = [alone.out_dir, alone.out_dir]
+    found = compare_reports(CompareConfig(compare=folders, out_dir=str(tmp_path)))
+    assert [row["pair"] for row in found["methods"]] == [[name, name] for name in alone.methods]
+    for row in found["methods"]:
+        assert row["gain"] == {"median": 1.0, "ci95": [1.0, 1.0], "prompts": 5}
+        assert (row["same_text"], row["verdict"]) == (7, "undecided")
 
 
 def test_the_page_needs_nothing_but_itself(alone: EvaluateConfig) -> None:
