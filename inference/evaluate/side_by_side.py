@@ -63,8 +63,8 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
         unknown = [name for name in names if name not in side.reports]
         require(not unknown, "pairs", unknown, f"methods of {side.folder}: {', '.join(side.reports)}")
     if not pairs:
-        names = f"{', '.join(before.reports)} and {', '.join(after.reports)}"
-        raise UserError(f"compare={config.compare}: no method in both ({names}); say which with pairs={{A: B}}")
+        both = f"{', '.join(before.reports)} and {', '.join(after.reports)}"
+        raise UserError(f"compare={config.compare}: no method in both ({both}); say which with pairs={{A: B}}")
     shared = shared_prompts(before, after)
     streams = Streams(config.seed).within("compare")
     return {

@@ -12,7 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from conf import CONF_DIR, build, explain, register
+from conf import CONF_DIR, build, explain, how_to_go_on, register
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
@@ -276,6 +276,24 @@ def test_ctrl_c_ends_in_one_line() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (130, "interrupted\n")
+
+
+def test_a_stopped_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very command: what the shell read is quoted for it again, and resume is said once."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    argv = ["train/eesd.py", "target=a b", "resume=false", "data.path=x-*.jsonl", "+drafters.a=1"]
+    (said,) = how_to_go_on(EesdConfig, argv)
+    start, words = said.removeprefix("go on with: ").split(" ", 1)
+    assert start == "python"
+    assert shlex.split(words) == ["train/eesd.py", "target=a b", "data.path=x-*.jsonl", "+drafters.a=1", "resume=true"]
+    (said,) = how_to_go_on(EvaluateConfig, ["/usr/bin/evaluate-checkpoint", "checkpoint=c"])
+    assert said == "go on with: evaluate-checkpoint checkpoint=c resume=true"
+    assert how_to_go_on(ChatConfig, ["outrider/chat.py"]) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert how_to_go_on(EesdConfig, argv) == ["go on with the same command and resume=true"]
+    monkeypatch.setenv("RANK", "1")
+    assert how_to_go_on(EesdConfig, argv) == []
 
 
 def test_an_option_of_what_was_not_chosen() -> None:
