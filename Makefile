@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo demo-real smollm2 test test-fast test-gpu lint format clean
+.PHONY: demo demo-real chat smollm2 test test-fast test-gpu lint format clean
 .NOTPARALLEL:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -44,6 +44,11 @@ demo-real: $(STAMP)
 # A real chat model in the place of the demo's toy: two hours on two cores. What is done is skipped.
 smollm2: $(STAMP)
 	$(RUN)python train/pipeline.py experiment=smollm2 resume=true
+
+# Talk to that chat model in the terminal, one of its drafters before it: /off and /on to feel the difference.
+chat: $(STAMP)
+	$(RUN)python data_prep/fetch_target.py out_dir=runs/smollm2_demo/fetch resume=true
+	$(RUN)python -m outrider.chat target=runs/smollm2_demo/fetch checkpoint=drafters/smollm2/eesd small_lm=drafters/smollm2/small_lm table=drafters/smollm2/trigrams dtype=fast method=vanilla
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

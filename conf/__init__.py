@@ -10,10 +10,11 @@ import errno
 import functools
 import logging
 import os
+import shlex
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -67,12 +68,27 @@ def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]]
             except (HydraException, OmegaConfBaseException) as error:
                 _fail(explain(error, schema))
             except KeyboardInterrupt:
-                print("interrupted", file=sys.stderr)
+                print("\n".join(["interrupted", *how_to_go_on(schema, sys.argv)]), file=sys.stderr)
                 sys.exit(INTERRUPTED_STATUS)
 
         return main
 
     return decorate
+
+
+def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
+    """The line that says how a command that was stopped goes on; none for a command that cannot.
+
+    arguments: sys.argv. What a launcher was told of its processes is not known here, so there is no command to say.
+    """
+    if "resume" not in {field.name for field in dataclasses.fields(schema)}:
+        return []
+    if "WORLD_SIZE" in os.environ:
+        return ["go on with the same command and resume=true"] if os.environ.get("RANK", "0") == "0" else []
+    script, *words = arguments
+    start = ["python", script] if script.endswith(".py") else [os.path.basename(script)]
+    words = [word for word in words if not word.startswith("resume=")]
+    return [f"go on with: {shlex.join([*start, *words, 'resume=true'])}"]
 
 
 def print_help(name: str, schema: type) -> None:

@@ -13,6 +13,8 @@ from conf.options import markdown
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
+from inference.chat.settings import ChatConfig
+from inference.evaluate.compare_settings import CompareConfig
 from inference.settings import EvaluateConfig
 from train.eagle3_settings import Eagle3Config, ExportHeadConfig
 from train.pipeline_settings import PipelineConfig
@@ -21,6 +23,7 @@ from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ShipConf
 PAGE = Path(__file__).parent / "options.md"
 COMMANDS: dict[str, tuple[str, type]] = {
     "evaluate_checkpoint": ("inference/evaluate_checkpoint.py", EvaluateConfig),
+    "compare_reports": ("inference/compare_reports.py", CompareConfig),
     "eesd": ("train/eesd.py", EesdConfig),
     "calibrate": ("train/calibrate.py", CalibrateConfig),
     "finetune_drafter": ("train/finetune_drafter.py", FinetuneConfig),
@@ -34,6 +37,7 @@ COMMANDS: dict[str, tuple[str, type]] = {
     "export_eagle3": ("train/export_eagle3.py", ExportHeadConfig),
     "ship_drafters": ("train/ship_drafters.py", ShipConfig),
     "pipeline": ("train/pipeline.py", PipelineConfig),
+    "chat": ("outrider/chat.py", ChatConfig),
 }
 
 

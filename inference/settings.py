@@ -347,6 +347,8 @@ class EvaluateConfig(RehearsedConfig):
     # texts of so many tokens, joined from the prompts, on which agreement is looked at too
     doctor_lengths: Annotated[tuple[Annotated[int, at_least(256)], ...], only(doctor=True)] = ()
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
+    # texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed
+    show_prompts: Annotated[int, at_least(0)] = free(4)
     card: bool = free(False)  # also put the table into README.md of the drafters evaluated
     out_dir: str = free("runs/evaluate")  # where the report goes
 
@@ -393,6 +395,7 @@ class EvaluateConfig(RehearsedConfig):
                 "0 for target=replay: a recording has no logits",
             ),
             ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
+            ("show_prompts", self.show_prompts - 4, "4 for target=replay: it has no page"),
             ("minutes", self.minutes, "null for target=replay: it takes seconds"),
             ("plan", self.plan, "false for target=replay: no model runs"),
             ("tensor_parallel", self.tensor_parallel > 1, "1 for target=replay: no model runs"),

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.auto.probe import tune
-from inference.decode import Round, speculative, until
-from inference.drafters.registry import kind_in
-from inference.evaluate.arms import Drafters, new_drafter, prepare, synchronized_clock
+from inference.decode import Round, autoregressive, speculative, until
+from inference.drafters.registry import KINDS, kind_in
+from inference.evaluate.arms import AUTOREGRESSIVE, GREEDY, Drafters, new_drafter, prepare, synchronized_clock
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.subject import Subject, find_subject, finish, load_drafters, load_stack
 from inference.generation_config import Inherited, generate_settings, inherit, make_sampler
@@ -106,10 +107,44 @@ class Model:
         Raises `UserError` for options that do not go together, and where the context is too short.
         """
         sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+        return self._pieces(
+            self.rounds(prompt, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
+        )
+
+    def rounds(
+        self,
+        prompt: str | Messages,
+        sampling: SamplingConfig = GREEDY,
+        *,
+        max_new_tokens: int = 128,
+        stop_strings: Sequence[str] = (),
+        seed: int = 0,
+        speculate: bool = True,
+    ) -> Iterator[Round]:
+        """What `stream` makes its pieces of: the committed tokens of every pass, and how many of them were drafted.
+
+        The first is the prefill's. speculate=False: the target alone, one token a pass. Raises `UserError` as `stream`.
+        """
         turns, template = ([prompt], "none") if isinstance(prompt, str) else (prompt, "auto")
         ids = render_prompt(turns, self.tokenizer, template)
-        rounds = self._decode(ids, sampling, max_new_tokens, tuple(stop_strings), Streams(seed).within(self.name))
-        return self._pieces(rounds)
+        streams = Streams(seed).within(self.name if speculate else AUTOREGRESSIVE)
+        return self._decode(ids, sampling, max_new_tokens, tuple(stop_strings), streams, speculate)
+
+    def by(self, method: str | MethodConfig, name: str | None = None) -> "Model":
+        """The same target, as it is loaded, with another method before it: a preset, or settings of your own.
+
+        name: what those are called. Raises `UserError` for an unknown preset, and where its drafter was not given.
+        """
+        name = name or (method if isinstance(method, str) else "method")
+        other = copy(self)
+        other.method = preset(method) if isinstance(method, str) else method
+        other.name, other.config = name, replace(self.config, methods={name: other.method})
+        placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
+        other.drafters = load_drafters(other.config, self.subject.target, **placed)
+        for kind, model in other.drafters.items():
+            KINDS[kind].load_maker().prepare(model, self.stack)
+        other.last, other._tuning, other._tuned = None, None, False
+        return other
 
     def report(
         self, prompts: Sequence[str | Sequence[str]], *, out_dir: str | None = None, **options: Any
@@ -144,7 +179,13 @@ class Model:
         return self.subject.tokenizer
 
     def _decode(
-        self, ids: list[int], sampling: SamplingConfig, max_new_tokens: int, stops: tuple[str, ...], streams: Streams
+        self,
+        ids: list[int],
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        stops: tuple[str, ...],
+        streams: Streams,
+        speculate: bool,
     ) -> Iterator[Round]:
         subject, sampled = self.subject, sampling.temperature > 0
         source, revision = subject.target.source, subject.target.revision
@@ -159,14 +200,16 @@ class Model:
         chooser = Chooser(
             make_sampler(settings, sampling, ids, subject.device),
             streams.of("verify") if sampled else None,
-            naive=self.method.verify == "naive",
+            naive=speculate and self.method.verify == "naive",
         )
-        self._tune(ids, sampling)
-        drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
-        rounds = speculative(
-            self.stack, drafter, ids,
-            max_new_tokens=max_new_tokens, eos=subject.eos, chooser=chooser, runtime=self.runtime,
-        )  # fmt: skip
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": subject.eos}
+        options |= {"chooser": chooser, "runtime": self.runtime}
+        if speculate:
+            self._tune(ids, sampling)
+            drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
+            rounds = speculative(self.stack, drafter, ids, **options)
+        else:
+            rounds = autoregressive(self.stack, ids, **options)
         return until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
@@ -200,6 +243,7 @@ def load(
     source: str | Path,
     *,
     method: str | MethodConfig | None = None,
+    name: str | None = None,
     target: str | None = None,
     revision: str | None = None,
     small_lm: str | None = None,
@@ -216,6 +260,7 @@ def load(
     With any other drafter `target` must be given: an EAGLE-3 head, an n-gram table, a small LM.
     method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_survival for an early
     exit, vanilla with a small LM, eagle3 with such a head, ngrams with a table, prompt_lookup with none of them.
+    name: what settings of your own are called.
     target: what the drafter is for; of an early exit, where it is now.
     small_lm, eagle3, table, drafters: as evaluate-checkpoint's options.
 
@@ -229,7 +274,7 @@ def load(
     if method is None:
         given = {"vanilla": small_lm, "eagle3": eagle3, "ngrams": table, "prompt_lookup": True}
         method = next(preset for preset, chosen in given.items() if chosen)
-    name = method if isinstance(method, str) else "method"
+    name = name or (method if isinstance(method, str) else "method")
     config = EvaluateConfig(
         checkpoint=str(source) if is_drafter else None,
         target=target if is_drafter else str(source),

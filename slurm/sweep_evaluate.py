@@ -19,7 +19,18 @@ def main() -> None:
         sys.exit(measured.returncode)  # a drafter that is not lossless has no speed-up to report
     report = json.loads((out_dir / "report.json").read_text())
     with wandb.init(dir=str(out_dir)) as run:
-        run.log(numbers(report))
+        run.log(numbers(report) | pages(report, out_dir))
+
+
+def pages(report: dict, out_dir: Path) -> dict[str, object]:
+    """What people look at: the report's page, and its categories as a table."""
+    columns = ("tau", "acceptance_rate", "drafted_tokens_per_round")
+    rows = [
+        [name, part["prompts"], *(part[key] for key in columns), part["speedup"]["median"]]
+        for name, part in report["by_category"].items()
+    ]
+    table = wandb.Table(columns=["category", "prompts", *columns, "speedup"], data=rows)
+    return {"report": wandb.Html((out_dir / "report.html").read_text(), inject=False), "by_category": table}
 
 
 def numbers(report: dict) -> dict[str, float]:

@@ -23,6 +23,7 @@ ENTRIES = {
 OPTIONS = {
     "build_trigrams": [f"tokenizer={TARGET}"],
     "calibrate": [f"checkpoint={EARLY_EXIT}"],
+    "compare_reports": ["compare=[a,b]"],
     "convert_target": [f"target={TARGET}"],
     "eagle3": [f"target={TARGET}", "seq_len=64"],
     "eesd": [f"target={TARGET}"],
@@ -37,7 +38,15 @@ OPTIONS = {
     "write_prompts": [],
 }
 ELSEWHERE = {"build_trigrams": "out.building"}  # the table gets its name when it is whole
-NOT_REHEARSED = {"convert_target", "export_eagle3", "fetch_target", "ship_drafters", "toy_target", "write_prompts"}
+NOT_REHEARSED = {
+    "compare_reports",
+    "convert_target",
+    "export_eagle3",
+    "fetch_target",
+    "ship_drafters",
+    "toy_target",
+    "write_prompts",
+}
 REHEARSED = sorted(set(OPTIONS) - NOT_REHEARSED)
 
 

@@ -17,7 +17,9 @@ ENTRIES = {
     "data_prep/fetch_target.py",
     "data_prep/generate_responses.py",
     "data_prep/write_prompts.py",
+    "inference/compare_reports.py",
     "inference/evaluate_checkpoint.py",
+    "outrider/chat.py",
     "train/calibrate.py",
     "train/eagle3.py",
     "train/eesd.py",
@@ -28,6 +30,7 @@ ENTRIES = {
     "train/toy_target.py",
 }
 API = "outrider/api.py"  # stands on everything; `import outrider` reaches it only when it is asked for
+ABOVE = {API, "outrider/chat.py"}  # in the package that all others stand on
 # What each part of the source may import besides itself. Text is below the runtime, generated text above it.
 TEXT = {"data_prep/settings", "data_prep/text"}
 MAY_IMPORT = {
@@ -92,7 +95,7 @@ def test_imports_point_one_way(path: Path) -> None:
     allowed = {part, *MAY_IMPORT[part]}
     if str(path) in {*ENTRIES, API}:
         allowed.add("conf")  # entries are leaves: they compose, nothing imports them
-    if str(path) == API:
+    if str(path) in ABOVE:
         allowed |= {*TEXT, "draft_models", "inference"}
     assert {part_of(name) for name in imports_of(path)} - {None} <= allowed
 

@@ -333,11 +333,14 @@ def test_readme_commands_compose() -> None:
 
 def test_a_sweeps_evaluation_logs_the_report(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     report = {
-        "speedup": {"median": 1.5}, "tau": 3.0, "acceptance_rate": 0.6, "tokens_per_second": {"speculative": 90.0}
+        "speedup": {"median": 1.5}, "tau": 3.0, "acceptance_rate": 0.6, "tokens_per_second": {"speculative": 90.0},
+        "by_category": {"code": {"prompts": 2, "tau": 3.0, "acceptance_rate": 0.6, "drafted_tokens_per_round": 4.0,
+                                 "speedup": {"median": 1.5}}},
     }  # fmt: skip
     (cluster.folder / "bin" / "evaluate-checkpoint").write_text(
         f"#!/usr/bin/env bash\n{RECORD}last=${{@: -1}}; mkdir -p ${{last#out_dir=}}\n"
         f"echo '{json.dumps(report)}' > ${{last#out_dir=}}/report.json\n"
+        "echo '<p>page</p>' > ${last#out_dir=}/report.html\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{cluster.folder / 'bin'}:{os.environ['PATH']}")
@@ -358,4 +361,11 @@ def test_a_sweeps_evaluation_logs_the_report(cluster: Cluster, monkeypatch: pyte
     monkeypatch.setattr("wandb.init", lambda **_: Run())
     sweep_evaluate.main()
     assert cluster.calls("evaluate-checkpoint") == [["checkpoint=c", "resume=true", "out_dir=runs/sweep/r1"]]
-    assert logged == [{"speedup": 1.5, "tau": 3.0, "acceptance_rate": 0.6, "tokens_per_second": 90.0}]
+    (said,) = logged
+    assert "<p>page</p>" in said.pop("report").html
+    table = said.pop("by_category")
+    assert dict(zip(table.columns, table.data[0], strict=True)) == {
+        "category": "code", "prompts": 2, "tau": 3.0, "acceptance_rate": 0.6, "drafted_tokens_per_round": 4.0,
+        "speedup": 1.5,
+    }  # fmt: skip
+    assert said == {"speedup": 1.5, "tau": 3.0, "acceptance_rate": 0.6, "tokens_per_second": 90.0}

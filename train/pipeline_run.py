@@ -11,11 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from outrider.errors import UserError, reason
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
 from outrider.words import in_words
+from train.pipeline_bar import Pace, StepBar
 from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +64,8 @@ def run_pipeline(config: PipelineConfig) -> None:
             )
         (out_dir / LOGS).mkdir(exist_ok=True)
         records = _records(config)
+        minutes = {name: None if config.debug else config.steps[name].expected_minutes for name in config.to_do}
+        pace = Pace({name: expected and 60 * expected for name, expected in minutes.items()})
         try:
             for name in config.to_do:
                 if _is_done(out_dir, name, records):
@@ -72,7 +77,8 @@ def run_pipeline(config: PipelineConfig) -> None:
                         with only_run(require_writable(out_dir / name), f"the product of step {name}"):
                             shutil.rmtree(out_dir / name, ignore_errors=True)
                     records.pop(name, None)
-                    records[name] = _run_step(config, name, records)
+                    records[name] = _run_step(config, name, records, pace)
+                pace.done[name] = records[name].seconds
         finally:
             done = summary(config, records)
             write_json(out_dir / SUMMARY, done)
@@ -107,7 +113,7 @@ def _finish_times(name: str, records: Mapping[str, Record]) -> dict[str, float]:
     return {before: records[before].finished for before in STEPS[name].after if before in records}
 
 
-def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) -> Record:
+def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record], pace: Pace) -> Record:
     """Run one step to its end, its output on the screen and in its log. Raises `UserError` if it fails."""
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
@@ -115,9 +121,10 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) 
     placed = [option.replace(HERE, str(out_dir)).replace(REPOSITORY, str(ROOT)) for option in options]
     command = [sys.executable, str(ROOT / step.script), *placed]
     command += [f"out_dir={out_dir / name}", "resume=true"]
-    print(f"pipeline step={name} state=started log={log}", flush=True)
+    print(f"pipeline step={name} state=started log={log} left={pace.words()!r}", flush=True)
     began = time.time()
-    status = _tee(command, log)
+    with StepBar(pace, name):
+        status = _tee(command, log)
     seconds = time.time() - began
     failed = status != 0 or not (out_dir / step.product).exists()
     print(f"pipeline step={name} seconds={seconds:.1f} state={'failed' if failed else 'done'}", flush=True)
@@ -146,7 +153,7 @@ def _tee(command: list[str], log: Path) -> int:
             for line in process.stdout:
                 file.write(line)
                 file.flush()
-                sys.stdout.write(line.decode(errors="replace"))
+                tqdm.write(line.decode(errors="replace"), end="")  # above the bar
                 sys.stdout.flush()
             return process.wait()
         finally:

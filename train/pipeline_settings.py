@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from outrider.errors import require, require_choice
-from outrider.settings import RunConfig, Settings, free
+from outrider.settings import Positive, RunConfig, Settings, free
 
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
 REPOSITORY = "{repository}"  # in a step's options: the directory of this project
@@ -95,6 +95,7 @@ class StepConfig(Settings):
     overrides: list[str] = field(default_factory=list)  # what an experiment says
     debug: list[str] = field(default_factory=list)  # with debug=true: these as well
     more: list[str] = field(default_factory=list)  # what you say: 'steps.eesd.more=["fit.steps=900","exit_layer=3"]'
+    expected_minutes: Positive | None = free(None)  # that it takes on two CPU cores; null: unknown. Tells the time left
 
     def __post_init__(self) -> None:
         super().__post_init__()

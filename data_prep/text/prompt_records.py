@@ -8,6 +8,8 @@ from data_prep.text.records import Record, alpaca_instruction, is_conversation
 from outrider.errors import UserError
 from outrider.files import is_text
 
+NOT_THERE = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # stands in SPEED-Bench's files for texts that others own
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -33,7 +35,10 @@ def to_prompt(raw: Any, where: str, number: int) -> Prompt:
     if "turns" in raw:
         if not isinstance(raw["turns"], list) or not raw["turns"]:
             raise UserError(f"{where}: turns={raw['turns']!r}: expected a list of texts")
-        return Prompt(identity, category or "question", tuple(prompt_text(t, where) for t in raw["turns"]), True)
+        turns = tuple(prompt_text(turn, where) for turn in raw["turns"])
+        if any(turn.startswith(NOT_THERE) for turn in turns):
+            raise UserError(f"{where}: a place-holder of SPEED-Bench; fill the copy by the benchmark's own preparation")
+        return Prompt(identity, category or "question", turns, True)
     if "question" in raw:
         return Prompt(identity, category or "question", (prompt_text(raw["question"], where),), True)
     if "instruction" in raw:

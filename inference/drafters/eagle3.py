@@ -21,7 +21,7 @@ from inference.auto.policy import Tuning
 from inference.doctor.head_ways import patient_of
 from inference.doctor.patient import Patient
 from inference.drafters.interface import Drafter, DraftModel
-from inference.drafters.registry import Maker, read_record, recorded_seconds
+from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fixed_shapes import WIDTHS
 from inference.fused_layers import lay_out
@@ -156,6 +156,9 @@ class Eagle3Maker(Maker):
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_record(where, TRAINING_FILE))
+
+    def data_of(self, where: str) -> dict[str, Any] | None:
+        return recorded_data(read_record(where, TRAINING_FILE).get("settings"))
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         return stored_tokens(where, changes=self.changes)

@@ -19,7 +19,7 @@ from inference.auto.policy import Tuning
 from inference.doctor.lm_ways import patient_of_exit
 from inference.doctor.patient import Patient
 from inference.drafters.interface import Drafter, DraftModel
-from inference.drafters.registry import Maker, recorded_seconds
+from inference.drafters.registry import Maker, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, count, pass_bytes
@@ -124,6 +124,9 @@ class EarlyExitMaker(Maker):
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_meta(where).training)
+
+    def data_of(self, where: str) -> dict[str, Any] | None:
+        return recorded_data(read_meta(where).training)
 
     def prepare(self, model: Calibrated, stack: LayerStack) -> None:
         drafter = model.exit

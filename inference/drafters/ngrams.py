@@ -17,7 +17,7 @@ from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, w
 from draft_models.ngrams.recycled import recycle
 from draft_models.ngrams.suffixes import no_suffixes, read_only
 from draft_models.ngrams.table import TrigramTable, make_level
-from draft_models.ngrams.table_files import table_digest
+from draft_models.ngrams.table_files import read_header, table_digest
 from draft_models.target.open_target import OpenTarget
 from inference.acceptance import Chooser
 from inference.auto.node_sizes import ROOMS, BestNodes
@@ -27,7 +27,7 @@ from inference.drafters.ngram_learning import learn_text
 from inference.drafters.ngram_memory import Learnt, memory_of, nothing, open_memory, save_all
 from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, weights_from
 from inference.drafters.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
-from inference.drafters.registry import Maker
+from inference.drafters.registry import Maker, recorded_data
 from inference.session import TargetSession
 from inference.settings import AUTO, MethodConfig, NgramConfig, number
 from inference.stopwatch import Stopwatch
@@ -296,6 +296,10 @@ class NgramMaker(Maker):
 
     def identity(self, where: str | None) -> dict[str, Any]:
         return {"table": None if where is None else table_digest(Path(where))[:16]}
+
+    def data_of(self, where: str) -> dict[str, Any] | None:
+        corpus = recorded_data({"data": read_header(Path(where)).facts.get("corpus")})
+        return corpus and {key: value for key, value in corpus.items() if key not in ("text", "digest")}
 
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Any

@@ -88,6 +88,10 @@ class Maker(ABC):
         """How long the model in `where` trained; None where it does not say."""
         return None
 
+    def data_of(self, where: str) -> dict[str, Any] | None:
+        """The settings (see `DataConfig`) of the text that the model in `where` learned from; None: it does not say."""
+        return None
+
     def held(self, where: str, target: "PreTrainedConfig", place: "Place") -> dict[str, int]:
         """Bytes that the model in `where` and its sessions take on every process, by what they are."""
         return {}
@@ -121,6 +125,12 @@ def recorded_seconds(facts: Any) -> float | None:
     """The `training_seconds` in what a training has left about itself, as JSON; None where they are not in it."""
     seconds = facts.get("training_seconds") if isinstance(facts, dict) else None
     return float(seconds) if isinstance(seconds, int | float) else None
+
+
+def recorded_data(settings: Any) -> dict[str, Any] | None:
+    """The `data` in the settings that a training has left about itself, as JSON; None where they are not in it."""
+    data = settings.get("data") if isinstance(settings, dict) else None
+    return data if isinstance(data, dict) else None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from inference.auto.policy import Tuning
 from inference.doctor.lm_ways import patient_of_lm
 from inference.doctor.patient import Patient
 from inference.drafters.interface import Drafter, DraftModel
-from inference.drafters.registry import Maker, read_record, recorded_seconds
+from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
@@ -160,6 +160,9 @@ class SmallLMMaker(Maker):
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_record(where, TRAINING_FILE))
+
+    def data_of(self, where: str) -> dict[str, Any] | None:
+        return recorded_data(read_record(where, TRAINING_FILE).get("settings"))
 
     def prepare(self, model: SmallLM, stack: LayerStack) -> None:
         lay_out(model, stack)

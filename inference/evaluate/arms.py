@@ -18,6 +18,7 @@ from inference.drafters.fused import Fused
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS
 from inference.evaluate.lossless import Deviation, Forced, make_reference
+from inference.evaluate.shown import Noting, ShownRound, shown_rounds
 from inference.fused_layers import lay_out
 from inference.generation_config import generate_settings, make_sampler
 from inference.runtime import Runtime
@@ -50,7 +51,7 @@ class PromptResult:
     profiles: runs of our arms with a clock that waits for the device, where the timed ones' does not (CUDA);
     they say how a round's time divides. deviations: of the arms that were judged (see `lossless`). answer:
     what plain decoding said first, whichever of its repeats counts. conversation: the id of the prompt that this is
-    one of several turns of.
+    one of several turns of. shown: by method the rounds that people can look at, where this text was chosen for it.
     """
 
     prompt_id: str
@@ -62,6 +63,7 @@ class PromptResult:
     deviations: Mapping[str, Deviation] = field(default_factory=dict)
     answer: tuple[int, ...] = ()
     conversation: str | None = None
+    shown: Mapping[str, tuple[ShownRound, ...]] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:
@@ -331,4 +333,22 @@ def measure_deviations(
     for name, arm in make(force).items():
         arm(result.prompt, streams)
         found[name] = made[-1].deviation(result.generations[name].tokens)
+    return found
+
+
+def show_rounds(
+    make: MakeArms, methods: Collection[str], prompt: Sequence[int], streams: Streams
+) -> dict[str, tuple[ShownRound, ...]]:
+    """The rounds in which every method decodes `prompt`, by name: run once more, untimed, with its trees noted."""
+    made: list[Noting] = []
+
+    def note(chooser: Chooser) -> Chooser:
+        made.append(Noting(chooser))
+        return made[-1]
+
+    found: dict[str, tuple[ShownRound, ...]] = {}
+    for name, arm in make(note).items():
+        if name in methods:
+            generation = arm(prompt, streams)
+            found[name] = shown_rounds(generation.tokens[0], generation.rounds, made[-1].verified)
     return found

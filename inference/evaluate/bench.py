@@ -1,11 +1,14 @@
 """What an evaluation measures with: arms, warm and with their sizes chosen, and a prompt through all of them."""
 
 import itertools
+import resource
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from data_prep.text.chat import render_prompt
@@ -25,6 +28,7 @@ from inference.evaluate.arms import (
     make_arms,
     measure,
     measure_deviations,
+    show_rounds,
     synchronized_clock,
 )
 from inference.evaluate.lossless import HALF
@@ -101,12 +105,15 @@ class Bench:
     profilers: our arms once more, with a clock that waits for the device.
     judged: the positions of the prompts that are judged besides those with a mismatch (see `lossless`).
     judge: makes the arms for that; None where equal texts are all that counts.
+    shown: the positions of the prompts whose first turn the arms that `show` makes decode once more, to be shown.
     """
 
     arms: dict[str, Arm]
     profilers: dict[str, Arm]
     judged: frozenset[int]
     judge: MakeArms | None
+    shown: frozenset[int]
+    show: MakeArms
 
 
 def make_bench(
@@ -127,7 +134,7 @@ def make_bench(
     def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
         return make_arms(*ours, reference, max_new_tokens=new_tokens, clock=clock, **options)
 
-    def arms_to_judge(choosing: Choosing) -> dict[str, Arm]:
+    def arms_with(choosing: Choosing) -> dict[str, Arm]:
         return make_arms(*ours, None, max_new_tokens=config.max_new_tokens, choosing=choosing, **options)
 
     for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
@@ -138,8 +145,20 @@ def make_bench(
         profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     sampled = config.sampling.temperature > 0
     judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
-    judge = arms_to_judge if sampled or subject.dtype in HALF else None
-    return Bench(arms_for(config.max_new_tokens), profilers, judged, judge)
+    shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
+    judge = arms_with if sampled or subject.dtype in HALF else None
+    return Bench(arms_for(config.max_new_tokens), profilers, judged, judge, shown, arms_with)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has held at most: of the GPU where `device` is one, else of the machine's memory.
+
+    It has all arms in it, as they stand in memory together.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # in which the system counts
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def measure_prompt(
@@ -186,6 +205,9 @@ def measure_prompt(
         if bench.judge is not None and (differs or position in bench.judged):
             streams = Streams(config.seed, result.prompt_id)
             result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge, streams))
+        if number == 0 and position in bench.shown:
+            shown = show_rounds(bench.show, config.methods, ids, Streams(config.seed, result.prompt_id, 0))
+            result = replace(result, shown=shown)
         results.append(result)
         texts.append(str(subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)))
     return tuple(results), ()

@@ -7,7 +7,7 @@ goes on where it was, with as many processes as it then has.
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,15 @@ from inference.evaluate.bench import (
     longest_text,
     make_bench,
     measure_prompt,
+    peak_memory,
     prepare_methods,
     render,
     require_fits,
 )
-from inference.evaluate.drafter_facts import draft_vocabularies, trained_seconds
+from inference.evaluate.drafter_facts import digests, draft_vocabularies, trained_seconds
 from inference.evaluate.lossless_report import is_lossless
+from inference.evaluate.overlap import overlaps
+from inference.evaluate.page.build import make_page
 from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
 from inference.evaluate.report import build_report, describe_machine, markdown, relate_to_chain, write_reports
 from inference.evaluate.subject import (
@@ -147,12 +150,14 @@ def _evaluate(
             group.require_same([[g.tokens for g in r.generations.values()] for r in results], "the tokens they chose")
             spent, taken = group.agreed(limit.spent()), taken + 1
             if group.leads:
-                measured = Measured(position, state.num_processes, results, skipped, threads, spent)
+                measured = Measured(
+                    position, state.num_processes, results, skipped, threads, spent, peak_memory(subject.device)
+                )
                 append_result(out_dir, number + group.index, measured)
         finish(models.drafters)
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken if group.leads else 0]))
-    return from_main(state, lambda: report(config, subject, prepared, len(prompts), expected, out_dir))
+    return from_main(state, lambda: report(config, subject, prepared, prompts, settings, expected, out_dir))
 
 
 def require_own_device(device: torch.device, state: PartialState, group: Group) -> None:
@@ -185,7 +190,13 @@ def see_doctor(
 
 
 def report(
-    config: EvaluateConfig, subject: Subject, prepared: Prepared, prompts: int, expected: int, out_dir: Path
+    config: EvaluateConfig,
+    subject: Subject,
+    prepared: Prepared,
+    prompts: Sequence[Prompt],
+    settings: Mapping[str, Any],
+    expected: int,
+    out_dir: Path,
 ) -> list[str]:
     """Write the report of the results in `out_dir`, which are of `expected` of all `prompts`.
 
@@ -205,7 +216,8 @@ def report(
         "processes": max(measured.processes for measured in done.values()),
         "tensor_parallel": config.tensor_parallel,
         "threads": dict(sorted(Counter(m.threads for m in done.values() if m.threads).items())),
-        "prompts_given": prompts,
+        "prompts_given": len(prompts),
+        "peak_memory_bytes": max((measured.peak_bytes for measured in done.values()), default=0),
         "minutes": config.minutes,
         "trained_seconds": trained_seconds(config),
         "max_new_tokens": config.max_new_tokens,
@@ -218,6 +230,8 @@ def report(
         },
         "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if subject.device.type == "cuda" else None,
         "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
+        "digests": digests(settings),
+        "overlap": overlaps(config, prompts),
         "draft_vocabularies": draft_vocabularies(config, results),
         "doctor": prepared.doctor,
     }
@@ -231,7 +245,8 @@ def report(
         for r in results
         for arm, g in r.generations.items()
     }
-    write_reports(out_dir, reports, results, texts)
+    page = make_page(reports, results, lambda ids: str(subject.tokenizer.decode(list(ids))))
+    write_reports(out_dir, reports, results, texts, page)
     print(markdown(reports))
     for kind in KINDS.values():
         where = config.where(kind)

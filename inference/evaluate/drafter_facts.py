@@ -1,5 +1,7 @@
 """What a report says of the drafters themselves: the vocabulary they know, the time they trained."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -38,6 +40,21 @@ def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
     """How long each drafter trained, by its kind; those that do not say are left out."""
     found = {name: KINDS[name].load_maker().trained_seconds(where) for name, where in drafter_folders(config).items()}
     return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def digests(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What the target and the drafters are known by, from the settings that decide a run (see `run_settings`)."""
+    target = settings["target"]
+    found = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
+    for kind in KINDS.values():
+        found |= {f"{kind.name} {name}": settings[name] for name in kind.load_maker().identity(None)}
+    return {
+        name: value
+        if isinstance(value, str)
+        else hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def drafter_folders(config: EvaluateConfig) -> dict[str, str]:

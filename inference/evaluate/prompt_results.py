@@ -31,7 +31,8 @@ class Measured:
     """One prompt, measured: every turn of it, those left out apart, and how many processes were at work.
 
     position: the prompt's in the run's list, by which results are found again. threads: of the CPU, used for it; 0: not
-    recorded. spent: seconds that all runs had taken when it was done.
+    recorded. spent: seconds that all runs had taken when it was done. peak_bytes: the most memory that its process had
+    had by then, of the GPU where it ran on one; 0: not recorded.
     """
 
     position: int
@@ -40,6 +41,7 @@ class Measured:
     skipped: tuple[Skipped, ...] = ()
     threads: int = 0
     spent: float = 0.0
+    peak_bytes: int = 0
 
 
 def open_run(folder: Path, settings: Mapping[str, Any], resume: bool, config: Settings | None = None) -> Any:

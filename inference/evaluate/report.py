@@ -4,7 +4,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.evaluate.drafter_facts import drafter_lines
 from inference.evaluate.lossless_report import is_lossless, judgement_lines, lossless_section
 from inference.evaluate.speed import (
+    MIN_PROMPTS,
+    answers_per_second,
     break_even,
+    by_prompt_tokens,
     conversations,
     end_to_end,
     parts_of_time,
@@ -32,17 +35,29 @@ from inference.evaluate.speed import (
 from inference.evaluate.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
+    acceptance_given_previous,
     chosen_sizes,
     decode_statistics,
+    request_statistics,
     structure_statistics,
 )
-from inference.settings import SamplingConfig
+from inference.evaluate.wording import (
+    conditions,
+    identical_text,
+    identical_with_ties,
+    interval_text,
+    method_sentence,
+    milliseconds_text,
+    number_text,
+    plain_sentence,
+    times_text,
+)
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.streams import Streams
 
 Report = dict[str, Any]
 REPORT_FILE = "report.json"
-MIN_PROMPTS = 5  # conversations, however many turns they have; fewer have no interval worth the name, so no verdict
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 def build_report(
@@ -70,10 +85,12 @@ def build_report(
         "seed": seed,
         "lossless": lossless_section(results, method, sampled=facts["temperature"] > 0),
         **decode_statistics(mine),
+        **request_statistics(mine),
         "structure": structure_statistics(mine),
         "acceptance_by_candidates": acceptance_by_candidates(mine),
         "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
         "tokens_per_second": {name: tokens_per_second(results, arm) for name, arm in arms.items()},
+        "whole_answers_per_second": {name: answers_per_second(results, arm) for name, arm in arms.items()},
         "prefill_seconds": {name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
         "speedup": speedups_over_baselines(results, method, streams),
         "end_to_end": speedups_over_baselines(results, method, streams, end_to_end),
@@ -81,6 +98,8 @@ def build_report(
         "break_even_acceptance": break_even(results, method),
         "seconds": parts_of_time(results, method),
         "acceptance_by_position": acceptance_by_position(mine),
+        "acceptance_given_previous": acceptance_given_previous(mine),
+        "by_prompt_tokens": by_prompt_tokens(results, method, streams),
         "by_category": {},
     }
     if TRANSFORMERS in results[0].generations:
@@ -90,15 +109,37 @@ def build_report(
         }
     for category in sorted({r.category for r in results}):
         group = [r for r in results if r.category == category]
-        report["by_category"][category] = {
-            "prompts": conversations(group),
-            "turns": len(group),
-            **decode_statistics(r.generations[method] for r in group),
-            "speedup": speedup(group, method, AUTOREGRESSIVE, streams.within("category", category)),
-        }
+        report["by_category"][category] = _part(group, method, streams.within("category", category))
+    tasks = spec_bench_tasks({r.category for r in results})
+    report["by_task"] = {
+        task: _part([r for r in results if tasks[r.category] == task], method, streams.within("task", task))
+        for task in sorted(set(tasks.values()))
+    }
     report["speedup_per_prompt"] = speedups(results, method, AUTOREGRESSIVE)
     report["verdict"] = _verdict(report)
     return report
+
+
+def _part(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, Any]:
+    """What is said of a part of the prompts."""
+    mine = [r.generations[method] for r in results]
+    return {
+        "prompts": conversations(results),
+        "turns": len(results),
+        **decode_statistics(mine),
+        **request_statistics(mine),
+        "speedup": speedup(results, method, AUTOREGRESSIVE, streams),
+    }
+
+
+def spec_bench_tasks(categories: Collection[str]) -> dict[str, str]:
+    """The task of each category where the prompts are Spec-Bench's, which counts the eight of MT-Bench as one.
+
+    Empty for other prompts: they have none of the tasks that only Spec-Bench has.
+    """
+    if not {"translation", "math_reasoning"} & set(categories):
+        return {}
+    return {category: "mt_bench" if category in MT_BENCH else category for category in categories}
 
 
 def relate_to_chain(reports: Sequence[Report]) -> None:
@@ -121,30 +162,34 @@ def markdown(reports: Sequence[Report]) -> str:
     lines = [
         f"# {first['drafter']} on {first['target']}",
         "",
-        _conditions(reports),
+        conditions(reports),
         "",
         "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
         "|---|---|---|---|---|---|---|---|---|---|",
-        f"| autoregressive | {_identical(first, 'autoregressive_identical')} | 1.00 | | | | | "
-        f"{_number(speeds['autoregressive'])} | 1.00 | |",
+        f"| autoregressive | {identical_text(first, 'autoregressive_identical')} | 1.00 | | | | | "
+        f"{number_text(speeds['autoregressive'])} | 1.00 | |",
     ]
     if speeds[TRANSFORMERS] is not None:
         role = "sampled" if first["temperature"] else "reference"
-        lines.append(f"| transformers generate | {role} | 1.00 | | | | | {_number(speeds[TRANSFORMERS])} | | 1.00 |")
+        lines.append(
+            f"| transformers generate | {role} | 1.00 | | | | | {number_text(speeds[TRANSFORMERS])} | | 1.00 |"
+        )
     lines += [_row(report) for report in reports]
     lines += ["", *_prefill_table(reports)]
-    lines += ["", *_plain_sentence(first), *(_sentence(report) for report in reports), *judgement_lines(reports)]
+    lines += ["", *plain_sentence(first), *(method_sentence(report) for report in reports), *judgement_lines(reports)]
     lines += drafter_lines(first)
     if first.get("skipped"):
         lines += ["", f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}."]
     return "\n".join(lines) + "\n"
 
 
-def write_reports(out_dir: Path, reports: Sequence[Report], results: Sequence[PromptResult], texts: Mapping) -> None:
-    """report.json, report.md, the plots and generations.jsonl in `out_dir`; each file appears whole or not at all.
+def write_reports(
+    out_dir: Path, reports: Sequence[Report], results: Sequence[PromptResult], texts: Mapping, page: str
+) -> None:
+    """report.json, report.md, report.html, the plots and generations.jsonl in `out_dir`, each whole or not at all.
 
     report.json is the report itself for one method, {"reports": [...]} for several. `texts` maps (prompt id,
-    arm) to the decoded continuation.
+    arm) to the decoded continuation. page: report.html (see `make_page`).
     """
     require_writable(out_dir)
     generations = [
@@ -163,6 +208,7 @@ def write_reports(out_dir: Path, reports: Sequence[Report], results: Sequence[Pr
     _save(plot_speedups(reports), out_dir / "speedup_per_prompt.png")
     _save(plot_acceptance(reports), out_dir / "acceptance_by_position.png")
     write_atomically(out_dir / "report.md", markdown(reports).encode())
+    write_atomically(out_dir / "report.html", page.encode())
     write_json(out_dir / REPORT_FILE, content)
 
 
@@ -235,48 +281,6 @@ def _verdict(report: Report) -> str:
     return "faster" if interval[0] > 1.0 else "slower"
 
 
-def _conditions(reports: Sequence[Report]) -> str:
-    """What was measured, and how."""
-    first = reports[0]
-    turns = f", {first['turns']} turns" if first["turns"] > first["prompts"] else ""
-    together = f", {first['processes']} processes at a time" if first["processes"] > 1 else ""
-    if first.get("tensor_parallel", 1) > 1:
-        together += f", each copy of the target split over {first['tensor_parallel']}"
-    sentences = [
-        f"{_taken(first)}{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
-        f"{first['dtype']} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
-        f"prompt by prompt{together}."
-    ]
-    if any(report["speedup"]["prompts"] < MIN_PROMPTS for report in reports):
-        sentences.append(f"Undecided with fewer than {MIN_PROMPTS} prompts.")
-    for key, said in (
-        ("taken_over", "Taken over from the target's generation config, in all arms"),
-        ("ignored", "Left out of the target's generation config, in all arms"),
-    ):
-        fields = first.get("generation_config", {}).get(key)
-        if fields:
-            sentences.append(f"{said}: {', '.join(f'{name} {_short(value)}' for name, value in fields.items())}.")
-    if first.get("cudnn_attention") is False:
-        sentences.append("cuDNN's attention is off in all arms, transformers' too.")
-    return " ".join(sentences)
-
-
-def _taken(report: Report) -> str:
-    """How many prompts there are results of, and of how many where a time limit left some out."""
-    prompts, given = report["prompts"], report.get("prompts_given", report["prompts"])
-    if report.get("minutes") is None or prompts == given:
-        return f"{prompts} prompts"
-    return f"{prompts} of {given} prompts (minutes={report['minutes']:g})"
-
-
-def _threads(report: Report) -> str:
-    """The CPU threads, and where their number was chosen prompt by prompt for how many prompts each was."""
-    used = report.get("threads") or {}
-    if len(used) < 2:
-        return f"{next(iter(used), report['machine']['threads'])} threads"
-    return ", ".join(f"{count} threads for {prompts} prompts" for count, prompts in used.items())
-
-
 def _prefill_table(reports: Sequence[Report]) -> list[str]:
     """What an answer takes from the prompt on: the prefill, a drafter's own among it, and the decoding after it."""
     first = reports[0]
@@ -284,106 +288,33 @@ def _prefill_table(reports: Sequence[Report]) -> list[str]:
     lines = [
         "| from the prompt on | prefill ms [95 %] | decoding | prefill and decoding [95 %] | vs transformers |",
         "|---|---|---|---|---|",
-        f"| autoregressive | {_milliseconds(prefills['autoregressive'])} | 1.00 | 1.00 | |",
+        f"| autoregressive | {milliseconds_text(prefills['autoregressive'])} | 1.00 | 1.00 | |",
     ]
     if prefills[TRANSFORMERS] is not None:
         speed, whole = first[TRANSFORMERS]["speedup"], first[TRANSFORMERS]["end_to_end"]
-        milliseconds = _milliseconds(prefills[TRANSFORMERS])
-        lines.append(f"| transformers generate | {milliseconds} | {_times(speed)} | {_interval(whole)} | 1.00 |")
+        milliseconds = milliseconds_text(prefills[TRANSFORMERS])
+        lines.append(
+            f"| transformers generate | {milliseconds} | {times_text(speed)} | {interval_text(whole)} | 1.00 |"
+        )
     for report in reports:
         whole = report["end_to_end"]
         lines.append(
-            f"| {report['method']} | {_milliseconds(report['prefill_seconds']['speculative'])} | "
-            f"{_times(report['speedup'])} | {_interval(whole)} | {_interval(whole.get('vs_transformers_generate'))} |"
+            f"| {report['method']} | {milliseconds_text(report['prefill_seconds']['speculative'])} | "
+            f"{times_text(report['speedup'])} | {interval_text(whole)} | "
+            f"{interval_text(whole.get('vs_transformers_generate'))} |"
         )
     return lines
 
 
 def _row(report: Report) -> str:
-    lossless, speedup = report["lossless"], report["speedup"]
-    identical = _identical(report, "identical")
-    if lossless["excused_ties"]:
-        identical += f" (+{lossless['excused_ties']} ties)"
+    speedup = report["speedup"]
     speed = report["tokens_per_second"]["speculative"]
     return (
-        f"| {report['method']} | {identical} | {report['tau']:.2f} | {report['acceptance_rate']:.2f} | "
-        f"{report['draft_share']:.2f} | {100 * report['harmonic_mean']:.1f} | "
-        f"{report['drafted_tokens_per_round']:.2f} | {_number(speed)} | "
-        f"{_interval(speedup)} | {_interval(speedup.get('vs_transformers_generate'))} |"
+        f"| {report['method']} | {identical_with_ties(report)} | {report['tau']:.2f} | "
+        f"{report['acceptance_rate']:.2f} | {report['draft_share']:.2f} | {100 * report['harmonic_mean']:.1f} | "
+        f"{report['drafted_tokens_per_round']:.2f} | {number_text(speed)} | "
+        f"{interval_text(speedup)} | {interval_text(speedup.get('vs_transformers_generate'))} |"
     )
-
-
-def _plain_sentence(report: Report) -> list[str]:
-    """What the baseline itself spends outside of the model; nothing where it decoded nothing."""
-    token = report["autoregressive"]
-    if token["token_us"] is None:
-        return []
-    return [
-        f"autoregressive: {token['token_us']:.0f} µs a token, of which {token['host_us']:.0f} µs "
-        f"({100 * token['host_share']:.1f} %) are not the model's pass."
-    ]
-
-
-def _sentence(report: Report) -> str:
-    total = sum(report["seconds"].values()) or 1.0
-    parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in report["seconds"].items())
-    even = report["break_even_acceptance"]
-    structure = "".join(f"; {name} {value:.2f}" for name, value in report["structure"].items())
-    if report["acceptance_by_candidates"]:
-        shares = ", ".join(f"{share:.2f}" for share in report["acceptance_by_candidates"])
-        structure += f"; accepted by the first 1, 2, … candidates {shares}"
-    if report["auto"]:
-        structure += "".join(f"; chose {_chosen(name, size)}" for name, size in report["auto"]["chosen"].items())
-    return (
-        f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
-        f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}{structure}."
-    )
-
-
-def _chosen(name: str, size: Mapping[str, Any]) -> str:
-    """What was chosen for a size of "auto", in words."""
-    mean = f"{size['mean']:.1f} on average, " if "mean" in size else ""
-    return f"{name} {mean}most often {size['mode']} ({100 * size['share']:.0f} % of rounds)"
-
-
-def _choice(report: Report) -> str:
-    """How tokens were chosen, in words."""
-    settings = {key: value for key, value in report["sampling"].items() if value != getattr(SamplingConfig(), key)}
-    said = ", ".join(f"{key} {value:g}" for key, value in settings.items())
-    if report["temperature"]:
-        return f"sampled ({said}; the same law, so no tokens to compare)"
-    return f"greedy ({said})" if said else "greedy"
-
-
-def _identical(report: Report, key: str) -> str:
-    return "sampled" if report["temperature"] else f"{report['lossless'][key]}/{report['lossless']['checked']}"
-
-
-def _number(value: float | None) -> str:
-    """One decimal, or a dash where nothing was decoded to be timed."""
-    return "–" if value is None else f"{value:.1f}"
-
-
-def _interval(speedup: Mapping[str, Any] | None) -> str:
-    if speedup is None or speedup["median"] is None:
-        return "–"
-    low, high = speedup["ci95"]
-    return f"{_times(speedup)} [{low:.2f}, {high:.2f}]"
-
-
-def _times(speedup: Mapping[str, Any]) -> str:
-    return "–" if speedup["median"] is None else f"{speedup['median']:.2f}×"
-
-
-def _milliseconds(seconds: Mapping[str, Any]) -> str:
-    low, high = seconds["ci95"]
-    return f"{1e3 * seconds['median']:.1f} [{1e3 * low:.1f}, {1e3 * high:.1f}]"
-
-
-def _short(value: object) -> str:
-    """A field's value as JSON, its end left out where it is a long list; report.json has it whole."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -11,6 +11,8 @@ from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, Generation, Pr
 from inference.evaluate.statistics import bootstrap_median
 from outrider.streams import Streams
 
+MIN_PROMPTS = 5  # conversations, however many turns they have; fewer have no interval worth the name, so no verdict
+
 
 def decoding(generation: Generation) -> float:
     """Seconds per decoded token: the prefill and its token apart."""
@@ -112,6 +114,35 @@ def break_even(results: Sequence[PromptResult], method: str) -> float | None:
     step = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in both) / steps
     spent = sum(result.generations[method].decode_seconds for result in both)
     return (spent / step - len(rounds)) / drafted
+
+
+def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, dict[str, Any]]:
+    """The speed at given lengths: results in groups of prompts of up to 64, 65 to 128, 129 to 256, … tokens.
+
+    tokens_per_second: of decoding; whole_answers: the prefill's time and token counted, both by arm.
+    """
+    groups: dict[int, list[PromptResult]] = {}
+    for result in results:
+        groups.setdefault(max(64, 1 << (len(result.prompt) - 1).bit_length()), []).append(result)
+    arms = {"autoregressive": AUTOREGRESSIVE, "speculative": method}
+    return {
+        f"{most // 2 + 1 if most > 64 else 1}-{most}": {
+            "turns": len(group),
+            "tokens_per_second": {name: tokens_per_second(group, arm) for name, arm in arms.items()},
+            "whole_answers": {name: answers_per_second(group, arm) for name, arm in arms.items()},
+            "speedup": speedup(group, method, AUTOREGRESSIVE, streams.within("length", most)),
+        }
+        for most, group in sorted(groups.items())
+    }
+
+
+def answers_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
+    """Tokens of whole answers over the seconds from the prompts on; None for an arm that was not run."""
+    if arm not in results[0].generations:
+        return None
+    generations = [r.generations[arm] for r in results]
+    seconds = sum(g.prefill_seconds + g.decode_seconds for g in generations)
+    return sum(len(g.tokens) for g in generations) / seconds
 
 
 def conversations(results: Sequence[PromptResult]) -> int:

@@ -98,6 +98,38 @@ def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, 
     return table
 
 
+def request_statistics(generations: Iterable[Generation]) -> dict[str, float]:
+    """What other papers and benchmarks count in the place of τ, over generations of one method.
+
+    tau_of_requests: the mean over requests of each one's own τ, where `decode_statistics` pools all rounds, so that a
+    long answer counts for more. accepted_per_round: accepted draft tokens a round, so τ without the bonus, pooled.
+    accepted_per_round_of_requests: the mean over requests of that. A request that the prefill ended has no rounds.
+    """
+    requests = [g.rounds for g in generations if g.rounds]
+    emitted = [sum(len(r.tokens) for r in rounds) / len(rounds) for rounds in requests]
+    accepted = [sum(r.accepted for r in rounds) for rounds in requests]
+    own = [count / len(rounds) for count, rounds in zip(accepted, requests, strict=True)]
+    total = sum(map(len, requests))
+    return {
+        "tau_of_requests": statistics.fmean(emitted) if requests else 0.0,
+        "accepted_per_round": sum(accepted) / total if total else 0.0,
+        "accepted_per_round_of_requests": statistics.fmean(own) if requests else 0.0,
+    }
+
+
+def acceptance_given_previous(generations: Iterable[Generation]) -> list[dict[str, float]]:
+    """The conditional acceptance at depth i = 1, 2, …: in which share of the rounds the accepted path got there, of
+    those that drafted so deep and whose path got to i − 1. Depths without such rounds are left out."""
+    rounds = [r for g in generations for r in g.rounds]
+    table = []
+    for position in range(1, max((r.depth for r in rounds), default=0) + 1):
+        before = [r for r in rounds if r.depth >= position and r.accepted >= position - 1]
+        if before:
+            share = sum(r.accepted >= position for r in before) / len(before)
+            table.append({"position": position, "rounds": len(before), "accepted": share})
+    return table
+
+
 def bootstrap_median(
     values: Sequence[float],
     generator: np.random.Generator,

@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from inference.evaluate.report import MIN_PROMPTS
+from inference.evaluate.speed import MIN_PROMPTS
 from inference.stopwatch import Clock
 
 

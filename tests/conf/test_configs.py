@@ -12,10 +12,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from conf import CONF_DIR, build, explain, register
+from conf import CONF_DIR, build, explain, how_to_go_on, register
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
+from inference.chat.settings import ChatConfig
+from inference.evaluate.compare_settings import CompareConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiers import quick_where
@@ -43,6 +45,8 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "export_eagle3": (ExportHeadConfig, "train/export_eagle3.py", ["head=h", "target=t"]),
     "ship_drafters": (ShipConfig, "train/ship_drafters.py", []),
     "pipeline": (PipelineConfig, "train/pipeline.py", []),
+    "chat": (ChatConfig, "outrider/chat.py", ["target=t"]),
+    "compare_reports": (CompareConfig, "inference/compare_reports.py", ["compare=[a,b]"]),
 }
 GROUPS = {
     p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in CONF_DIR.iterdir() if p.is_dir() and p.name[0] != "_"
@@ -197,6 +201,8 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "export_eagle3": "resume",
         "ship_drafters": "resume",
         "pipeline": "resume",
+        "chat": "max_new_tokens",
+        "compare_reports": "resume",
     }[command]
     _, script, mandatory = COMMANDS[command]
     # Whoever mistypes an option does not wait for torch: here there is none to be had.
@@ -272,6 +278,24 @@ def test_ctrl_c_ends_in_one_line() -> None:
     assert (run.returncode, run.stderr) == (130, "interrupted\n")
 
 
+def test_a_stopped_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very command: what the shell read is quoted for it again, and resume is said once."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    argv = ["train/eesd.py", "target=a b", "resume=false", "data.path=x-*.jsonl", "+drafters.a=1"]
+    (said,) = how_to_go_on(EesdConfig, argv)
+    start, words = said.removeprefix("go on with: ").split(" ", 1)
+    assert start == "python"
+    assert shlex.split(words) == ["train/eesd.py", "target=a b", "data.path=x-*.jsonl", "+drafters.a=1", "resume=true"]
+    (said,) = how_to_go_on(EvaluateConfig, ["/usr/bin/evaluate-checkpoint", "checkpoint=c"])
+    assert said == "go on with: evaluate-checkpoint checkpoint=c resume=true"
+    assert how_to_go_on(ChatConfig, ["outrider/chat.py"]) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert how_to_go_on(EesdConfig, argv) == ["go on with the same command and resume=true"]
+    monkeypatch.setenv("RANK", "1")
+    assert how_to_go_on(EesdConfig, argv) == []
+
+
 def test_an_option_of_what_was_not_chosen() -> None:
     with pytest.raises(HydraException) as refused:
         compose_and_build("evaluate_checkpoint", ["checkpoint=c", "methods.eesd_fixed.stop.max_draft=3"])
@@ -290,7 +314,9 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
             else []
         )
         for place, word in enumerate(words):
-            name = "evaluate_checkpoint.py" if word == "evaluate-checkpoint" else Path(word).name
+            name = {"evaluate-checkpoint": "evaluate_checkpoint.py", "outrider.chat": "chat.py"}.get(
+                word, Path(word).name
+            )
             if name in scripts:
                 found.append((scripts[name], words[place + 1 :]))
     return found
@@ -299,6 +325,6 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
 def test_makefile_commands_compose() -> None:
     lines = (ROOT / "Makefile").read_text().replace("$(RUN)", "").splitlines()
     found = written_commands([line.strip() for line in lines if line.startswith("\t")])
-    assert [command for command, _ in found] == ["pipeline"] * 3
+    assert [command for command, _ in found] == ["pipeline"] * 3 + ["fetch_target", "chat"]
     for command, overrides in found:
         compose_and_build(command, overrides)

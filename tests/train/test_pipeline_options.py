@@ -51,6 +51,17 @@ def test_the_laptops_two_hours_are_mostly_by_time() -> None:
     assert sum(float(option.partition("=")[2]) for option in minutes) == 75
 
 
+@pytest.mark.parametrize(("name", "most"), [("demo", 12), ("smollm2_demo", 10), ("smollm2", 120)])
+def test_the_time_left_is_told_by_what_steps_are_expected_to_take(name: str, most: int) -> None:
+    """Each step of the three that people wait for, none less than it has by its options; in all what README says."""
+    config = compose_and_build("pipeline", [f"experiment={name}"])
+    expected = {step: config.steps[step].expected_minutes for step in config.to_do}
+    for step, minutes in expected.items():
+        own = [option for option in config.options(step) if option.startswith("minutes=")]
+        assert minutes >= max([0.0, *(float(option.partition("=")[2]) for option in own)])
+    assert 0.5 * most <= sum(expected.values()) <= most
+
+
 def test_the_demo_has_so_many_minutes_on_any_machine() -> None:
     """Whatever takes longer on a slower machine is limited: all but reading, counting and loading."""
     config = compose_and_build("pipeline", ["experiment=demo"])

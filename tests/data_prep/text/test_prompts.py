@@ -25,6 +25,19 @@ LAYOUTS = [
         {"question_id": 0, "category": "", "turns": ["q"], "reference": ["r"]},
         Prompt("0", "question", ("q",), True),
     ),
+    (  # SPEED-Bench's columns
+        {
+            "question_id": "9f",
+            "category": "rag",
+            "sub_category": "single",
+            "turns": ["context, question", "more"],
+            "source": "s",
+            "src_id": "1",
+            "difficulty": None,
+            "multiturn": True,
+        },
+        Prompt("9f", "rag", ("context, question", "more"), True),
+    ),
     (
         {
             "task_id": "HumanEval/0",
@@ -89,6 +102,8 @@ def test_unusable_prompts_are_named(tmp_path):
     refused('{"prompt": "x"}\n{"body": "x"}', r"p\.jsonl:2: expected one of the columns turns, .*present: body")
     refused('{"prompt": " "}', r"p\.jsonl:1: prompt is ' ': expected a text")
     refused('{"turns": "x"}', r"p\.jsonl:1: turns='x': expected a list of texts")
+    placed = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    refused(json.dumps({"turns": ["a", placed]}), r"p\.jsonl:1: a place-holder of SPEED-Bench; fill the copy")
     refused('{"turns": [1]}', r"p\.jsonl:1: prompt is 1: expected a text")
     refused('{"instruction": null}', r"p\.jsonl:1: prompt is None")
     refused("[1]", r"p\.jsonl:1: expected a record or a text, found list")

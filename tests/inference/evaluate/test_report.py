@@ -32,9 +32,11 @@ from inference.evaluate.report import (
 from inference.evaluate.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
+    acceptance_given_previous,
     bootstrap_median,
     chosen_sizes,
     decode_statistics,
+    request_statistics,
     structure_statistics,
 )
 from inference.settings import MethodConfig, SamplingConfig
@@ -64,6 +66,50 @@ def test_acceptance_by_position_by_hand() -> None:
     table = acceptance_by_position([generation([(3, 3), (3, 1), (1, 0), (1, 1)], 1.0)])
     assert [(row["position"], row["rounds"]) for row in table] == [(1, 4), (2, 2), (3, 2)]
     assert [row["accepted"] for row in table] == pytest.approx([3 / 4, 1 / 2, 1 / 2])
+
+
+def test_requests_and_rounds_are_counted_by_hand() -> None:
+    """Two answers, of rounds that gave 5 and 2 tokens, and of one that gave 1; and one that its prefill ended."""
+    ended = Generation((7,), 0.5, 0.0)
+    found = request_statistics([generation([(4, 4), (4, 1)], 1.0), generation([(2, 0)], 1.0), ended])
+    assert found["tau_of_requests"] == pytest.approx((7 / 2 + 1) / 2)
+    assert found["accepted_per_round"] == pytest.approx(5 / 3)
+    assert found["accepted_per_round_of_requests"] == pytest.approx((5 / 2 + 0) / 2)
+    assert set(request_statistics([ended]).values()) == {0.0}
+
+
+def test_conditional_acceptance_by_hand() -> None:
+    """Its product along the depths is the acceptance by position, where all drafts are equally deep."""
+    rounds = [generation([(3, 3), (3, 1), (1, 0), (1, 1)], 1.0)]
+    table = acceptance_given_previous(rounds)
+    assert [(row["position"], row["rounds"]) for row in table] == [(1, 4), (2, 2), (3, 1)]
+    assert [row["accepted"] for row in table] == pytest.approx([3 / 4, 1 / 2, 1])
+    even = [generation([(3, 3), (3, 2), (3, 1), (3, 0)], 1.0)]
+    given = [row["accepted"] for row in acceptance_given_previous(even)]
+    assert np.cumprod(given) == pytest.approx([row["accepted"] for row in acceptance_by_position(even)])
+    assert [row["position"] for row in acceptance_given_previous([generation([(3, 0)], 1.0)])] == [1]
+
+
+def test_speed_at_given_lengths() -> None:
+    """Each prompt is in one group, whose bounds hold it; a group's speed is that of its prompts alone."""
+    made = [replace(r, prompt=tuple(range(n))) for r, n in zip(results(), (1, 64, 65, 128, 129, 300), strict=True)]
+    groups = build_report("m", made, facts(), seed=0)["by_prompt_tokens"]
+    turns = {name: group["turns"] for name, group in groups.items()}
+    assert turns == {"1-64": 2, "65-128": 2, "129-256": 1, "257-512": 1}
+    alone = build_report("m", made[4:5], facts(), seed=0)
+    assert groups["129-256"]["tokens_per_second"]["speculative"] == alone["tokens_per_second"]["speculative"]
+    assert groups["129-256"]["whole_answers"]["speculative"] == pytest.approx(9 / 1.5)
+    assert alone["whole_answers_per_second"]["speculative"] == pytest.approx(9 / 1.5)
+
+
+def test_spec_benchs_tasks_put_mt_benchs_categories_together() -> None:
+    names = ["writing", "stem", "translation", "writing", "rag", "translation"]
+    made = [replace(r, category=name) for r, name in zip(results(), names, strict=True)]
+    report = build_report("m", made, facts(), seed=0)
+    tasks = {name: part["prompts"] for name, part in report["by_task"].items()}
+    assert tasks == {"mt_bench": 3, "rag": 1, "translation": 2}
+    assert set(report["by_category"]) == {"writing", "stem", "translation", "rag"}
+    assert build_report("m", results(), facts(), seed=0)["by_task"] == {}  # prompts of another set keep what they say
 
 
 def test_bootstrap_interval() -> None:

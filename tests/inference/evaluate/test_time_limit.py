@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from inference.evaluate import compare
 from inference.evaluate.prompt_results import read_results
-from inference.evaluate.report import MIN_PROMPTS
+from inference.evaluate.speed import MIN_PROMPTS
 from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.settings import EvaluateConfig, MethodConfig
 from tests.inference.evaluate.evaluating import QUESTIONS

@@ -1,0 +1,1 @@
+"""Talking to a target in a terminal, with a drafter before it."""

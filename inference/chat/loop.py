@@ -1,0 +1,150 @@
+"""The conversation: what is typed, what the target answers, and what the drafter had of it."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, Self
+
+from inference.chat.screen import DRAFTED, OWN, Screen
+from inference.chat.settings import ChatConfig
+from inference.decode import Round
+from inference.stopwatch import Clock
+from outrider.errors import UserError
+
+HELP = "/off and /on: without and with the drafter; /method NAME: another way to draft; /reset: forget; /quit"
+_UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+
+
+class Speaker(Protocol):
+    """What a chat needs of a model (see `outrider.Model`)."""
+
+    name: str
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's."""
+
+    @property
+    def rounds(self) -> Callable[..., Iterator[Round]]:
+        """Makes an answer, round by round."""
+
+    def by(self, method: Any, name: str | None = None) -> Self:
+        """The same with another drafter before it."""
+
+
+class Answer:
+    """One answer as it comes: its text, and its figures.
+
+    The prefill decides the first token, so neither τ nor the speed counts it.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], clock: Clock):
+        self._decode, self._clock = decode, clock
+        self.tokens: list[int] = []
+        self.text = ""
+        self._passes, self._began, self._ended = -1, 0.0, 0.0
+
+    def take(self, r: Round) -> Iterator[tuple[str, str]]:
+        """What a round adds to the text, each part with whose it is."""
+        self._passes += 1
+        self._ended = self._clock()
+        if self._passes == 0:
+            self._began = self._ended
+        for whose, tokens in ((DRAFTED, r.tokens[: r.accepted]), (OWN, r.tokens[r.accepted :])):
+            self.tokens += tokens
+            text = self._decode(self.tokens)
+            if tokens and not text.endswith(_UNFINISHED) and text.startswith(self.text):
+                yield text[len(self.text) :], whose
+                self.text = text
+
+    def rest(self) -> str:
+        """What was held back for the rest of a character that never came."""
+        text = self._decode(self.tokens)
+        held, self.text = text[len(self.text) :], text
+        return held
+
+    def figures(self) -> str:
+        """Tokens, τ and tokens a second, for people."""
+        decoded, seconds = len(self.tokens) - 1, self._ended - self._began
+        if not self._passes or seconds <= 0:
+            return f"{len(self.tokens)} tokens"
+        return f"{len(self.tokens)} tokens, τ {decoded / self._passes:.2f}, {decoded / seconds:.1f} tokens/s"
+
+
+class Chat:
+    """A conversation and how it is decoded. `read` hands over a line, or raises EOFError when there is none."""
+
+    def __init__(
+        self, model: Speaker, config: ChatConfig, screen: Screen, read: Callable[[str], str],
+        clock: Clock = time.perf_counter,
+    ):  # fmt: skip
+        self.model, self.config, self.screen = model, config, screen
+        self._read, self._clock = read, clock
+        self.speculate = True
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.messages = [] if self.config.system is None else [{"role": "system", "content": self.config.system}]
+
+    def run(self) -> None:
+        """Talk until /quit or the end of the input. Ctrl-C stops an answer, not the chat."""
+        self.screen.note(f"{HELP}; Ctrl-C stops an answer")
+        self.screen.status(self._how())
+        while True:
+            try:
+                line = self._read("> ").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self.screen.note("")
+                self.screen.note("/quit leaves")
+                continue
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                self._obey(*line[1:].split(maxsplit=1))
+            elif line:
+                self._answer(line)
+
+    def _obey(self, command: str = "", name: str = "") -> None:
+        if command in ("on", "off") and not name:
+            self.speculate = command == "on"
+        elif command == "reset" and not name:
+            self.reset()
+        elif command == "method" and name:
+            try:
+                self.model = self.model.by(self.config.methods.get(name, name), name)
+                self.speculate = True
+            except UserError as error:
+                self.screen.note(f"error: {error}")
+        else:
+            self.screen.note(HELP)
+        self.screen.status(self._how())
+
+    def _answer(self, question: str) -> None:
+        self.messages.append({"role": "user", "content": question})
+        answer = Answer(lambda ids: str(self.model.tokenizer.decode(ids, skip_special_tokens=True)), self._clock)
+        try:
+            rounds = self.model.rounds(
+                self.messages, self.config.sampling, max_new_tokens=self.config.max_new_tokens,
+                seed=self.config.seed, speculate=self.speculate,
+            )  # fmt: skip
+            for r in rounds:
+                for text, whose in answer.take(r):
+                    self.screen.say(text, whose)
+                self.screen.status(f"{self._how()}: {answer.figures()}")
+            self.screen.say(answer.rest(), OWN)
+        except KeyboardInterrupt:
+            self.screen.say(" …", OWN)
+        except UserError as error:
+            self.screen.note(f"error: {error}; /reset forgets the conversation")
+        self.screen.say("\n", OWN)
+        if answer.text:
+            self.messages.append({"role": "assistant", "content": answer.text})
+        else:
+            self.messages.pop()
+        if answer.tokens:
+            self.screen.note(f"[{self._how()}: {answer.figures()}]")
+
+    def _how(self) -> str:
+        return self.model.name if self.speculate else "no drafter"

@@ -1,0 +1,35 @@
+"""Settings of the chat."""
+
+from dataclasses import dataclass, field
+
+from draft_models.settings import RunDtype
+from inference.settings import MethodConfig, Runtime, SamplingConfig
+from outrider.errors import require
+from outrider.settings import Count, Settings, free
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(Settings):
+    """outrider.chat: talk to a target in the terminal, with a drafter before it."""
+
+    target: str | None = None  # model directory or Hub name; null: the one that the early exit was trained for
+    # directory of a drafter: an early exit, a small LM, an EAGLE-3 head or an n-gram table; null: none of its own
+    checkpoint: str | None = None
+    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
+    small_lm: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
+    eagle3: str | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
+    table: str | None = None  # n-gram table directory, for methods with source=ngrams
+    # how to draft; method=NAME chooses a preset, the first is used until /method NAME; none: what fits the drafter
+    methods: dict[str, MethodConfig] = field(default_factory=dict)
+    max_new_tokens: Count = 512  # of an answer at most
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    system: str | None = None  # what stands before the conversation; null: what the chat template puts there itself
+    dtype: RunDtype = "auto"  # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU made for it
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs
+    seed: int = 0  # of sampling
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.target is not None or self.checkpoint is not None
+        require(given, "target", None, "the model to talk to; or checkpoint=, an early exit that knows its target")

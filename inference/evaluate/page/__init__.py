@@ -1,0 +1,1 @@
+"""report.html: what was measured as one page that needs nothing but itself."""

@@ -1,0 +1,36 @@
+"""Markup made from text that nobody has to trust: what is not markup already is escaped, in one place."""
+
+import html
+import json
+from typing import Any
+
+_VOID = ("input", "meta")  # elements that have no end
+
+
+class Markup(str):
+    """Text that is HTML."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *content: object, **attributes: object) -> Markup:
+    """An element. content: `Markup` goes in as it is, all else as text; attributes: as they are called, `class_`."""
+    said = "".join(
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html.escape(str(value))}"')
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{said}>" if name in _VOID else f"<{name}{said}>{joined(*content)}</{name}>")
+
+
+def joined(*content: object) -> Markup:
+    """One after the other."""
+    return Markup("".join(one if isinstance(one, Markup) else html.escape(str(one)) for one in content))
+
+
+def embedded(value: Any, **attributes: object) -> Markup:
+    """JSON for the page's own script. No text in it can end the element that it stands in."""
+    plain = json.dumps(value, separators=(",", ":"))
+    for sign in "<>&":
+        plain = plain.replace(sign, f"\\u{ord(sign):04x}")
+    return tag("script", Markup(plain), type="application/json", **attributes)

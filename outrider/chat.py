@@ -1,0 +1,36 @@
+"""Talk to a target in the terminal, with a drafter before it, and see what the drafter had of every answer.
+
+python -m outrider.chat target=runs/demo/target checkpoint=runs/demo/eesd
+"""
+
+import sys
+
+from conf import entry
+from inference.chat.settings import ChatConfig
+
+
+@entry("chat", ChatConfig)
+def main(config: ChatConfig) -> None:
+    # Imported once the config is known to be good: torch and transformers take seconds.
+    import outrider
+    from inference.chat.loop import Chat
+    from inference.chat.screen import open_screen
+
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # `input` then knows the arrow keys
+    methods = iter(config.methods.items())
+    name, method = next(methods, (None, None))
+    model = outrider.load(
+        config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
+        small_lm=config.small_lm, eagle3=config.eagle3, table=config.table, dtype=config.dtype, device=config.device,
+        runtime=config.runtime, target=config.target if config.checkpoint else None,
+    )  # fmt: skip
+    screen = open_screen(sys.stdout)
+    try:
+        Chat(model, config, screen, input).run()
+    finally:
+        screen.close()
+
+
+if __name__ == "__main__":
+    main()

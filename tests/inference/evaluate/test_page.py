@@ -1,0 +1,224 @@
+"""report.html: it shows the texts and trees that were decoded, needs nothing but itself, and trusts no text."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.text.prompts import Prompt
+from inference.evaluate.arms import PromptResult
+from inference.evaluate.compare_settings import CompareConfig
+from inference.evaluate.overlap import RUN, overlap
+from inference.evaluate.page.build import make_page
+from inference.evaluate.page.markup import embedded, tag
+from inference.evaluate.page.proof import most_that_differ
+from inference.evaluate.page.texts import rejected_tokens
+from inference.evaluate.prompt_results import read_results
+from inference.evaluate.shown import Noting, ShownRound
+from inference.evaluate.side_by_side import compare_reports
+from inference.settings import EvaluateConfig
+from inference.tree import ROOT
+from tests.inference.evaluate.evaluating import evaluate, tokens
+from tests.tiny import byte_tokenizer
+
+EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&lt;"
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: elements, and the text of every article with what was rejected apart."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: dict[str, str] = {}
+        self.rejected: dict[str, str] = {}
+        self.scripts: dict[str | None, str] = {}
+        self._article = self._script = None
+        self.feed(page)
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.elements.append((name, found))
+        if name not in ("meta", "input"):
+            self.open.append(name)
+        if name == "article":
+            self._article = found["data-text"]
+        if name == "script":
+            self._script = found.get("id")
+
+    def handle_endtag(self, name: str) -> None:
+        assert self.open.pop() == name
+        if name == "article":
+            self._article = None
+
+    def handle_data(self, text: str) -> None:
+        if self._article is not None:
+            into = self.rejected if self.open[-1] == "del" else self.texts
+            into[self._article] = into.get(self._article, "") + text
+        elif self.open and self.open[-1] == "script":
+            self.scripts[self._script] = self.scripts.get(self._script, "") + text
+
+
+def kept(config: EvaluateConfig) -> tuple[list[dict[str, Any]], list[PromptResult]]:
+    reports = json.loads((Path(config.out_dir) / "report.json").read_text())["reports"]
+    return reports, [turn for _, one in sorted(read_results(Path(config.out_dir)).items()) for turn in one.turns]
+
+
+def decode(ids: Sequence[int]) -> str:
+    return str(byte_tokenizer().decode(list(ids)))
+
+
+def test_the_page_shows_the_texts_that_were_measured(alone: EvaluateConfig) -> None:
+    """The texts are the arms' own, the trees contain what was accepted, and only first turns of some are kept."""
+    page = Page((Path(alone.out_dir) / "report.html").read_text())
+    measured = tokens(alone)
+    _, results = kept(alone)
+    shown = [result for result in results if result.shown]
+    assert [result.prompt_id for result in shown] == ["a", "b/turn1", "c", "d/turn1"]  # 4 of 5, evenly spread
+    assert set(page.texts) == {f"{n}/{method}" for n in range(4) for method in alone.methods}
+    for number, result in enumerate(shown):
+        for method, rounds in result.shown.items():
+            assert page.texts[f"{number}/{method}"] == decode(measured[result.prompt_id, method])
+            assert tuple(t for r in rounds for t in r.tokens) == result.generations[method].tokens
+            for r in rounds[1:]:
+                assert [r.drafted[node] for node in r.path][: r.accepted] == list(r.tokens[: r.accepted])
+                assert [r.parents[node] for node in r.path] == [ROOT, *r.path][: len(r.path)]
+        chain = result.generations["chain"].rounds  # of fixed length, so the run that is shown drafts the same
+        assert [len(r.drafted) for r in result.shown["chain"][1:]] == [r.drafted for r in chain]
+        assert [r.accepted for r in result.shown["chain"][1:]] == [r.accepted for r in chain]
+    trees = json.loads(page.scripts["rounds"])["trees"]
+    assert set(trees) == set(page.texts)
+    assert any(page.rejected.values())
+
+
+def test_an_evaluation_beside_itself_is_no_faster(alone: EvaluateConfig, tmp_path: Path) -> None:
+    folders = [alone.out_dir, alone.out_dir]
+    found = compare_reports(CompareConfig(compare=folders, out_dir=str(tmp_path)))
+    assert [row["pair"] for row in found["methods"]] == [[name, name] for name in alone.methods]
+    for row in found["methods"]:
+        assert row["gain"] == {"median": 1.0, "ci95": [1.0, 1.0], "prompts": 5}
+        assert (row["same_text"], row["verdict"]) == (7, "undecided")
+
+
+def test_the_page_needs_nothing_but_itself(alone: EvaluateConfig) -> None:
+    raw = (Path(alone.out_dir) / "report.html").read_text()
+    page = Page(raw)
+    assert page.open == []  # everything that was opened was closed
+    assert len(raw) < 400_000
+    assert not {"src", "href", "srcset", "action"} & {key for _, found in page.elements for key in found}
+    assert not {"link", "iframe", "img", "object"} & {name for name, _ in page.elements}
+    assert not re.search(r"url\(|@import|https?:|fetch\(|innerHTML", raw)
+    said = " ".join(raw.split())
+    for wanted in ("Is it the target's own text?", "digest: target", "What the columns say"):
+        assert wanted.replace("'", "&#x27;") in said
+    reports, _ = kept(alone)
+    for digest in reports[0]["digests"].values():
+        assert digest in said
+    for category in reports[0]["by_category"]:
+        assert f"<summary>{category}, " in said
+
+
+def test_no_text_of_a_model_becomes_markup(alone: EvaluateConfig) -> None:
+    reports, results = kept(alone)
+    evil = [{**report, "target": EVIL} for report in reports]
+    page = Page(make_page(evil, results, lambda ids: EVIL * len(ids)))
+    assert [name for name, _ in page.elements if name in ("script", "img")] == ["script"] * 2
+    text, shown = page.texts["0/chain"], results[0].shown["chain"]
+    assert text == EVIL * sum(len(r.tokens) for r in shown)
+    assert EVIL in json.loads(page.scripts["rounds"])["pieces"].values()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text())
+def test_what_is_escaped_comes_back(text: str) -> None:
+    parsed = Page(tag("article", text, data_text="x", title=text) + embedded({"said": text}, id="e"))
+    assert parsed.elements[0] == ("article", {"data-text": "x", "title": text})
+    assert parsed.texts.get("x", "") == text
+    assert json.loads(parsed.scripts["e"]) == {"said": text}
+
+
+def test_noting_is_no_part_of_what_is_measured(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing to show no tree is noted: the timed runs do not."""
+
+    def refuse(*_: object) -> Any:
+        raise AssertionError("noted")
+
+    monkeypatch.setattr(Noting, "verify", refuse)
+    prompts = [Prompt("a", "code", ("def add(first, second):",), False)]
+    evaluate(config("none", show_prompts=0), prompts)
+    assert "No rounds were kept" in (Path(config("none").out_dir) / "report.html").read_text()
+    with pytest.raises(AssertionError, match="noted"):
+        evaluate(config("some", show_prompts=1), prompts)
+
+
+def test_the_rejected_rest_of_a_draft_by_hand() -> None:
+    # Root 0, 1; under 0: 2, 3; under 3: 4. Accepted are 0 and 2, or 0 alone, or none.
+    tree = {"drafted": (10, 11, 12, 13, 14), "parents": (ROOT, ROOT, 0, 0, 3)}
+    assert rejected_tokens(ShownRound((10, 12, 5), 2, path=(0, 2), **tree)) == []
+    assert rejected_tokens(ShownRound((10, 5), 1, path=(0,), **tree)) == [12]
+    assert rejected_tokens(ShownRound((5,), 0, path=(), **tree)) == [10, 12]
+    assert rejected_tokens(ShownRound((5,))) == []
+
+
+@pytest.mark.parametrize("checked", [1, 14, 500])
+def test_the_bound_is_where_luck_ends(checked: int) -> None:
+    assert (1 - most_that_differ(checked)) ** checked == pytest.approx(0.05)
+
+
+def test_overlap_of_training_text_and_prompts_by_hand(tmp_path: Path) -> None:
+    words = [f"w{number}" for number in range(20)]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": " ".join(words)}) + "\n")
+    data = {"source": "local", "path": [str(tmp_path / "train.jsonl")], "heldout_fraction": 0.0}
+    prompts = [
+        Prompt("seen", "x", (" ".join(words[3 : 3 + RUN + 1]),), False),
+        Prompt("half", "x", ("other " + " ".join(words[: RUN - 1]),), False),
+        Prompt("short", "x", ("w0 w1",), False),
+    ]
+    found = overlap(data, prompts)
+    assert (found["prompts_seen"], found["prompts"]) == (1, 3)
+    assert (found["runs_seen"], found["runs"]) == (2, 3)
+    assert found["whole"]
+    assert "Hub" in overlap({**data, "source": "hub"}, prompts)["why"]
+    assert "cannot be read" in overlap({**data, "path": [str(tmp_path / "gone")]}, prompts)["why"]
+    assert "no record" in overlap(None, prompts)["why"]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+CLICK = """<script>
+document.getElementById("choose-method").value = "tree";
+document.getElementById("choose-method").dispatchEvent(new Event("change"));
+document.querySelector('[data-text="0/tree"] [data-round="1"]').click();
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium (apt-get install chromium)")
+def test_a_browser_draws_the_tree_of_a_round_that_is_clicked(alone: EvaluateConfig, tmp_path: Path) -> None:
+    reports, results = kept(alone)
+    page = make_page(reports, results, lambda ids: EVIL * len(ids)).replace("</body>", CLICK + "</body>")
+    (tmp_path / "report.html").write_text(page)
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile",
+               "--virtual-time-budget=2000", "--dump-dom", (tmp_path / "report.html").as_uri()]  # fmt: skip
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    seen = Page(dom)
+    title = re.search("<title>(.*?)</title>", dom)
+    assert title is not None
+    assert "owned" not in title[1]
+    assert "img" not in {name for name, _ in seen.elements}
+    panel = dom[dom.index('id="tree"') : dom.index("</aside>")]
+    r = results[0].shown["tree"][1]
+    assert f"Round 1: {len(r.drafted)} drafted, {len(r.path)} accepted" in panel
+    assert panel.count("<li>") == len(r.drafted) + len(r.tokens) - r.accepted
+    hidden = {f["data-text"] for name, f in seen.elements if name == "article" and "hidden" in f}
+    assert hidden == {f"{n}/{m}" for n in range(4) for m in alone.methods} - {"0/tree"}

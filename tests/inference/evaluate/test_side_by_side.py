@@ -1,0 +1,110 @@
+"""Two evaluations side by side: paired by prompt, each over its own baseline, and refused where nothing is shared."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.decode import Round
+from inference.evaluate.arms import AUTOREGRESSIVE, Generation, PromptResult
+from inference.evaluate.compare_settings import CompareConfig
+from inference.evaluate.prompt_results import Measured, append_result
+from inference.evaluate.side_by_side import compare_reports
+from outrider.errors import UserError
+
+TOKENS = (7, 1, 2, 3, 4)
+
+
+def generation(seconds: float, rounds: int) -> Generation:
+    """Five tokens, of which the last four took so many seconds and rounds."""
+    each = 4 // rounds
+    parts = [TOKENS[1 + each * n : 1 + each * (n + 1)] for n in range(rounds)]
+    return Generation(TOKENS, 0.1, seconds, tuple(Round(part, each, each - 1, each, 0.1) for part in parts))
+
+
+def result(name: str, plain: float, drafted: float, rounds: int, prompt: tuple[int, ...] = (1, 2)) -> PromptResult:
+    arms = {AUTOREGRESSIVE: generation(plain, 4), "m": generation(drafted, rounds)}
+    return PromptResult(name, "x", prompt, arms, AUTOREGRESSIVE)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """An evaluation's directory with those results."""
+
+    def make(name: str, results: list[PromptResult], method: str = "m", **facts: Any) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        for position, one in enumerate(results):
+            arms = {method if arm == "m" else arm: g for arm, g in one.generations.items()}
+            append_result(folder, 0, Measured(position, 1, (replace(one, generations=arms),)))
+        report = {"method": method, "digests": {"tokenizer": "t"}, **facts}
+        (folder / "report.json").write_text(json.dumps({"reports": [report]}))
+        return str(folder)
+
+    return make
+
+
+def compared(tmp_path: Path, *folders: str, **options: Any) -> Any:
+    return compare_reports(CompareConfig(compare=list(folders), out_dir=str(tmp_path / "out"), **options))
+
+
+def test_a_slow_day_does_not_count(run: Callable[..., str], tmp_path: Path) -> None:
+    """All of the second run took three times as long; over its own baseline the method is twice as fast as before."""
+    first = run("a", [result(f"p{n}", 4.0 + n, 2.0 + n / 2, 2) for n in range(6)], dtype="float32")
+    second = run("b", [result(f"p{n}", 3 * (4.0 + n), 3 * (1.0 + n / 4), 1) for n in range(5)], dtype="bfloat16")
+    found = compared(tmp_path, first, second)
+    assert found["prompts"] == [6, 5, 5]
+    [row] = found["methods"]
+    assert row["gain"] == {"median": pytest.approx(2.0), "ci95": [pytest.approx(2.0)] * 2, "prompts": 5}
+    assert row["seconds"]["median"] == pytest.approx(2 / 3)
+    assert row["tau"]["median"] == pytest.approx(2.0)
+    assert (row["same_text"], row["verdict"]) == (5, "faster")
+    assert found["differences"] == {"dtype": ["float32", "bfloat16"]}
+    table = (tmp_path / "out/compare.md").read_text()
+    assert "| m | m | 2.00 [2.00, 2.00] | 0.67 [0.67, 0.67] | 2.00 [2.00, 2.00] | 5/5 | faster |" in table
+    assert json.loads((tmp_path / "out/compare.json").read_text()) == found
+    with pytest.raises(UserError, match="resume=true makes it anew"):
+        compared(tmp_path, first, second)
+    assert compared(tmp_path, first, second, resume=True) == found
+    same = compared(tmp_path, first, first, resume=True)["methods"][0]
+    assert (same["gain"]["median"], same["verdict"]) == (1.0, "undecided")
+
+
+def test_only_the_same_prompts_are_paired(run: Callable[..., str], tmp_path: Path) -> None:
+    """Of an equal id and other words nothing is learned. With another tokenizer the words cannot be compared."""
+    first = run("a", [result("p", 4.0, 2.0, 2), result("q", 4.0, 2.0, 2)])
+    second = run("b", [result("p", 4.0, 1.0, 2), result("q", 4.0, 2.0, 2, prompt=(9, 9))])
+    assert compared(tmp_path, first, second)["prompts"] == [2, 2, 1]
+    third = run("c", [result("q", 4.0, 2.0, 2, prompt=(9, 9))], digests={"tokenizer": "u"})
+    assert compared(tmp_path, first, third, resume=True)["prompts"] == [2, 1, 1]
+    fourth = run("d", [result("r", 4.0, 2.0, 2)])
+    with pytest.raises(UserError, match="no prompt in both"):
+        compared(tmp_path, first, fourth, resume=True)
+
+
+def test_methods_of_other_names_are_paired_when_told(run: Callable[..., str], tmp_path: Path) -> None:
+    first = run("a", [result("p", 4.0, 2.0, 2)])
+    second = run("b", [result("p", 4.0, 1.0, 2)], method="other")
+    with pytest.raises(UserError, match=r"no method in both \(m and other\); say which with pairs"):
+        compared(tmp_path, first, second)
+    [row] = compared(tmp_path, first, second, pairs={"m": "other"})["methods"]
+    assert row["pair"] == ["m", "other"]
+    assert row["gain"]["median"] == pytest.approx(2.0)
+    with pytest.raises(UserError, match=r"pairs=.*nobody.*methods of"):
+        compared(tmp_path, first, second, pairs={"m": "nobody"}, resume=True)
+
+
+def test_what_is_no_evaluation_is_refused(run: Callable[..., str], tmp_path: Path) -> None:
+    first = run("a", [result("p", 4.0, 2.0, 2)])
+    with pytest.raises(UserError, match="no readable report"):
+        compared(tmp_path, first, str(tmp_path / "nowhere"))
+    (tmp_path / "replay").mkdir()
+    (tmp_path / "replay/report.json").write_text(json.dumps({"reports": [{"method": "m"}]}))
+    with pytest.raises(UserError, match="a report without results"):
+        compared(tmp_path, first, str(tmp_path / "replay"))
+    with pytest.raises(UserError, match="two directories"):
+        CompareConfig(compare=["a"])
+    assert asdict(CompareConfig(compare=["a", "b"]))["pairs"] == {}
