@@ -18,6 +18,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -121,21 +122,17 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table]) -> tuple[Benc
     prepare(stack, drafters)
     runtime = make_runtime("auto", subject.device)
     bench = Bench(stack, drafters, subject.config.vocab_size, options.tokens, subject.eos, runtime)
-    return bench, [answered(bench, subject, prompt, options.work) for prompt in prompts]
+    asked = [answered(bench, subject, prompt, options.work) for prompt in prompts]
 
+    def others() -> list[Asked]:
+        """As many other prompts of the same files, where there are others."""
+        taken = {prompt.id for prompt in prompts}
+        more = read_categories(options.prompts, 2 * options.num_prompts)
+        return [answered(bench, subject, each, options.work) for each in more if each.id not in taken] or asked
 
-def prepare_sequoia(bench: Bench, options: argparse.Namespace, taken: Sequence[Asked], subject: Subject) -> None:
-    """Sequoia's trees for Fig. 6 of OPT-Tree, from other prompts of the same files where there are others."""
-    if (options.work / f"sequoia_{SIZES[-1]}.json").exists():
-        return
-    known = {asked.id for asked in taken}
-    more = read_categories(options.prompts, 2 * options.num_prompts)
-    others = [prompt for prompt in more if prompt.id not in known] or more
-    asked = [answered(bench, subject, prompt, options.work) for prompt in others]
-    shares = acceptance_by_rank(bench, "small_lm", asked)
-    for nodes in SIZES:
-        shape = best_shape(shares, nodes, DEPTH)
-        write_json(options.work / f"sequoia_{nodes}.json", [list(path) for path in shape.paths])
+    if (prepares := getattr(paper_of(options), "prepare_rows", None)) is not None:
+        prepares(bench, others, options, tables)
+    return bench, asked
 
 
 def answered(bench: Bench, subject: Subject, prompt: Prompt, work: Path) -> Asked:
@@ -166,9 +163,13 @@ def load_recorded(options: argparse.Namespace) -> tuple[Bench, list[Asked]]:
 # ------------------------------------------------------------------------------------------------------------- choosing
 
 
+def paper_of(options: argparse.Namespace) -> ModuleType:
+    return importlib.import_module(f"papers.{options.paper}")
+
+
 def chosen(options: argparse.Namespace) -> dict[str, Table]:
     """The tables that were asked for; rows whose drafter or category is not there say so."""
-    module = importlib.import_module(f"papers.{options.paper}")
+    module = paper_of(options)
     given = {"small_lm": options.small_lm, "early_exit": options.checkpoint, "eagle3": options.eagle3}
     given |= {"ngrams": options.table, "prompt_lookup": True, "skip_layers": options.target}
     categories = [one.partition("=")[0] for one in options.prompts]

@@ -49,14 +49,14 @@ class Claim:
     """The paper says it. terms: rows in the order of the claim, "row", or "row@quantity" for another than `quantity`.
 
     rises: every term is at least the one before it. level: the terms differ by no more than the share `bound` of their
-    mean. peaks: some term in the middle is above both ends. above: the one term is at least `bound`.
+    mean. peaks: some term in the middle is above both ends. above, below: the one term is at least, at most `bound`.
     scale: what each term is multiplied by first.
     """
 
     says: str
     quantity: str
     terms: tuple[str, ...]
-    kind: Literal["rises", "level", "peaks", "above"] = "rises"
+    kind: Literal["rises", "level", "peaks", "above", "below"] = "rises"
     bound: float = 0.0
     scale: tuple[float, ...] = ()
 
@@ -193,7 +193,9 @@ def statistic(kind: str, bound: float, terms: Sequence[Any]) -> Any:
         return bound - (stacked.max(0) - stacked.min(0)) / np.maximum(np.abs(stacked.mean(0)), 1e-12)
     if kind == "peaks":
         return stacked[1:-1].max(0) - np.maximum(stacked[0], stacked[-1])
-    return stacked[0] - bound if kind == "above" else stacked[-1] - stacked[0]
+    if kind in ("above", "below"):
+        return stacked[0] - bound if kind == "above" else bound - stacked[0]
+    return stacked[-1] - stacked[0]
 
 
 def judge(claim: Claim, rows: Mapping[str, Row], measured: Mapping[str, Mapping[str, Counts]]) -> dict[str, Any]:

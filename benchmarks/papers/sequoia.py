@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from inference.drafters.registry import KINDS
 from inference.settings import MethodConfig, StructureConfig
 from inference.structures.shapes import Shape, parse_shape
-from papers.measuring import Asked, Bench, continued
 from papers.claims import Row
+from papers.measuring import Asked, Bench, continued
 
 RANKS = 32  # of a node's children that are looked at
 
@@ -27,9 +27,9 @@ def acceptance_by_rank(bench: Bench, drafter: str, prompts: Sequence[Asked]) -> 
 def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> Shape:
     """The tree of `nodes` nodes, at most `depth` deep, whose expected accepted length is largest.
 
-    acceptance: by rank, the same at every node, descending. A node is reached with the product along its path, which no
-    descendant exceeds. So the `nodes` largest products are a tree, and no other has a larger sum: what Sequoia's dynamic
-    programme finds.
+    acceptance: by rank, the same at every node. A node is reached with the product along its path, which no descendant
+    exceeds. So the `nodes` largest products are a tree, and no other has a larger sum: what Sequoia's dynamic programme
+    finds.
     """
     descending = sorted(acceptance, reverse=True)
     waiting = [(-descending[0], (0,))]
@@ -39,7 +39,9 @@ def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> Shape:
         found.append(path)
         rank = path[-1]
         if rank + 1 < len(descending):
-            heapq.heappush(waiting, (reached / max(descending[rank], 1e-12) * descending[rank + 1], (*path[:-1], rank + 1)))
+            heapq.heappush(
+                waiting, (reached / max(descending[rank], 1e-12) * descending[rank + 1], (*path[:-1], rank + 1))
+            )
         if len(path) < depth:
             heapq.heappush(waiting, (reached * descending[0], (*path, 0)))
     return parse_shape(found, "Sequoia's tree")
