@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from interleaved import read_categories
 from papers.claims import Table, judged
-from papers.measuring import Asked, Bench, by_row, measure_all
+from papers.measuring import Asked, Bench, by_row, measure_all, read_counts
 from papers.writing import markdown, plot
 
 from conf import reported
@@ -32,7 +32,7 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt, read_prompts
 from draft_models.checkpoint import provenance
 from inference.decode import autoregressive
-from inference.drafters.registry import KINDS
+from inference.drafters.ngrams import open_table
 from inference.evaluate.arms import prepare
 from inference.evaluate.replay import load_vocabulary, read_transcripts, recordings
 from inference.evaluate.report import describe_machine
@@ -55,6 +55,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", help="an early exit for it")
     parser.add_argument("--eagle3", help="an EAGLE-3 head for it")
     parser.add_argument("--table", action="append", help="an n-gram table; aded: several, of growing corpora")
+    parser.add_argument("--code-table", help="aded: a table of source code, for prompts named code")
+    parser.add_argument("--frequent-table", help="aded: a table of n-grams that occur 12 times at least")
     parser.add_argument("--transcripts", help="aded: recorded greedy answers instead of --target")
     parser.add_argument("--tokenizer", help="of --transcripts")
     parser.add_argument("--prompts", action="append", metavar="NAME=FILE", help="a category and its prompts; several")
@@ -117,11 +119,13 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table]) -> tuple[Benc
     )  # fmt: skip
     subject = find_subject(config)
     placed: dict[str, Any] = {"dtype": subject.dtype, "device": subject.device}
-    drafters = load_drafters(config, subject.target, **placed)
+    further = further_tables(options, subject.target)
+    drafters = dict(load_drafters(config, subject.target, **placed))
+    drafters |= {"ngrams": further[options.table[0]]} if options.table else {}
     stack = load_stack(subject.target, None, **placed, by_layers=True)
     prepare(stack, drafters)
     runtime = make_runtime("auto", subject.device)
-    bench = Bench(stack, drafters, subject.config.vocab_size, options.tokens, subject.eos, runtime)
+    bench = Bench(stack, drafters, subject.config.vocab_size, options.tokens, subject.eos, runtime, further)
     asked = [answered(bench, subject, prompt, options.work) for prompt in prompts]
 
     def others() -> list[Asked]:
@@ -152,12 +156,20 @@ def load_recorded(options: argparse.Namespace) -> tuple[Bench, list[Asked]]:
     """n-gram tables and recorded answers to --prompts, which are one file."""
     require(len(options.prompts) == 1, "prompts", options.prompts, "one file, that of --transcripts")
     vocabulary = load_vocabulary(options.tokenizer)
-    loaded = KINDS["ngrams"].load_maker().load(options.table[0], vocabulary, {}) if options.table else None
+    require(bool(options.table), "table", None, "an n-gram table")
+    further = further_tables(options, vocabulary)
     prompts = read_prompts(options.prompts[0].partition("=")[2], limit=options.num_prompts)
     turns = recordings(prompts, read_transcripts(options.transcripts), vocabulary)
     asked = [Asked(turn.id, turn.category, turn.prompt, turn.answer) for turn in turns]
-    drafters = {} if loaded is None else {"ngrams": loaded}
-    return Bench(None, drafters, 1 + max(max(turn.answer) for turn in turns), options.tokens), asked
+    drafters = {"ngrams": further[options.table[0]]}
+    vocabulary_size = 1 + max(max(turn.answer) for turn in turns)
+    return Bench(None, drafters, vocabulary_size, options.tokens, tables=further), asked
+
+
+def further_tables(options: argparse.Namespace, target: Any) -> dict[str, Any]:
+    """The n-gram tables by where they lie. Raises `UserError` for one of another tokenizer."""
+    given = [*(options.table or ()), options.code_table, options.frequent_table]
+    return {where: open_table(where, target.vocabulary_digest, target.vocabulary_size) for where in given if where}
 
 
 # ------------------------------------------------------------------------------------------------------------- choosing
@@ -183,7 +195,7 @@ def chosen(options: argparse.Namespace) -> dict[str, Table]:
         for row in table.rows:
             source = row.method.source if row.method else getattr(module, "SOURCES", ("",))[0]
             lacking = f"needs {OPTIONS.get(source, source)}" if source and not given.get(source) else ""
-            if not lacking and row.category and row.category not in categories:
+            if not lacking and not options.transcripts and row.category and row.category not in categories:
                 lacking = f"needs --prompts {row.category}=FILE"
             if options.transcripts and (row.sampling.temperature or not row.method):
                 lacking = lacking or "needs --target: recordings are greedy"
@@ -194,7 +206,7 @@ def chosen(options: argparse.Namespace) -> dict[str, Table]:
 
 
 def entry_of(
-    options: argparse.Namespace, tables: Mapping[str, Any], prompts: Sequence[Asked], dtype: str
+    options: argparse.Namespace, tables: Mapping[str, Any], prompts: Sequence[Asked], dtype: str, measured: set[str]
 ) -> dict[str, Any]:
     models = {"target": options.target, "small LM": options.small_lm, "early exit": options.checkpoint,
               "EAGLE-3": options.eagle3, "table": options.table and options.table[0],
@@ -202,7 +214,7 @@ def entry_of(
     return {
         "models": {name: where and str(Path(where).name) for name, where in models.items()},
         "categories": sorted({asked.category for asked in prompts}),
-        "prompts": len(prompts),
+        "prompts": len(measured & {asked.id for asked in prompts}),
         "tokens": options.tokens,
         "dtype": dtype,
         "timed": options.timed,
@@ -225,7 +237,9 @@ def main() -> None:
     record = {"paper": options.paper, "entries": {}}
     if options.out.exists():
         record = read_json(options.out, "results of a paper", "give another --out")
-    record["entries"][options.label] = entry_of(options, found, prompts, dtype)
+    record["entries"][options.label] = entry_of(
+        options, found, prompts, dtype, {prompt for _, prompt in read_counts(options.work)}
+    )
     write_json(options.out, record)
     picture = plot(record)
     if picture is not None:

@@ -6,6 +6,7 @@ made of such sums, so that the bootstrap draws prompts anew and nothing else: ro
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +30,7 @@ class Row:
     paper: the cells of the paper's own table, by column there.
     method: None with `measure`, which then gives the counts (bench, row, prompt).
     category: only prompts of this category count; empty: all.
+    table: the n-gram table that it drafts from; empty: the first one given.
     x: where a plot has it. line: which line of the plot it belongs to.
     never: why it is not run.
     """
@@ -38,6 +40,7 @@ class Row:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     paper: tuple[str, ...] = ()
     category: str = ""
+    table: str = ""
     x: float | None = None
     line: str = ""
     measure: Callable[..., Counts] | None = None
@@ -165,6 +168,14 @@ def sums(counts: Mapping[str, Counts], prompts: Sequence[str], weights: Any) -> 
     return dict(zip(keys, (weights @ table).T, strict=True))
 
 
+def by_conversation(counts: Mapping[str, Counts]) -> dict[str, Counter[str]]:
+    """The counts of prompts, those of a conversation's turns together: turns are alike, and drawn together."""
+    found: dict[str, Counter[str]] = {}
+    for prompt, own in counts.items():
+        found.setdefault(prompt.partition("/turn")[0], Counter()).update(own)  # type: ignore[arg-type]
+    return found
+
+
 def why_not(row: Row, counts: Mapping[str, Counts], name: str) -> str:
     """Why a quantity of a row is not known; empty where it is."""
     if row.never:
@@ -210,6 +221,7 @@ def judge(claim: Claim, rows: Mapping[str, Row], measured: Mapping[str, Mapping[
     reasons = [why_not(row, measured.get(row.name, {}), name) for row, name in parts]
     if any(reasons):
         return {**found, "verdict": NOT_RUN, "reason": next(filter(None, reasons))}
+    measured = {row.name: by_conversation(measured[row.name]) for row, _ in parts}
     prompts = sorted({prompt for row, _ in parts for prompt in measured[row.name]})
     scale = claim.scale or (1.0,) * len(parts)
     draws = np.random.default_rng(0).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), DRAWS)

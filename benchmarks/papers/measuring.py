@@ -47,7 +47,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Bench:
-    """What decodes. stack: None where answers were recorded and no target is there. tokens: new ones at most."""
+    """What decodes. stack: None where answers were recorded and no target is there. tokens: new ones at most.
+
+    tables: further n-gram tables, by where they lie (see `Row.table`).
+    """
 
     stack: LayerStack | None
     drafters: Drafters
@@ -55,6 +58,11 @@ class Bench:
     tokens: int
     eos: Collection[int] = ()
     runtime: Runtime = field(default_factory=Eager)
+    tables: Mapping[str, Any] = field(default_factory=dict)
+
+    def drafters_of(self, row: Row) -> Drafters:
+        """The models of a row's method."""
+        return {**self.drafters, "ngrams": self.tables[row.table]} if row.table else self.drafters
 
     def budget(self, asked: Asked) -> int:
         """New tokens at most; a recorded answer is replayed whole."""
@@ -87,7 +95,7 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
     """The prompt continued by a row's method, its structure watched."""
     assert row.method is not None
     streams = Streams(0, asked.id).within(key_of(row))
-    drafter = new_drafter(row.method, bench.drafters, streams, row.sampling.temperature > 0)
+    drafter = new_drafter(row.method, bench.drafters_of(row), streams, row.sampling.temperature > 0)
     if isinstance(drafter, Shaped):
         drafter.structure = Watched(drafter.structure)
     if replays(row) and not live:
@@ -133,10 +141,12 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int) -> dic
     """Seconds of all rows with a method, by key: in turn with plain decoding, and before the first prompt once more."""
     found: dict[str, dict[str, float]] = {}
     assert bench.stack is not None
-    for sampling in dict.fromkeys(row.sampling for row in rows.values()):
-        own = {key: row.method for key, row in rows.items() if row.sampling == sampling and row.method is not None}
+    for sampling, table in dict.fromkeys((row.sampling, row.table) for row in rows.values()):
+        alike = {key: row for key, row in rows.items() if (row.sampling, row.table) == (sampling, table)}
+        own = {key: row.method for key, row in alike.items() if row.method is not None}
+        drafters = bench.drafters_of(next(iter(alike.values())))
         options: dict[str, Any] = {"eos": bench.eos, "sampling": sampling, "runtime": bench.runtime}
-        arms = make_arms(bench.stack, bench.drafters, own, None, max_new_tokens=bench.tokens, **options)
+        arms = make_arms(bench.stack, drafters, own, None, max_new_tokens=bench.tokens, **options)
         names = [*own, AUTOREGRESSIVE]
         for name in names if not turn else ():
             arms[name](asked.ids, Streams(0, asked.id))
@@ -161,7 +171,8 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int) -> dic
 
 def key_of(row: Row) -> str:
     """What a row's counts are kept under: rows that decode alike share them."""
-    what: Any = [asdict(row.method), asdict(row.sampling)] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
+    parts = [asdict(row.sampling), *([row.table] if row.table else [])]
+    what: Any = [asdict(row.method), *parts] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
