@@ -10,7 +10,7 @@ Nothing is timed without --timed, so a busy machine does no harm: τ, shares and
 With --timed every row is decoded once more, in turn with plain decoding; that wants a machine that does nothing else.
 
 Counts are kept by prompt and row in --work. The same command goes on where it was cut, and measures only what is new.
-A run replaces the entry --label of --out and leaves the others, so one file has several targets.
+A run replaces its tables in the entry --label of --out and leaves the others, so one file has several targets.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from interleaved import read_categories
 from papers.claims import Table, judged
-from papers.measuring import Asked, Bench, by_row, measure_all, read_counts
+from papers.measuring import Asked, Bench, by_row, measure_all, read_counts, runnable
+from papers.shots import with_example
 from papers.writing import markdown, plot
 
 from conf import reported
@@ -44,6 +45,7 @@ from outrider.files import read_json, require_writable, write_json
 
 PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd")
 RESULTS = Path(__file__).parent / "results"
+PLAIN = MethodConfig(source="prompt_lookup")  # which needs no model
 OPTIONS = {"small_lm": "--small-lm", "early_exit": "--checkpoint", "eagle3": "--eagle3", "ngrams": "--table"}
 
 
@@ -55,6 +57,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", help="an early exit for it")
     parser.add_argument("--eagle3", help="an EAGLE-3 head for it")
     parser.add_argument("--table", action="append", help="an n-gram table; aded: several, of growing corpora")
+    parser.add_argument("--ablation", help="eesd: --out of ablate_eesd.py, for its no_layer and open_data")
+    parser.add_argument("--exits", nargs="+", help="eesd: early exits at several layers")
+    parser.add_argument(
+        "--skip", type=int, nargs="+", help="eesd: layers that self-speculation leaves out; else chosen"
+    )
+    parser.add_argument("--shot", action="store_true", help="one solved example before every prompt")
     parser.add_argument("--code-table", help="aded: a table of source code, for prompts named code")
     parser.add_argument("--frequent-table", help="aded: a table of n-grams that occur 12 times at least")
     parser.add_argument("--transcripts", help="aded: recorded greedy answers instead of --target")
@@ -108,34 +116,40 @@ def require_same(options: argparse.Namespace) -> None:
 
 def load(options: argparse.Namespace, tables: Mapping[str, Table]) -> tuple[Bench, list[Asked]]:
     """The models and the prompts. Raises `UserError` for bad input, before a model is read where that shows."""
-    prompts = read_categories(options.prompts, options.num_prompts)
+    prompts = read_prompts_of(options, options.num_prompts)
     if options.transcripts is not None:
         return load_recorded(options)
-    stand_in = {"plain": MethodConfig(source="prompt_lookup")}
+    rows = runnable(list(tables.values()))
+    methods = {key: row.method for key, row in rows.items() if row.method and not row.other}
     config = EvaluateConfig(
         target=options.target, small_lm=options.small_lm, checkpoint=options.checkpoint, eagle3=options.eagle3,
-        table=options.table[0] if options.table else None, methods=stand_in, dtype=options.dtype,
+        table=options.table[0] if options.table else None, methods=methods or {"plain": PLAIN}, dtype=options.dtype,
         device=options.device, ignore_eos=options.ignore_eos, generation_config="none",
     )  # fmt: skip
     subject = find_subject(config)
     placed: dict[str, Any] = {"dtype": subject.dtype, "device": subject.device}
-    further = further_tables(options, subject.target)
+    others = further_tables(options, subject.target)
     drafters = dict(load_drafters(config, subject.target, **placed))
-    drafters |= {"ngrams": further[options.table[0]]} if options.table else {}
+    drafters |= {"ngrams": others[options.table[0]]} if options.table else {}
     stack = load_stack(subject.target, None, **placed, by_layers=True)
     prepare(stack, drafters)
+    for where in further_exits(options):
+        own = {"plain": PLAIN, **{key: row.method for key, row in rows.items() if row.method and row.other == where}}
+        loaded = load_drafters(replace(config, checkpoint=where, small_lm=None, methods=own), subject.target, **placed)
+        prepare(stack, {"early_exit": loaded["early_exit"]})
+        others[where] = loaded["early_exit"]
     runtime = make_runtime("auto", subject.device)
-    bench = Bench(stack, drafters, subject.config.vocab_size, options.tokens, subject.eos, runtime, further)
+    bench = Bench(stack, drafters, subject.config.vocab_size, options.tokens, subject.eos, runtime, others)
     asked = [answered(bench, subject, prompt, options.work) for prompt in prompts]
 
-    def others() -> list[Asked]:
+    def more() -> list[Asked]:
         """As many other prompts of the same files, where there are others."""
         taken = {prompt.id for prompt in prompts}
-        more = read_categories(options.prompts, 2 * options.num_prompts)
-        return [answered(bench, subject, each, options.work) for each in more if each.id not in taken] or asked
+        found = read_prompts_of(options, 2 * options.num_prompts)
+        return [answered(bench, subject, each, options.work) for each in found if each.id not in taken] or asked
 
     if (prepares := getattr(paper_of(options), "prepare_rows", None)) is not None:
-        prepares(bench, others, options, tables)
+        prepares(bench, more, options, tables)
     return bench, asked
 
 
@@ -157,13 +171,30 @@ def load_recorded(options: argparse.Namespace) -> tuple[Bench, list[Asked]]:
     require(len(options.prompts) == 1, "prompts", options.prompts, "one file, that of --transcripts")
     vocabulary = load_vocabulary(options.tokenizer)
     require(bool(options.table), "table", None, "an n-gram table")
-    further = further_tables(options, vocabulary)
+    others = further_tables(options, vocabulary)
     prompts = read_prompts(options.prompts[0].partition("=")[2], limit=options.num_prompts)
     turns = recordings(prompts, read_transcripts(options.transcripts), vocabulary)
     asked = [Asked(turn.id, turn.category, turn.prompt, turn.answer) for turn in turns]
-    drafters = {"ngrams": further[options.table[0]]}
+    drafters = {"ngrams": others[options.table[0]]}
     vocabulary_size = 1 + max(max(turn.answer) for turn in turns)
-    return Bench(None, drafters, vocabulary_size, options.tokens, tables=further), asked
+    return Bench(None, drafters, vocabulary_size, options.tokens, others=others), asked
+
+
+def read_prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
+    """So many of every category, with --shot each after an example."""
+    found = read_categories(options.prompts, count)
+    for one in options.prompts if options.shot else ():
+        name, _, file = one.partition("=")
+        own = [prompt for prompt in found if prompt.category == name]
+        solved = dict(zip((prompt.id for prompt in own), with_example(own, file), strict=True))
+        found = [solved.get(prompt.id, prompt) for prompt in found]
+    return found
+
+
+def further_exits(options: argparse.Namespace) -> list[str]:
+    """Early exits besides --checkpoint."""
+    trained = [str(Path(options.ablation) / name) for name in ("no_layer", "open_data")] if options.ablation else []
+    return [*trained, *(options.exits or ())]
 
 
 def further_tables(options: argparse.Namespace, target: Any) -> dict[str, Any]:
@@ -179,13 +210,19 @@ def paper_of(options: argparse.Namespace) -> ModuleType:
     return importlib.import_module(f"papers.{options.paper}")
 
 
+def every_table(options: argparse.Namespace) -> dict[str, Table]:
+    categories = [one.partition("=")[0] for one in options.prompts]
+    found: dict[str, Table] = paper_of(options).tables(options=options, categories=categories)
+    return found
+
+
 def chosen(options: argparse.Namespace) -> dict[str, Table]:
     """The tables that were asked for; rows whose drafter or category is not there say so."""
     module = paper_of(options)
     given = {"small_lm": options.small_lm, "early_exit": options.checkpoint, "eagle3": options.eagle3}
     given |= {"ngrams": options.table, "prompt_lookup": True, "skip_layers": options.target}
     categories = [one.partition("=")[0] for one in options.prompts]
-    found: dict[str, Table] = module.tables(options=options, categories=categories)
+    found = every_table(options)
     keys = options.tables or list(found)
     unknown = [key for key in keys if key not in found]
     require(not unknown, "tables", unknown, f"some of {', '.join(found)}")
@@ -237,6 +274,8 @@ def main() -> None:
     record = {"paper": options.paper, "entries": {}}
     if options.out.exists():
         record = read_json(options.out, "results of a paper", "give another --out")
+    before = record["entries"].get(options.label, {"tables": {}})["tables"]
+    found = {key: found.get(key) or before[key] for key in every_table(options) if key in found or key in before}
     record["entries"][options.label] = entry_of(
         options, found, prompts, dtype, {prompt for _, prompt in read_counts(options.work)}
     )

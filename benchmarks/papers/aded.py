@@ -53,7 +53,7 @@ def main_table(groups: Sequence[str], given: Sequence[str], code_table: str | No
     rows += [Row(f"ADED, {name}", drafting(PAPER), paper=paper.get(name, ()), category=name) for name in groups
              if name not in MT_BENCH]  # fmt: skip
     code = Row("ADED, code, with a table of code", drafting(PAPER), paper=paper["code"], category="code")
-    rows.append(replace(code, table=code_table or "", never="" if code_table else "needs --code-table"))
+    rows.append(replace(code, other=code_table or "", never="" if code_table else "needs --code-table"))
     rows.append(Row("best-first, all prompts (ours)", drafting(BEST_FIRST)))
     rows += [Row(name, never="no drafter of this project", paper=paper) for name, paper in
              (("REST", ("1.97, 1.98, 1.95", "16.31, 25.43, 28.63")),
@@ -132,7 +132,6 @@ def searches() -> Table:
     counts = (10, 25, 50, 100, 150, 300)
     rows = [Row(f"{s} searches", drafting(replace(PAPER, iterations=s)), x=s) for s in counts]
     greedy = Row("150 searches, greedy (C1 = 0)", drafting(replace(PAPER, c1=0.0)), paper=("1.493",))
-    names = tuple(row.name for row in rows)
     return Table(
         "Fig. 6: the number of searches, and greedy search",
         ("tau", "per_round"),
@@ -148,7 +147,7 @@ def searches() -> Table:
 
 
 def corpus_sizes(given: Sequence[str]) -> Table:
-    rows = tuple(Row(f"table {Path(where).name}", drafting(PAPER), table=where) for where in given)
+    rows = tuple(Row(f"table {Path(where).name}", drafting(PAPER), other=where) for where in given)
     names = tuple(row.name for row in rows)
     return Table(
         "Table 2: the size of the corpus (121k and 774k conversations: 2.30 and 2.42)",
@@ -196,7 +195,7 @@ def exploration() -> Table:
 def readings_of_t(frequent: str | None) -> Table:
     """frequent: a table of tri-grams that occur twelve times at least."""
     likeliest = Row("the 12 likeliest successors", drafting(PAPER))
-    counted = Row("12 occurrences", drafting(replace(PAPER, widest=10_000)), table=frequent or "",
+    counted = Row("12 occurrences", drafting(replace(PAPER, widest=10_000)), other=frequent or "",
                   never="" if frequent else "needs --frequent-table, built with min_count=12")  # fmt: skip
     rows = (likeliest, Row("no threshold", drafting(replace(PAPER, widest=10_000))), counted)
     return Table(

@@ -30,7 +30,7 @@ class Row:
     paper: the cells of the paper's own table, by column there.
     method: None with `measure`, which then gives the counts (bench, row, prompt).
     category: only prompts of this category count; empty: all.
-    table: the n-gram table that it drafts from; empty: the first one given.
+    other: where the model lies that it drafts from; empty: the one given for its source, of tables the first.
     x: where a plot has it. line: which line of the plot it belongs to.
     never: why it is not run.
     """
@@ -40,7 +40,7 @@ class Row:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     paper: tuple[str, ...] = ()
     category: str = ""
-    table: str = ""
+    other: str = ""
     x: float | None = None
     line: str = ""
     measure: Callable[..., Counts] | None = None

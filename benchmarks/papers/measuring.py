@@ -49,7 +49,7 @@ class Asked:
 class Bench:
     """What decodes. stack: None where answers were recorded and no target is there. tokens: new ones at most.
 
-    tables: further n-gram tables, by where they lie (see `Row.table`).
+    others: further models, by where they lie (see `Row.other`).
     """
 
     stack: LayerStack | None
@@ -58,11 +58,14 @@ class Bench:
     tokens: int
     eos: Collection[int] = ()
     runtime: Runtime = field(default_factory=Eager)
-    tables: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     def drafters_of(self, row: Row) -> Drafters:
         """The models of a row's method."""
-        return {**self.drafters, "ngrams": self.tables[row.table]} if row.table else self.drafters
+        if not row.other:
+            return self.drafters
+        assert row.method is not None
+        return {**self.drafters, row.method.source: self.others[row.other]}
 
     def budget(self, asked: Asked) -> int:
         """New tokens at most; a recorded answer is replayed whole."""
@@ -141,8 +144,8 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int) -> dic
     """Seconds of all rows with a method, by key: in turn with plain decoding, and before the first prompt once more."""
     found: dict[str, dict[str, float]] = {}
     assert bench.stack is not None
-    for sampling, table in dict.fromkeys((row.sampling, row.table) for row in rows.values()):
-        alike = {key: row for key, row in rows.items() if (row.sampling, row.table) == (sampling, table)}
+    for sampling, other in dict.fromkeys((row.sampling, row.other) for row in rows.values()):
+        alike = {key: row for key, row in rows.items() if (row.sampling, row.other) == (sampling, other)}
         own = {key: row.method for key, row in alike.items() if row.method is not None}
         drafters = bench.drafters_of(next(iter(alike.values())))
         options: dict[str, Any] = {"eos": bench.eos, "sampling": sampling, "runtime": bench.runtime}
@@ -171,7 +174,7 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int) -> dic
 
 def key_of(row: Row) -> str:
     """What a row's counts are kept under: rows that decode alike share them."""
-    parts = [asdict(row.sampling), *([row.table] if row.table else [])]
+    parts = [asdict(row.sampling), *([row.other] if row.other else [])]
     what: Any = [asdict(row.method), *parts] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
