@@ -11,8 +11,9 @@ A page marks its table with two comments, and the table's own header says which 
 
 Every row under the header is written anew, baselines first. So is every figure of the form "`eesd_beta` τ 3.64"
 elsewhere on the page. The tables of the record (benchmarks/bench_real.py) stand between "float32 table: begin" and
-"float32 table: end", and so for each entry's dtype; between those of "float32 summary" without categories. --check
-writes nothing, and ends with status 1 where a page differs from the report.
+"float32 table: end", and so for each entry's dtype; between those of "float32 summary" without categories. What became
+of a paper's claims (benchmarks/paper.py) stands between "gsd tables: begin" and "gsd tables: end", and so for each
+paper. --check writes nothing, and ends with status 1 where a page differs from the report.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from papers.writing import markdown
 from record_tables import interval, summary, tables
 
 Report = Mapping[str, Any]
@@ -55,6 +57,16 @@ def fill_record(page: str, entries: Mapping[str, Any]) -> str:
     filled, count = places.subn(lambda found: found[1] + shapes[found[3]](entries[found[2]]) + found[5], page)
     if not count:
         raise ValueError(f"no place for {', '.join(entries)}; expected <!-- {next(iter(entries))} table: begin -->")
+    return filled
+
+
+def fill_paper(page: str, record: Mapping[str, Any]) -> str:
+    """`page` with all tables of a paper. Raises `ValueError` where it has no place for them."""
+    name = record["paper"]
+    place = re.compile(rf"(<!-- {name} tables: begin -->\n)(.*?)(<!-- {name} tables: end -->)", re.DOTALL)
+    filled, count = place.subn(lambda found: found[1] + markdown(record) + found[3], page)
+    if not count:
+        raise ValueError(f"no place for {name}; expected <!-- {name} tables: begin -->")
     return filled
 
 
@@ -102,7 +114,7 @@ def cells_of(report: Report) -> dict[str, str]:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, help="report.json of evaluate-checkpoint, or a record")
+    parser.add_argument("report", type=Path, help="report.json of evaluate-checkpoint, a record, or a paper's results")
     parser.add_argument("pages", type=Path, nargs="+", help="Markdown files")
     parser.add_argument("--check", action="store_true", help="compare, do not write")
     options = parser.parse_args(arguments)
@@ -110,7 +122,10 @@ def main(arguments: Sequence[str]) -> None:
     reports, differ = content.get("reports", [content]), []
     for page in options.pages:
         old = page.read_text()
-        new = fill_record(old, content["entries"]) if "entries" in content else fill(old, reports)
+        if "paper" in content:
+            new = fill_paper(old, content)
+        else:
+            new = fill_record(old, content["entries"]) if "entries" in content else fill(old, reports)
         if new != old:
             differ.append(str(page))
             if not options.check:

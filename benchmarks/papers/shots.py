@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from data_prep.text.prompt_records import to_prompt
 from data_prep.text.prompts import Prompt
@@ -18,7 +19,7 @@ def with_example(prompts: Sequence[Prompt], file: str) -> list[Prompt]:
     """
     asked = {prompt.turns[0] for prompt in prompts}
     example: tuple[str, str] | None = None
-    for number, raw in read_file(file):
+    for number, raw in read_file(Path(file).expanduser()):
         answers = [raw[key] for key in ANSWERS if raw.get(key)] if isinstance(raw, dict) else []
         if answers and (turn := to_prompt(raw, f"{file}:{number}", number).turns[0]) not in asked:
             example = (turn, str(answers[0]))
