@@ -16,7 +16,7 @@ A run replaces its tables in the entry --label of --out and leaves the others, s
 import argparse
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,8 +32,10 @@ from conf import reported
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt, read_prompts
 from draft_models.checkpoint import provenance
+from draft_models.target.open_target import open_target
 from inference.decode import autoregressive
 from inference.drafters.ngrams import open_table
+from inference.drafters.registry import KINDS
 from inference.evaluate.arms import prepare
 from inference.evaluate.replay import load_vocabulary, read_transcripts, recordings
 from inference.evaluate.report import describe_machine
@@ -122,6 +124,8 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table]) -> tuple[Benc
         return load_recorded(options)
     rows = runnable(list(tables.values()))
     methods = {key: row.method for key, row in rows.items() if row.method and not row.other}
+    known = ("eagle", "binary")  # Sequoia's trees are made once their drafter is there
+    methods = {key: method for key, method in methods.items() if method.structure.shape in known}
     config = EvaluateConfig(
         target=options.target, small_lm=options.small_lm, checkpoint=options.checkpoint, eagle3=options.eagle3,
         table=options.table[0] if options.table else None, methods=methods or {"plain": PLAIN}, dtype=options.dtype,
@@ -248,9 +252,12 @@ def entry_of(
 ) -> dict[str, Any]:
     models = {"target": options.target, "small LM": options.small_lm, "early exit": options.checkpoint,
               "EAGLE-3": options.eagle3, "table": options.table and options.table[0],
-              "answers": options.transcripts and Path(options.transcripts).name}  # fmt: skip
+              "recorded answers": options.transcripts}  # fmt: skip
+    kinds = {"small_lm": options.small_lm, "early_exit": options.checkpoint, "eagle3": options.eagle3}
+    known = {kind: KINDS[kind].load_maker().identity(where) for kind, where in kinds.items() if where}
     return {
-        "models": {name: where and str(Path(where).name) for name, where in models.items()},
+        "models": {name: where and Path(where).name for name, where in models.items()},
+        "digests": {**known, "target": options.target and asdict(open_target(options.target).fingerprint)},
         "categories": sorted({asked.category for asked in prompts}),
         "prompts": len(measured & {asked.id for asked in prompts}),
         "tokens": options.tokens,

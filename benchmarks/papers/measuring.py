@@ -140,8 +140,11 @@ def counts_of(generation: Generation) -> dict[str, float]:
     return {key: float(amount) for key, amount in found.items()}
 
 
-def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int) -> dict[str, dict[str, float]]:
-    """Seconds of all rows with a method, by key: in turn with plain decoding, and before the first prompt once more."""
+def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, cold: bool) -> dict[str, dict[str, float]]:
+    """Seconds of all rows with a method, by key: in turn with plain decoding, who begins changing with `turn`.
+
+    cold: nothing was timed before; all decode once without a clock.
+    """
     found: dict[str, dict[str, float]] = {}
     assert bench.stack is not None
     for sampling, other in dict.fromkeys((row.sampling, row.other) for row in rows.values()):
@@ -151,7 +154,7 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int) -> dic
         options: dict[str, Any] = {"eos": bench.eos, "sampling": sampling, "runtime": bench.runtime}
         arms = make_arms(bench.stack, drafters, own, None, max_new_tokens=bench.tokens, **options)
         names = [*own, AUTOREGRESSIVE]
-        for name in names if not turn else ():
+        for name in names if cold else ():
             arms[name](asked.ids, Streams(0, asked.id))
         shift = turn % len(names)
         done = {name: arms[name](asked.ids, Streams(0, asked.id)) for name in names[shift:] + names[:shift]}
@@ -202,7 +205,7 @@ def measure_all(
 
     minutes: no prompt begins later, but for the first. times: take times too.
     """
-    began, rows, done = time.monotonic(), runnable(tables), read_counts(folder)
+    began, rows, done, cold = time.monotonic(), runnable(tables), read_counts(folder), True
     with (folder / COUNTS_FILE).open("a") as file:
 
         def keep(key: str, asked: Asked, counts: Mapping[str, float]) -> None:
@@ -212,16 +215,17 @@ def measure_all(
         for turn, asked in enumerate(tqdm(prompts, desc="measure", unit="prompt", disable=None)):
             mine = {key: row for key, row in rows.items() if row.category in ("", asked.category)}
             todo = {key: row for key, row in mine.items() if (key, asked.id) not in done}
-            if todo and turn and minutes is not None and time.monotonic() - began > 60 * minutes:
+            untimed = {key: row for key, row in mine.items()
+                       if times and row.method and "seconds" not in done.get((key, asked.id), {})}  # fmt: skip
+            if (todo or untimed) and turn and minutes is not None and time.monotonic() - began > 60 * minutes:
                 break
             for key, row in todo.items():
                 counts = row.measure(bench, row, asked) if row.measure else counts_of(continued(bench, row, asked))
                 keep(key, asked, counts)
-            untimed = {key: row for key, row in mine.items()
-                       if row.method and "seconds" not in done.get((key, asked.id), {})}  # fmt: skip
-            if times and untimed:
-                for key, seconds in timed(bench, untimed, asked, turn).items():
+            if untimed:
+                for key, seconds in timed(bench, untimed, asked, turn, cold=cold).items():
                     keep(key, asked, seconds)
+                cold = False
 
 
 def by_row(table: Table, prompts: Sequence[Asked], folder: Path) -> dict[str, dict[str, Counts]]:

@@ -1,6 +1,7 @@
 """A paper's results as Markdown and as a picture, from the JSON alone. Light: it needs no torch."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,13 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 
 def said(name: str, entry: Mapping[str, Any]) -> str:
-    """What was measured."""
-    models = ", ".join(f"{kind} `{where}`" for kind, where in entry["models"].items() if where)
+    """What was measured, and how the claims fared in all."""
+    models = ", ".join(kind for kind, where in entry["models"].items() if where)
+    verdicts = Counter(claim["verdict"] for one in entry["tables"].values() for claim in one["claims"])
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
     return (
-        f"- `{name}`: {models}; {entry['prompts']} prompts ({', '.join(entry['categories'])}) × up to "
-        f"{entry['tokens']} tokens, {entry['dtype']}."
+        f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × up to "
+        f"{entry['tokens']} tokens, {entry['dtype']}. Claims: {counted}."
     )
 
 
@@ -42,10 +45,12 @@ def table(key: str, found: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
     ]  # fmt: skip
     columns = [f"{name}: {here[name]['quantities'][quantity]['label']}" for name, quantity in shown]
     columns = columns or ["here"]
-    if first["rows"]:
+    rows = {name: row for one in reversed(here.values()) for name, row in one["rows"].items()}
+    if rows:
         lines.append("| | " + " | ".join([*(f"paper: {column}" for column in first["columns"]), *columns]) + " |")
         lines.append("|---" * (1 + len(first["columns"]) + len(columns)) + "|")
-    for name, row in first["rows"].items():
+    for name in dict.fromkeys(name for one in here.values() for name in one["rows"]):
+        row = rows[name]
         cells = [cell(here[entry], name, quantity) for entry, quantity in shown]
         reason = row["never"] if all(one["rows"].get(name, row)["never"] for one in here.values()) else ""
         cells = [f"not run: {reason}", *[""] * (len(columns) - 1)] if reason else cells or [""]
@@ -60,13 +65,18 @@ def cell(table: Mapping[str, Any], row: str, quantity: str) -> str:
 
 
 def claims(here: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Every claim with its verdict on every target."""
-    first = next(iter(here.values()))
-    return [
-        f"- {claim['says']}: "
-        + "; ".join(f"{name} {verdict(one['claims'][place])}" for name, one in here.items())
-        for place, claim in enumerate(first["claims"])
-    ]  # fmt: skip
+    """Every claim with its verdict on every target; those that were timed nowhere on one line."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for name, one in here.items():
+        for claim in one["claims"]:
+            found.setdefault(claim["says"], {})[name] = claim
+    lines, untimed = [], []
+    for says, own in found.items():
+        if all(claim.get("reason", "").startswith("a time:") for claim in own.values()):
+            untimed.append(says)
+        else:
+            lines.append(f"- {says}: {'; '.join(f'{name} {verdict(claim)}' for name, claim in own.items())}")
+    return lines + ([f"- Not run, as nothing was timed: {'; '.join(untimed)}"] if untimed else [])
 
 
 def verdict(claim: Mapping[str, Any]) -> str:
