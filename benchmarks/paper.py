@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from interleaved import read_categories
 from papers.claims import Table, judged
-from papers.measuring import Asked, Bench, by_row, measure_all, read_counts, runnable
+from papers.measuring import Asked, Bench, by_row, key_of, measure_all, read_counts, runnable
 from papers.shots import with_example
 from papers.writing import markdown, plot
 
@@ -123,7 +123,7 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table]) -> tuple[Benc
     if options.transcripts is not None:
         return load_recorded(options)
     rows = runnable(list(tables.values()))
-    methods = {key: row.method for key, row in rows.items() if row.method and not row.other}
+    methods = {key_of(row): row.method for row in rows if row.method and not row.other}
     known = ("eagle", "binary")  # Sequoia's trees are made once their drafter is there
     methods = {key: method for key, method in methods.items() if method.structure.shape in known}
     config = EvaluateConfig(
@@ -139,7 +139,7 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table]) -> tuple[Benc
     stack = load_stack(subject.target, None, **placed, by_layers=True)
     prepare(stack, drafters)
     for where in further_exits(options):
-        own = {"plain": PLAIN, **{key: row.method for key, row in rows.items() if row.method and row.other == where}}
+        own = {"plain": PLAIN, **{key_of(row): row.method for row in rows if row.method and row.other == where}}
         loaded = load_drafters(replace(config, checkpoint=where, small_lm=None, methods=own), subject.target, **placed)
         prepare(stack, {"early_exit": loaded["early_exit"]})
         others[where] = loaded["early_exit"]

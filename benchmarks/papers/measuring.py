@@ -182,10 +182,15 @@ def key_of(row: Row) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def runnable(tables: Sequence[Table]) -> dict[str, Row]:
-    """The rows to measure, by key, each once."""
+def runnable(tables: Sequence[Table]) -> list[Row]:
+    """The rows to measure. Some may decode alike (see `key_of`), also on other prompts."""
     rows = [row for table in tables if not table.never for row in table.rows if not row.never]
-    return {key_of(row): row for row in rows if row.method or row.measure}
+    return [row for row in rows if row.method or row.measure]
+
+
+def about(asked: Asked, rows: Sequence[Row]) -> dict[str, Row]:
+    """Those of `rows` that a prompt counts for, by key."""
+    return {key_of(row): row for row in rows if row.category in ("", asked.category)}
 
 
 def read_counts(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
@@ -213,7 +218,7 @@ def measure_all(
             file.flush()
 
         for turn, asked in enumerate(tqdm(prompts, desc="measure", unit="prompt", disable=None)):
-            mine = {key: row for key, row in rows.items() if row.category in ("", asked.category)}
+            mine = about(asked, rows)
             todo = {key: row for key, row in mine.items() if (key, asked.id) not in done}
             untimed = {key: row for key, row in mine.items()
                        if times and row.method and "seconds" not in done.get((key, asked.id), {})}  # fmt: skip
@@ -230,15 +235,9 @@ def measure_all(
 
 def by_row(table: Table, prompts: Sequence[Asked], folder: Path) -> dict[str, dict[str, Counts]]:
     """The counts of a table's rows by prompt, of prompts on which all of its rows were measured."""
-    done = read_counts(folder)
-    rows = runnable([table])
-    whole = [
-        asked for asked in prompts
-        if all((key, asked.id) in done for key, row in rows.items() if row.category in ("", asked.category))
-    ]  # fmt: skip
+    done, rows = read_counts(folder), runnable([table])
+    whole = [asked for asked in prompts if all((key, asked.id) in done for key in about(asked, rows))]
     return {
-        row.name: {asked.id: done[key, asked.id] for asked in whole if row.category in ("", asked.category)}
-        for row in table.rows
-        if (row.method or row.measure) and not row.never
-        for key in [key_of(row)]
+        row.name: {asked.id: done[key_of(row), asked.id] for asked in whole if row.category in ("", asked.category)}
+        for row in rows
     }

@@ -63,6 +63,34 @@ def test_replayed_rounds_are_those_of_decoding(pair: tuple[LayerStack, LayerStac
     assert counts_of(live)["accepted"] > 0
 
 
+def test_prompts_are_measured_whole_until_the_time_is_over(pair: tuple[LayerStack, LayerStack], tmp_path: Path) -> None:
+    """A prompt on which a row is missing counts for no row; the same call goes on."""
+    from papers.claims import Row, Table
+    from papers.measuring import Asked, Bench, by_row, key_of, measure_all, read_counts
+
+    stack, small = pair
+    bench = Bench(stack, {"small_lm": small}, stack.config.vocab_size, 4)
+    rows = tuple(Row(f"K = {k}", MethodConfig(source="small_lm", stop=StopConfig(max_draft=k))) for k in (1, 2))
+    rows = (*rows, Row("K = 1, b only", rows[0].method, category="b"))
+    asked = []
+    for place, category in enumerate("ab"):
+        ids = tuple(random_prompt(6, place))
+        answer = [token for r in autoregressive(stack, ids, max_new_tokens=4) for token in r.tokens]
+        asked.append(Asked(f"p{place}", category, ids, tuple(answer)))
+    table = Table("t", rows=rows)
+    measure_all(bench, [table], asked, tmp_path, minutes=0, times=False)
+    assert {prompt for _, prompt in read_counts(tmp_path)} == {"p0"}
+    measure_all(bench, [table], asked, tmp_path, minutes=None, times=False)
+    found = by_row(table, asked, tmp_path)
+    assert {name: set(counts) for name, counts in found.items()} == {
+        "K = 1": {"p0", "p1"}, "K = 2": {"p0", "p1"}, "K = 1, b only": {"p1"}}  # fmt: skip
+    kept = [line for line in (tmp_path / "counts.jsonl").read_text().splitlines(keepends=True)
+            if json.loads(line)["key"] != key_of(rows[1]) or json.loads(line)["prompt"] == "p0"]  # fmt: skip
+    (tmp_path / "counts.jsonl").write_text("".join(kept))
+    assert {name: set(counts) for name, counts in by_row(table, asked, tmp_path).items()} == {
+        "K = 1": {"p0"}, "K = 2": {"p0"}, "K = 1, b only": set()}  # fmt: skip
+
+
 # -------------------------------------------------------------------------------------------------------------- judging
 
 
