@@ -115,6 +115,7 @@ QUANTITIES = {
     "depth": Quantity("depth", _share("depth", "rounds"), digits=1),
     "per_512": Quantity("drafted per 512", _share("by_source", "output", 512.0), digits=0),
     "graph_success": Quantity("graph success", _share("graph_success", "rounds"), ("by_source",), 3),
+    "shared": Quantity("rounds through a shared subtree", _share("shared_rounds", "rounds"), ("nodes",), 3),
     "later_children": Quantity(
         "from later children", lambda c: 1 - c.get("rank_1", 0) / np.maximum(c["reached"] - c["rounds"], 1e-12),
         ("reached",)

@@ -52,7 +52,14 @@ def of_tree(tree: DraftTree, accepted: Sequence[int]) -> Counter[str]:
         found.update(in_bands(tree, accepted))
     if isinstance(tree, GraphTree):
         found.update(repetitions(tree))
+        found["shared_rounds"] = through_shared(tree, accepted)
     return found
+
+
+def through_shared(tree: GraphTree, accepted: Sequence[int]) -> bool:
+    """Whether the accepted path has a successor of a merged node, be it a copy or the original of one."""
+    firsts = set(tree.merged.values())
+    return any(node >= tree.drafted or tree.parents[node] in firsts for node in accepted)
 
 
 def in_bands(tree: OptimalTree, accepted: Sequence[int]) -> Counter[str]:

@@ -183,6 +183,12 @@ def test_trees_are_counted_by_hand() -> None:
     assert (found["tried"], found["rank_1"], found["rank_2"]) == (2, 1, 1)
     assert (found["verified"], found["verified_apart"]) == (6, 1 + 3 + 2)
     assert (found["nodes"], found["repeated_1"], found["repeated_2"], found["repeated_3"]) == (5, 4, 4, 0)
+    assert found["shared_rounds"] == 0
+    merged = GraphTree(tree.tokens, tree.parents, tree.rows, drafted=5, merged={3: 1})
+    assert of_tree(merged, [0, 1])["shared_rounds"] == 0  # up to the merged node, not through it
+    assert of_tree(merged, [0, 1, 2])["shared_rounds"] == 1
+    copied = GraphTree(tree.tokens, tree.parents, tree.rows, drafted=4, merged={3: 1})
+    assert of_tree(copied, [3, 4])["shared_rounds"] == 1
     optimal = OptimalTree(torch.tensor([a, b, c]), (-1, -1, 0), (-1,) * 3, masses=(0.9, 0.3), steps=(0.55, 0.3, 0.95))
     found = of_tree(optimal, [0])
     assert (found["in_band_3"], found["right_3"], found["in_band_2"], found["right_2"]) == (1, 1, 1, 0)
