@@ -92,7 +92,6 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
     require(not recorded or options.paper == "aded", "transcripts", options.transcripts, "a target; they are for aded")
     require(not recorded or options.tokenizer is not None, "tokenizer", None, "the tokenizer of --transcripts")
     require(not (recorded and options.timed), "timed", True, "a target: recordings take no time")
-    require(not options.shot or options.prompts is not None, "shot", True, "--prompts, a file that says answers")
     require(options.tokens >= 2, "tokens", options.tokens, "at least 2")
     options.prompts = options.prompts or ["python=python_stdlib"]
     options.label = options.label or Path(options.target or options.transcripts).stem

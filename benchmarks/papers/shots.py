@@ -17,6 +17,8 @@ def with_example(prompts: Sequence[Prompt], file: str) -> list[Prompt]:
 
     Chat gets the example as an earlier turn, other text before it. Raises `UserError` where no record has an answer.
     """
+    if not Path(file).expanduser().is_file():
+        raise UserError(f"--shot: {file} is no file of records with answers; give --prompts NAME=FILE")
     asked = {prompt.turns[0] for prompt in prompts}
     example: tuple[str, str] | None = None
     for number, raw in read_file(Path(file).expanduser()):

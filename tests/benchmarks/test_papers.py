@@ -324,12 +324,15 @@ def test_one_solved_example_stands_before_every_prompt(tmp_path: Path) -> None:
     chat, text = with_example(prompts, str(file))
     assert chat.turns == ("one?", "1", "two?")
     assert text.turns == ("one?\n\n1\n\ngo on",)
+    with pytest.raises(UserError, match="no file of records"):
+        with_example(prompts, "python_stdlib")
     file.write_text(json.dumps({"question": "three?"}) + "\n")
     with pytest.raises(UserError, match="has an answer to show"):
         with_example(prompts, str(file))
 
 
 def test_pages_show_every_figure_and_verdict() -> None:
+    from fill_tables import fill_paper
     from papers.claims import Claim, Row, Table, judged
     from papers.writing import markdown, plot
 
@@ -352,6 +355,11 @@ def test_pages_show_every_figure_and_verdict() -> None:
                  "| d | – | – | 2.03 |", "- b beats a: here **holds** (2.03 → 3.03)", "- d: there **holds** (2.03)",
                  "Claims: 1 holds"):  # fmt: skip
         assert said in text
+    page = "before\n<!-- x tables: begin -->\nold\n<!-- x tables: end -->\n"
+    filled = fill_paper(page, {"paper": "x", "entries": record})
+    assert filled == f"before\n<!-- x tables: begin -->\n{text}<!-- x tables: end -->\n"
+    with pytest.raises(ValueError, match="no place for y"):
+        fill_paper(page, {"paper": "y", "entries": record})
     drawn = plot({"entries": record})
     assert drawn is not None
     places = drawn.axes[0].lines[0].get_xydata().tolist()
