@@ -88,6 +88,7 @@ def adaptation() -> Table:
     rows = (
         Row(adapted, drafting(EARLY)),
         Row(built, drafting(replace(EARLY, adapt=False))),
+        # It gets a method once n-grams can remember across prompts; prompts are measured in the order of the command.
         Row("adapted, and kept from prompt to prompt", never="n-grams forget at the end of a prompt here"),
     )
     claims = [Claim("adaptation lifts τ", "tau", (built, adapted))]

@@ -66,7 +66,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of the paper. columns: of its own cells; quantities: what is shown of ours.
+    """A table or figure of the paper. columns: of its own cells; quantities: what is shown of ours. Rows have names of
+    their own, and claims say different things, by which those of several targets find each other.
 
     plot: the quantity that its picture shows, over the rows' x. never: why nothing of it is run. note: one sentence.
     """
@@ -80,6 +81,11 @@ class Table:
     xlabel: str = ""
     never: str = ""
     note: str = ""
+
+    def __post_init__(self) -> None:
+        for named in ([row.name for row in self.rows], [claim.says for claim in self.claims]):
+            if len(set(named)) < len(named):
+                raise ValueError(f"{self.title}: twice in {named}")
 
 
 # ----------------------------------------------------------------------------------------------------------- quantities

@@ -86,9 +86,9 @@ def main_table() -> Table:
             ranked = tuple(f"{name}, {tree}, {nodes} nodes" for tree in trees)
             claims.append(Claim(f"{name}: {' < '.join(trees)} at {nodes} nodes", "tau", ranked))
             sharper = (*ranked[:-1], f"{ranked[-1]}, at T = 0.5")
-            claims.append(Claim("the same with OPT-Tree at T = 0.5", "tau", sharper))
+            claims.append(Claim(f"{name}: the same at {nodes} nodes with OPT-Tree at T = 0.5", "tau", sharper))
         claims.append(
-            Claim("and in speed at 25 nodes", "speedup", tuple(f"{name}, {t}, 25 nodes" for t in by_size[25]))
+            Claim(f"{name}: and in speed at 25 nodes", "speedup", tuple(f"{name}, {t}, 25 nodes" for t in by_size[25]))
         )
     return Table(
         "Tables 1 and 2: trees at a node budget (LLaMA-2-7B; MT-Bench, GSM8K)",

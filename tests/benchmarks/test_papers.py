@@ -262,6 +262,25 @@ def drafters(models: Path) -> list[str]:
     return ["--small-lm", str(models / SMALL_LM), "--checkpoint", str(models / EARLY_EXIT)]
 
 
+@pytest.mark.parametrize("name", ["eesd", "aded", "gsd", "opt_tree", "mcsd"])
+def test_claims_are_about_rows_of_their_table(name: str, tmp_path: Path) -> None:
+    from papers.claims import quantity
+
+    given = SimpleNamespace(work=tmp_path, table=["a", "b"], code_table="c", frequent_table="d", transcripts=None,
+                            checkpoint=None, ablation="e", skip=[2], exits=None, tables=None, target="t")  # fmt: skip
+    tables = importlib.import_module(f"papers.{name}").tables(options=given, categories=["code", "chat"])
+    assert sum(len(table.claims) for table in tables.values()) > 20
+    for table in tables.values():
+        rows = {row.name for row in table.rows}
+        for claim in table.claims:
+            for row, _, other in (term.partition("@") for term in claim.terms):
+                assert row in rows, claim
+                assert quantity(other or claim.quantity).label
+            assert len(claim.scale) in (0, len(claim.terms))
+        assert all(quantity(shown).label for shown in table.quantities)
+        assert table.rows or table.never
+
+
 TIMES = {"drafting_ms", "speedup", "milliseconds", "verifying_ms", "others_ms", "tree_share"}
 SOME = {"gsd": ["table_1", "figure_3"], "opt_tree": ["figure_6"], "mcsd": ["table_4"], "eesd": ["table_4", "table_5"]}
 
