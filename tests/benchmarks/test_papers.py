@@ -1,10 +1,12 @@
 """The papers' tables on tiny models: what is replayed is what is decoded, what is counted and judged is right."""
 
+import importlib
 import json
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
