@@ -13,8 +13,9 @@ Every row under the header is written anew, baselines first. So is every figure 
 elsewhere on the page. The tables of the record (benchmarks/bench_real.py) stand between "float32 table: begin" and
 "float32 table: end", and so for each entry's dtype; between those of "float32 summary" without categories. That of
 ngram_memory.json stands between "memory table: begin" and "memory table: end", those of benchmarks/compare_stopping.py
-between "NAME stopping: begin" and "NAME stopping: end". --check writes nothing, and ends with status 1 where a page
-differs from the report.
+between "NAME stopping: begin" and "NAME stopping: end". What became of a paper's claims (benchmarks/paper.py) stands
+between "gsd tables: begin" and "gsd tables: end", and so for each paper. --check writes nothing, and ends with status 1
+where a page differs from the report.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from papers.writing import markdown
 from record_tables import interval, summary, tables
 from stopping_tables import stopping
 
@@ -73,6 +75,16 @@ def fill_memory(page: str, results: Mapping[str, Mapping[str, Sequence[float]]])
     return filled
 
 
+def fill_paper(page: str, record: Mapping[str, Any]) -> str:
+    """`page` with all tables of a paper. Raises `ValueError` where it has no place for them."""
+    name = record["paper"]
+    place = re.compile(rf"(<!-- {name} tables: begin -->\n)(.*?)(<!-- {name} tables: end -->)", re.DOTALL)
+    filled, count = place.subn(lambda found: found[1] + markdown(record) + found[3], page)
+    if not count:
+        raise ValueError(f"no place for {name}; expected <!-- {name} tables: begin -->")
+    return filled
+
+
 def row(columns: Sequence[str], cells: Mapping[str, str]) -> str:
     """One line of a table, its cells in the order of the header."""
     known = ("method", "identical", "τ", "v_d", "r_d", "HM", "drafted/round", "tokens/s", "speed-up [95 %]")
@@ -115,20 +127,27 @@ def cells_of(report: Report) -> dict[str, str]:
     }
 
 
+def filled_from(content: Mapping[str, Any], page: str) -> str:
+    """`page` with the tables of what a JSON file holds. Raises `ValueError` where it has no place for them."""
+    if "entries" in content:
+        return fill_record(page, content["entries"])
+    if "paper" in content:
+        return fill_paper(page, content)
+    if "results" in content:
+        return fill_memory(page, content["results"])
+    return fill(page, content.get("reports", [content]))
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, help="report.json of evaluate-checkpoint, or a record")
+    parser.add_argument("report", type=Path, help="report.json of evaluate-checkpoint, a record, or a paper's results")
     parser.add_argument("pages", type=Path, nargs="+", help="Markdown files")
     parser.add_argument("--check", action="store_true", help="compare, do not write")
     options = parser.parse_args(arguments)
-    content = json.loads(options.report.read_text())
-    reports, differ = content.get("reports", [content]), []
+    content, differ = json.loads(options.report.read_text()), []
     for page in options.pages:
         old = page.read_text()
-        if "entries" in content:
-            new = fill_record(old, content["entries"])
-        else:
-            new = fill_memory(old, content["results"]) if "results" in content else fill(old, reports)
+        new = filled_from(content, old)
         if new != old:
             differ.append(str(page))
             if not options.check:

@@ -144,7 +144,8 @@ class StructureConfig(Settings):
     theta_prob: Annotated[Share, only(kind="token_graph")] = 0.2  # a less probable node stays a leaf
     # so does one less probable than this share of its likeliest sibling
     theta_sibling: Annotated[Share, only(kind="token_graph")] = 0.3
-    tau: Annotated[Count, only(kind="token_graph")] = 2  # nodes that end in the same τ tokens are merged
+    # nodes that end in the same τ tokens are merged; 0: none, which is GSD's TSD
+    tau: Annotated[int, at_least(0), only(kind="token_graph")] = 2
     shape: Annotated[str, only(kind="static")] = "eagle"  # eagle | binary | a JSON file of rank paths
     # of q under greedy decoding, where q only ranks: the target takes its likeliest token far more often than q says,
     temperature: Annotated[Positive, only(kind=_GROWN)] = 1.0  # so a sharper q (below 1) drafts deeper

@@ -44,13 +44,16 @@ def to_prompt(raw: Any, where: str, number: int) -> Prompt:
     if "instruction" in raw:
         prompt_text(raw["instruction"], where)
         return Prompt(identity, category or "instruction", (prompt_text(alpaca_instruction(raw), where),), True)
+    if "document" in raw:
+        asked = f"Summarize this article in one sentence.\n\n{prompt_text(raw['document'], where)}"
+        return Prompt(identity, category or "summary", (asked,), True)
     if "prompt" in raw:
         kind = "code" if "task_id" in raw else "text"
         return Prompt(identity, category or kind, (prompt_text(raw["prompt"], where),), False)
     if "text" in raw:
         return Prompt(identity, category or "text", (prompt_text(raw["text"], where),), False)
     raise UserError(
-        f"{where}: expected one of the columns turns, question, instruction, prompt, text; "
+        f"{where}: expected one of the columns turns, question, instruction, document, prompt, text; "
         f"columns present: {', '.join(map(str, raw)) or '(none)'}"
     )
 
@@ -66,7 +69,8 @@ def asks(raw: Any) -> bool:
     """Whether a record's columns are those of a prompt, and not of a conversation or of a text to learn from."""
     if not isinstance(raw, dict) or is_conversation(raw):
         return False
-    return bool({"turns", "question", "instruction"} & raw.keys()) or ("prompt" in raw and "text" not in raw)
+    columns = {"turns", "question", "instruction", "document"}
+    return bool(columns & raw.keys()) or ("prompt" in raw and "text" not in raw)
 
 
 def asked_record(prompt: Prompt, identity: str) -> Record:

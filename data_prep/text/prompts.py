@@ -27,7 +27,8 @@ def read_prompts(
       "python_stdlib": beginnings of held-out files of the interpreter's library, `prompt_chars` long and cut at a line
       end. There is one per file, and more from within the files where `limit` asks for more.
       A path of a JSONL, JSON or parquet file. Its columns tell the layout: MT-Bench / Spec-Bench (turns), HumanEval
-      (task_id, prompt), GSM8K (question), Alpaca (instruction, input), plain prompt or text, or a JSON list of strings.
+      (task_id, prompt), GSM8K (question), Alpaca (instruction, input), XSum (document), plain prompt or text, or a JSON
+      list of strings.
       Questions are chat, the others are text to complete.
       A list of texts to complete.
     limit: keep so many, evenly spread, with categories balanced.

@@ -174,6 +174,17 @@ def test_tables_have_the_figures_of_the_record(monkeypatch: pytest.MonkeyPatch, 
     assert fill_record(page, entries) == page, f"{name}: run benchmarks/fill_tables.py"
 
 
+@pytest.mark.parametrize("name", ["eesd", "aded", "gsd", "opt_tree", "mcsd"])
+def test_tables_have_the_figures_of_the_papers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from fill_tables import fill_paper
+
+    page = (ROOT / "docs/papers.md").read_text()
+    record = json.loads((BENCHMARKS / f"results/paper_{name}.json").read_text())
+    assert fill_paper(page, record) == page, "docs/papers.md: run benchmarks/fill_tables.py"
+    assert "**holds**" in page
+
+
 def test_the_families_of_the_page_are_those_that_are_tested() -> None:
     page = (ROOT / "docs/getting-started.md").read_text()
     named = page.split("train an early exit:")[1].split("Llama, Mistral")[0]

@@ -54,6 +54,10 @@ LAYOUTS = [
         Prompt("1", "instruction", ("Sort.\n\n3 1",), True),
     ),
     ({"instruction": "Sing.", "input": "", "output": "la"}, Prompt("1", "instruction", ("Sing.",), True)),
+    (
+        {"document": "It rained.", "summary": "Rain.", "id": "7"},
+        Prompt("7", "summary", ("Summarize this article in one sentence.\n\nIt rained.",), True),
+    ),
     ({"prompt": "Once"}, Prompt("1", "text", ("Once",), False)),
     ({"id": "x", "text": "Once"}, Prompt("x", "text", ("Once",), False)),
 ]

@@ -1,0 +1,210 @@
+"""ADED, adaptive draft-verification (arXiv 2407.12021): its tables and figures.
+
+The n-grams see nothing of a target but its tokens. So recorded answers will do for all but times and sampling: with
+--transcripts there is no target. The paper's accept length is our τ. Its t is named a threshold of tri-gram probability
+"at 12": here the twelve likeliest successors count, and Table t compares that with other readings.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inference.settings import MethodConfig, NgramConfig, SamplingConfig
+from papers.claims import Claim, Row, Table
+
+ARXIV = "2407.12021"
+SOURCES = ("ngrams",)
+PAPER = NgramConfig(search="puct")
+EARLY = replace(PAPER, c1=2.414)  # of Figs. 4a and 5
+BEST_FIRST = NgramConfig(depth=10)
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+STRETCHES = tuple(f"late_{at}" for at in (0, 64, 128, 256, 384))
+SHOWN = ("tau", "per_round", "milliseconds", "speedup")
+
+
+def drafting(config: NgramConfig) -> MethodConfig:
+    return MethodConfig(source="ngrams", ngrams=config)
+
+
+def tables(*, options: Any, categories: Sequence[str]) -> dict[str, Table]:
+    """Every table and figure of the paper, by key."""
+    groups = MT_BENCH if options.transcripts else categories
+    given = options.table or []
+    return {
+        "table_1": main_table(groups, given, options.code_table),
+        "figure_3": Table("Fig. 3: throughput", never="of its hardware; the speed-ups stand in Table 1"),
+        "figure_4a": adaptation(),
+        "figure_4b": categories_table(groups),
+        "figure_5": sampling(),
+        "figure_6": searches(),
+        "table_2": corpus_sizes(given),
+        "orders": orders(),
+        "figure_7": exploration(),
+        "table_t": readings_of_t(options.frequent_table),
+    }
+
+
+def main_table(groups: Sequence[str], given: Sequence[str], code_table: str | None) -> Table:
+    """code_table: of source code, for the category "code"."""
+    paper = {"all prompts": ("2.42, 2.39, 2.29", "12.95, 22.94, 24.96"), "instructions": ("2.33, 2.26, 2.21",
+             "12.81, 24.06, 24.62"), "code": ("2.67, 2.81, 2.62", "11.24, 19.96, 21.19")}  # fmt: skip
+    rows = [Row("ADED, all prompts", drafting(PAPER), paper=paper["all prompts"])]
+    rows += [Row(f"ADED, {name}", drafting(PAPER), paper=paper.get(name, ()), category=name) for name in groups
+             if name not in MT_BENCH]  # fmt: skip
+    code = Row("ADED, code, with a table of code", drafting(PAPER), paper=paper["code"], category="code")
+    rows.append(replace(code, other=code_table or "", never="" if code_table else "needs --code-table"))
+    rows.append(Row("best-first, all prompts (ours)", drafting(BEST_FIRST)))
+    rows += [Row(name, never="no drafter of this project", paper=paper) for name, paper in
+             (("REST", ("1.97, 1.98, 1.95", "16.31, 25.43, 28.63")),
+              ("Lookahead", ("1.89, 1.85, 1.83", "18.93, 32.73, 40.53")))]  # fmt: skip
+    claims = [
+        Claim("ADED is faster than plain decoding", "speedup", ("ADED, all prompts",), "above", 1.0),
+        Claim("ADED accepts more than REST", "tau", ("REST", "ADED, all prompts")),
+        Claim("and more than Lookahead", "tau", ("Lookahead", "ADED, all prompts")),
+        Claim(
+            "its accept length is above 2.2, as in all of the paper's cells",
+            "tau",
+            ("ADED, all prompts",),
+            "above",
+            2.2,
+        ),
+    ]
+    if "code" in groups:
+        said = "a table of code lifts τ on code"
+        claims.append(Claim(said, "tau", ("ADED, code", "ADED, code, with a table of code")))
+    return Table(
+        "Table 1: accept length and latency (Vicuna-7B, 13B, 33B; MT-Bench, Alpaca, HumanEval)",
+        SHOWN,
+        tuple(rows),
+        tuple(claims),
+        ("accept length", "ms/token"),
+        note="The first row's figures of the paper are of MT-Bench.",
+    )
+
+
+def adaptation() -> Table:
+    adapted, built = "adapted", "as built"
+    rows = (
+        Row(adapted, drafting(EARLY)),
+        Row(built, drafting(replace(EARLY, adapt=False))),
+        # It gets a method once n-grams can remember across prompts; prompts are measured in the order of the command.
+        Row("adapted, and kept from prompt to prompt", never="n-grams forget at the end of a prompt here"),
+    )
+    claims = [Claim("adaptation lifts τ", "tau", (built, adapted))]
+    claims += [Claim(f"also from token {name[5:]} on", name, (built, adapted)) for name in STRETCHES]
+    return Table(
+        "Fig. 4a: adaptation, by the length of the output",
+        ("tau", *STRETCHES),
+        rows,
+        tuple(claims),
+        note="Stretches of 64 tokens. C1 = 2.414, as in the paper, which keeps what was learnt from prompt to prompt.",
+    )
+
+
+def categories_table(groups: Sequence[str]) -> Table:
+    rows = tuple(Row(name, drafting(PAPER), category=name) for name in groups)
+    names = tuple(row.name for row in rows)
+    claims = (Claim("τ differs little between categories, by less than a quarter", "tau", names, "level", 0.25),)
+    return Table("Fig. 4b: by category", ("tau",), rows, claims if len(rows) > 1 else ())
+
+
+def sampling() -> Table:
+    """The paper does not say the temperature of (a): it is 1 here."""
+    by_p = [Row(f"top-p {p}", drafting(EARLY), SamplingConfig(temperature=1.0, top_p=p), x=p, line="top-p")
+            for p in (0.5, 0.7, 0.85, 0.95, 1.0)]  # fmt: skip
+    by_t = [Row(f"temperature {t}", drafting(EARLY), SamplingConfig(temperature=t), x=t, line="temperature")
+            for t in (0.0, 0.25, 0.5, 0.75, 1.0)]  # fmt: skip
+    return Table(
+        "Fig. 5: top-p and temperature",
+        ("tau", "speedup"),
+        (*by_p, *by_t),
+        (
+            Claim("(a) top-p changes τ by less than a tenth", "tau", tuple(row.name for row in by_p), "level", 0.1),
+            Claim("(b) neither does temperature", "tau", tuple(row.name for row in by_t), "level", 0.1),
+        ),
+        plot="tau",
+        xlabel="top-p, or temperature",
+        note="Top-p at temperature 1.",
+    )
+
+
+def searches() -> Table:
+    counts = (10, 25, 50, 100, 150, 300)
+    rows = [Row(f"{s} searches", drafting(replace(PAPER, iterations=s)), x=s) for s in counts]
+    greedy = Row("150 searches, greedy (C1 = 0)", drafting(replace(PAPER, c1=0.0)), paper=("1.493",))
+    return Table(
+        "Fig. 6: the number of searches, and greedy search",
+        ("tau", "per_round"),
+        (*rows, greedy, Row("best-first, 64 nodes (ours)", drafting(BEST_FIRST))),
+        (
+            Claim("150 searches beat 10", "tau", ("10 searches", "150 searches")),
+            Claim("the tree search beats greedy search", "tau", (greedy.name, "150 searches")),
+        ),
+        ("accept length",),
+        plot="tau",
+        xlabel="searches",
+    )
+
+
+def corpus_sizes(given: Sequence[str]) -> Table:
+    rows = tuple(Row(f"table {Path(where).name}", drafting(PAPER), other=where) for where in given)
+    names = tuple(row.name for row in rows)
+    return Table(
+        "Table 2: the size of the corpus (121k and 774k conversations: 2.30 and 2.42)",
+        ("tau", "milliseconds", "speedup"),
+        rows,
+        (Claim("a larger corpus lifts τ", "tau", names[::-1]),) if len(rows) > 1 else (),
+        note="" if len(rows) > 1 else "Give several --table, from the largest to the smallest.",
+    )
+
+
+def orders() -> Table:
+    names = {2: "bi-grams", 3: "tri-grams", 4: "4-grams"}
+    paper = {2: "1.80", 3: "2.30", 4: "1.82"}
+    rows = tuple(Row(name, drafting(replace(PAPER, order=n)), paper=(paper[n],)) for n, name in names.items())  # type: ignore[arg-type]
+    return Table(
+        "Effect of the n-gram order (in the text of the paper)",
+        ("tau", "per_round"),
+        rows,
+        (
+            Claim("tri-grams beat bi-grams", "tau", (names[2], names[3])),
+            Claim("tri-grams beat 4-grams", "tau", (names[4], names[3])),
+        ),
+        ("accept length",),
+    )
+
+
+def exploration() -> Table:
+    c1 = [Row(f"C1 = {c}", drafting(replace(PAPER, c1=c)), x=c, line="C1") for c in (0.0, 0.5, 2.414, 8.0, 32.0, 128.0)]
+    c2 = [Row(f"1/C2 = {c}", drafting(replace(PAPER, c2=1 / c)), x=c, line="1/C2")
+          for c in (0.01, 0.125, 1.0, 10.0, 100.0)]  # fmt: skip
+    return Table(
+        "Fig. 7: exploration",
+        ("tau", "per_round"),
+        (*c1, *c2),
+        tuple(
+            Claim(f"τ rises with moderate exploration and falls at the extremes ({line})", "tau",
+                  tuple(row.name for row in rows), "peaks")
+            for line, rows in (("C1", c1), ("1/C2", c2))
+        ),
+        plot="tau",
+        xlabel="C1, or 1/C2",
+    )  # fmt: skip
+
+
+def readings_of_t(frequent: str | None) -> Table:
+    """frequent: a table of tri-grams that occur twelve times at least."""
+    likeliest = Row("the 12 likeliest successors", drafting(PAPER))
+    counted = Row("12 occurrences", drafting(replace(PAPER, widest=10_000)), other=frequent or "",
+                  never="" if frequent else "needs --frequent-table, built with min_count=12")  # fmt: skip
+    rows = (likeliest, Row("no threshold", drafting(replace(PAPER, widest=10_000))), counted)
+    return Table(
+        "What t = 12 may mean (not in the paper)",
+        ("tau", "per_round"),
+        rows,
+        (
+            Claim("the twelve likeliest do better than twelve occurrences", "tau", (counted.name, likeliest.name)),
+            Claim("and better than all of them", "tau", (rows[1].name, likeliest.name)),
+        ),
+    )

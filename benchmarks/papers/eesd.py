@@ -1,0 +1,215 @@
+"""EESD, early exits with Thompson sampling (arXiv 2406.03853): its tables and figures.
+
+Speed-ups need --timed. Without, v_d, r_d and their harmonic mean HM are judged, which the paper has beside them.
+Self-speculation leaves out the layers that `choose_skip.py` chooses, on other prompts. Table 4's rows without an exit
+layer and without self-distillation need drafters of their own: `ablate_eesd.py` trains them, and with its --out
+runs/ablation give --checkpoint runs/ablation/self_distilled --ablation runs/ablation. Fig. 4 is of the early exits in
+--exits, for example those that `compare_shapes.py` trained.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from choose_skip import choose_for
+
+from draft_models.calibration import META_FILE
+from draft_models.checkpoint import read_meta
+from inference.settings import MethodConfig, StopConfig, StructureConfig
+from outrider.files import write_json
+from papers.claims import Claim, Row, Table
+
+ARXIV = "2406.03853"
+SOURCES = ("early_exit",)
+FIXED = 10  # K of Tables 4 and 5, and the longest draft of every rule
+LENGTHS = (2, 3, 4, 5, 6, 8, 10)  # K of Fig. 3
+NO_HEAD = "the checkpoint has no calibration head; run train/calibrate.py checkpoint=E"
+NO_ABLATION = "needs --ablation, drafters that benchmarks/ablate_eesd.py trains"
+EXITS_ONLY = "the calibration head belongs to an early exit"
+SHOWN = ("hm", "acceptance", "draft_share", "tau", "per_round", "speedup")
+
+
+def chain(rule: str, source: str = "early_exit", longest: int = FIXED, **settings: Any) -> MethodConfig:
+    own = {"skip": settings.pop("skip")} if "skip" in settings else {}
+    return MethodConfig(source=source, stop=StopConfig(rule=rule, max_draft=longest, **settings), **own)  # type: ignore[arg-type]
+
+
+def tree(rule: str, temperature: float = 0.5) -> MethodConfig:
+    """As the presets eesd_tree_*: the rule says how many levels the tree gets. temperature: of q, which ranks."""
+    shape = StructureConfig(kind="opt_tree", nodes=25, delta=0.0, temperature=temperature)
+    return MethodConfig(structure=shape, stop=StopConfig(rule=rule))  # type: ignore[arg-type]
+
+
+def tables(*, options: Any, **_: Any) -> dict[str, Table]:
+    """Every table and figure of the paper, by key."""
+    head = bool(options.checkpoint) and (Path(options.checkpoint) / META_FILE).is_file()
+    no_head = "" if head or not options.checkpoint else NO_HEAD
+    return {
+        "tables_1_3": baselines(no_head),
+        "table_4": ablation(no_head, options.ablation),
+        "table_5": other_drafters(no_head, options),
+        "table_6": Table("Table 6: training efficiency", never="of its hardware; benchmarks/bench_train_step.py "
+                         "measures a step"),
+        "table_7": trees(no_head),
+        "table_8": breakdown(no_head),
+        "figure_3": lengths(no_head),
+        "figure_4": first_layers(options.exits or ()),
+        "figure_5": Table("Fig. 5: several early-exiting layers", never="an early exit has one layer here"),
+    }  # fmt: skip
+
+
+def baselines(no_head: str) -> Table:
+    """By prompts, give GSM8K, XSum, HumanEval or MT-Bench as --prompts, with --shot for the paper's 1-shot prompts."""
+    return Table(
+        "Tables 1 to 3 and 10 to 12: EESD and plain speculative decoding (LLaMA-2-13B; GSM8K, XSum)",
+        SHOWN,
+        (
+            Row("vanilla SD, K = 10", chain("fixed", "small_lm"), paper=("84.6, 75.6", "0.96×, 0.77×")),
+            Row("EESD, Beta-TS", chain("beta"), paper=("57.2, 55.5", "1.91×, 1.84×")),
+            Row("EESD, Cali-TS", chain("calibrated"), paper=("59.0, 56.5", "2.04×, 1.92×"), never=no_head),
+            Row("Medusa", paper=("31.7, 25.0", "1.77×, 1.53×"), never="Medusa's heads are no drafter of this project"),
+        ),
+        (
+            Claim("Cali-TS has a higher HM than Beta-TS", "hm", ("EESD, Beta-TS", "EESD, Cali-TS")),
+            Claim("and is faster", "speedup", ("EESD, Beta-TS", "EESD, Cali-TS")),
+            Claim("EESD beats vanilla SD", "speedup", ("vanilla SD, K = 10", "EESD, Beta-TS")),
+        ),
+        ("HM", "speed-up"),
+        note="The paper's small LM is LLaMA-2-7B.",
+    )
+
+
+def ablation(no_head: str, folder: str | None) -> Table:
+    def trained(name: str) -> dict[str, str]:
+        return {"other": str(Path(folder) / name)} if folder else {"never": NO_ABLATION}
+
+    rows = (
+        Row("EESD, Beta-TS", chain("beta"), paper=("57.22, 55.46", "1.91×, 1.84×")),
+        Row("– without exit layer", chain("beta"), paper=("23.69, 23.10", "1.18×, 1.15×"), **trained("no_layer")),
+        Row("– without self-distillation", chain("beta"), paper=("54.12, 51.84", "1.82×, 1.73×"),
+            **trained("open_data")),
+        Row("EESD, Cali-TS", chain("calibrated"), paper=("58.97, 56.45", "2.04×, 1.92×"), never=no_head),
+        Row("– without sampling prediction", chain("calibrated", evidence="model"),
+            paper=("54.03, 53.49", "1.82×, 1.78×"), never=no_head),
+        Row("– without model prediction", chain("calibrated", evidence="sample"),
+            paper=("57.10, 55.38", "1.88×, 1.82×"), never=no_head),
+        Row("EESD, K = 10", chain("fixed"), paper=("44.76, 41.77", "1.66×, 1.58×")),
+    )  # fmt: skip
+    order = (
+        ("the exit layer is worth much", "– without exit layer", "EESD, Beta-TS"),
+        ("self-distillation is worth something", "– without self-distillation", "EESD, Beta-TS"),
+        ("Beta-TS beats K = 10", "EESD, K = 10", "EESD, Beta-TS"),
+        ("Cali-TS beats Beta-TS", "EESD, Beta-TS", "EESD, Cali-TS"),
+        ("both predictions beat the model's alone", "– without sampling prediction", "EESD, Cali-TS"),
+        ("both predictions beat the samples' alone", "– without model prediction", "EESD, Cali-TS"),
+    )
+    claims = [
+        Claim(f"{said} ({label})", name, (worse, better))
+        for said, worse, better in order
+        for name, label in (("hm", "HM"), ("speedup", "speed-up"))
+    ]
+    return Table(
+        "Table 4: what each part is worth (LLaMA-2-13B; GSM8K, XSum)", SHOWN, rows, tuple(claims), ("HM", "speed-up")
+    )
+
+
+def skipped_layers(options: Any) -> tuple[int, ...]:
+    """The layers that self-speculation leaves out: given, or chosen once and kept in skip.json."""
+    if options.skip:
+        return tuple(options.skip)
+    path = options.work / "skip.json"
+    if not path.exists():
+        prompts = options.prompts[0].partition("=")[2]
+        write_json(path, choose_for(options.target, prompts, options.num_prompts, 3, 48))
+    return tuple(json.loads(path.read_text())["skip"])
+
+
+def other_drafters(no_head: str, options: Any) -> Table:
+    wanted = not options.tables or "table_5" in options.tables
+    skip = skipped_layers(options) if wanted and options.target else None
+    paper = {"vanilla": ("1.88×, 1.46×", "0.96×, 0.77×"), "vanilla beta": ("2.02×, 1.67×", "0.99×, 0.85×"),
+             "skip": ("1.37×, 1.23×", "1.37×, 1.35×"), "skip beta": ("1.44×, 1.25×", "1.41×, 1.40×")}  # fmt: skip
+    pairs = {
+        "vanilla SD": (chain("fixed", "small_lm"), chain("beta", "small_lm"), paper["vanilla"], paper["vanilla beta"]),
+        "self-speculation": (chain("fixed", "skip_layers", skip=skip), chain("beta", "skip_layers", skip=skip),
+                             paper["skip"], paper["skip beta"]),
+    }  # fmt: skip
+    rows, claims = [], []
+    for name, (fixed, beta, of_fixed, of_beta) in pairs.items():
+        rows += [Row(f"{name}, K = 10", fixed, paper=of_fixed), Row(f"{name}, Beta-TS", beta, paper=of_beta),
+                 Row(f"{name}, Cali-TS", never=EXITS_ONLY)]  # fmt: skip
+        ends = (f"{name}, K = 10", f"{name}, Beta-TS")
+        claims += [Claim(f"Beta-TS is faster than K = 10 ({name})", "speedup", ends),
+                   Claim(f"Beta-TS has a higher HM than K = 10 (not printed there; {name})", "hm", ends)]  # fmt: skip
+    return Table(
+        "Table 5: Thompson sampling on other drafters (GSM8K, XSum)",
+        SHOWN,
+        tuple(rows),
+        tuple(claims),
+        ("70B speed-up", "13B speed-up"),
+    )
+
+
+def trees(no_head: str) -> Table:
+    rows = (
+        Row("EESD, Beta-TS", chain("beta"), paper=("2.13×, 1.80×", "1.91×, 1.84×")),
+        Row("EESD, Beta-TS, with a tree", tree("beta"), paper=("2.31×, 1.91×", "2.04×, 1.89×")),
+        Row("EESD, Beta-TS, with a tree, sharper q", tree("beta", 0.2)),
+        Row("EESD, Cali-TS", chain("calibrated"), paper=("2.29×, 1.86×", "2.04×, 1.92×"), never=no_head),
+        Row("EESD, Cali-TS, with a tree", tree("calibrated"), paper=("2.48×, 1.96×", "2.18×, 2.12×"), never=no_head),
+    )
+    pairs = [(f"EESD, {rule}", f"EESD, {rule}, with a tree") for rule in ("Beta-TS", "Cali-TS")]
+    claims = [Claim(f"a tree is faster ({pair[0]})", "speedup", pair) for pair in pairs]
+    claims += [Claim(f"a tree accepts more a round ({pair[0]})", "tau", pair) for pair in pairs]
+    sharper = ("EESD, Beta-TS", "EESD, Beta-TS, with a tree, sharper q")
+    claims.append(Claim("a tree accepts more a round where q is sharper (EESD, Beta-TS)", "tau", sharper))
+    note = "The trees rank by q at temperature 0.5 as their presets do, the sharper one at 0.2."
+    return Table("Table 7: tree attention", SHOWN, rows, tuple(claims), ("70B speed-up", "13B speed-up"), note=note)
+
+
+def breakdown(no_head: str) -> Table:
+    rows = (Row("EESD, Beta-TS", chain("beta")), Row("EESD, Cali-TS", chain("calibrated"), never=no_head))
+    said = "Cali-TS drafts and verifies in less time, as its rounds are fewer"
+    return Table(
+        "Table 8: where the time goes",
+        ("drafting_ms", "verifying_ms", "others_ms", "milliseconds"),
+        rows,
+        (Claim(said, "milliseconds", ("EESD, Cali-TS", "EESD, Beta-TS")),),
+    )
+
+
+def lengths(no_head: str) -> Table:
+    fixed = [Row(f"K = {k}", chain("fixed", longest=k), x=k, line="K") for k in LENGTHS]
+    rules = (Row("Beta-TS", chain("beta")), Row("Cali-TS", chain("calibrated"), never=no_head))
+    claims = [Claim(f"Beta-TS beats {row.name} (HM)", "hm", (row.name, "Beta-TS")) for row in fixed]
+    claims += [Claim(f"Beta-TS is faster than {row.name}", "speedup", (row.name, "Beta-TS")) for row in fixed]
+    claims.append(Claim("Cali-TS is faster than Beta-TS", "speedup", ("Beta-TS", "Cali-TS")))
+    return Table(
+        "Fig. 3: the length of drafts",
+        SHOWN,
+        (*fixed, *rules),
+        tuple(claims),
+        plot="hm",
+        xlabel="K",
+        note="The paper has curves of speed-up only. A rule beats the best K if it beats every one.",
+    )
+
+
+def first_layers(exits: Any) -> Table:
+    ordered = sorted((read_meta(where).exit_layer, str(where)) for where in exits)
+    rows = tuple(Row(f"N = {n} ({Path(where).name})", chain("beta"), other=where, x=n) for n, where in ordered)
+    names = tuple(row.name for row in rows)
+    return Table(
+        "Fig. 4: the number of first layers N",
+        SHOWN,
+        rows,
+        (
+            Claim("more layers raise HM", "hm", names),
+            Claim("but not the speed", "speedup", names[::-1]),
+        )
+        if len(rows) > 1
+        else (),
+        plot="hm",
+        xlabel="N",
+        never="" if len(rows) > 1 else "needs two --exits, trained for example by benchmarks/compare_shapes.py",
+    )

@@ -1,0 +1,323 @@
+"""GSD, Graph-Structured Speculative Decoding (arXiv 2407.16207): its tables and figures.
+
+SSD is a chain of up to ten tokens that ends where q falls below θ_prob. TSD is the tree that GSD's graph is without
+merging (tau=0). The paper's drafts have no bound on their nodes. Here NODES is one, for trees that would not end.
+
+What the paper calls acceptance rate is our draft share, the share of the output that was drafted: a rate of 0.89 with
+8,575 drafted tokens for an output of 512 can be nothing else.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.drafters.shaped import Shaped
+from inference.evaluate.arms import new_drafter
+from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.structures.factory import RoundSource, Structure, WrappedSource
+from inference.structures.token_graph import GraphTree
+from inference.tree import ROOT, DraftTree
+from outrider.streams import Streams
+from papers.claims import Claim, Counts, Row, Table
+from papers.measuring import Asked, Bench, replayed
+
+ARXIV = "2407.16207"
+NODES, SAMPLED_NODES = 1000, 64
+GRAMS = (0, 1, 2, 3, 4)  # τ of Table 5
+SOURCES = ("small_lm",)
+SHOWN = ("draft_share", "per_512", "depth", "graph_success", "shared", "tau", "speedup")
+LARGE = {"theta_prob": 0.2, "theta_sibling": 0.3}  # of the 70B models
+SMALL = {"theta_prob": 0.4, "theta_sibling": 0.1}  # of the others
+TOP_P = SamplingConfig(temperature=0.7, top_p=0.7)
+
+
+def graph(tau: int, **settings: Any) -> MethodConfig:
+    """The token graph; tau=0: TSD."""
+    shape = {"nodes": NODES, **LARGE, **settings}
+    return MethodConfig(source="small_lm", structure=StructureConfig(kind="token_graph", tau=tau, **shape))
+
+
+def ssd(theta_prob: float = 0.2) -> MethodConfig:
+    return MethodConfig(source="small_lm", stop=StopConfig(rule="confidence", threshold=theta_prob, max_draft=10))
+
+
+def tables(**_: Any) -> dict[str, Table]:
+    """Every table and figure of the paper, by key."""
+    return {
+        "table_1": main_table(),
+        "table_2": sampled_table(),
+        "table_3": breakdown(),
+        "table_4": Table("Table 4: Medusa", never="Medusa's heads are no drafter of this project"),
+        "table_5": divergence(),
+        "tables_6_8": smaller_models(),
+        "table_10": Table("Table 10: Rouge of sampled texts", never="sampled texts have exactly the target's law here"),
+        "figure_3": recurring(),
+        "figure_5": ablations(),
+        "figure_7": children(),
+        "figure_8": sibling_pruning(),
+        "merging": where_merging_pays(),
+    }
+
+
+def main_table() -> Table:
+    ours, tree, chain = graph(2), graph(0), ssd()
+    return Table(
+        "Table 1: SSD, TSD and GSD (LLaMA-2-70B; GSM8k, XSum)",
+        SHOWN,
+        (
+            Row("SSD", chain, paper=("0.795, 0.652", "630, 773", "–", "1.85×, 1.56×")),
+            Row("TSD", tree, paper=("0.894, 0.784", "8575, 22512", "0 %", "1.81×, 1.42×")),
+            Row("GSD", ours, paper=("0.917, 0.831", "793, 1545", "27.7 %, 32.8 %", "1.96×, 1.73×")),
+            Row("Self SSD", never="self-speculation stands in EESD's tables", paper=("–", "–", "–", "1.37×, 1.28×")),
+        ),
+        (
+            Claim("a tree has a larger share of its drafts in the output than a chain", "draft_share", ("SSD", "TSD")),
+            Claim("a graph has an even larger share than the tree", "draft_share", ("TSD", "GSD")),
+            Claim("the tree drafts ten times as much as the chain", "per_512", ("SSD", "TSD"), scale=(10, 1)),
+            Claim("the graph drafts at most twice as much as the chain", "per_512", ("GSD", "SSD"), scale=(1, 2)),
+            Claim("in a quarter of the rounds a merged node's successor is accepted", "graph_success", ("GSD",),
+                  "above", 0.25),
+            Claim("or one on either side of a merge, as the paper may count", "shared", ("GSD",), "above", 0.25),
+            Claim("the graph is fastest, the tree slower than the chain", "speedup", ("TSD", "SSD", "GSD")),
+        ),
+        ("acceptance rate", "drafted", "graph success", "speed-up"),
+        note="Both thresholds as in the paper (0.2 and 0.3), τ = 2. Its acceptance rate is our draft share.",
+    )  # fmt: skip
+
+
+def smaller_models() -> Table:
+    return Table(
+        "Tables 6 to 8: smaller models (BLOOM-7b1, OPT-13b, LLaMA-2-7b; Alpaca)",
+        SHOWN,
+        (
+            Row("SSD", ssd(0.4), paper=("0.628, 0.563, 0.729",)),
+            Row("TSD", graph(0, **SMALL), paper=("0.783, 0.672, 0.846",)),
+            Row("GSD", graph(1, **SMALL), paper=("0.819, 0.691, 0.860",)),
+        ),
+        (
+            Claim("a tree has a larger share than a chain", "draft_share", ("SSD", "TSD")),
+            Claim("a graph has an even larger one", "draft_share", ("TSD", "GSD")),
+            Claim("the graph is fastest, the tree slowest", "speedup", ("TSD", "SSD", "GSD")),
+        ),
+        ("acceptance rate",),
+        note="Thresholds 0.4 and 0.1, τ = 1.",
+    )
+
+
+def sampled_table() -> Table:
+    trees = {"nodes": SAMPLED_NODES, **SMALL}
+    return Table(
+        "Tables 2 and 9: sampling, top-p 0.7 at temperature 0.7 (LLaMA-2-7b; Alpaca)",
+        SHOWN,
+        (
+            Row("SSD", ssd(0.4), TOP_P, ("0.695 (1.16×)",)),
+            Row("TSD", graph(0, **trees), TOP_P, ("–",)),
+            Row("GSD", graph(1, **trees), TOP_P, ("0.793 (1.34×)",)),
+        ),
+        (
+            Claim("a graph has a larger share than a chain", "draft_share", ("SSD", "GSD")),
+            Claim("and is faster", "speedup", ("SSD", "GSD")),
+        ),
+        ("acceptance rate",),
+        note=f"The paper reuses q from another prefix, which changes the law a little; here the law is exact. At most "
+        f"{SAMPLED_NODES} nodes.",
+    )
+
+
+def breakdown() -> Table:
+    shown = ("drafting_ms", "verifying_ms", "others_ms")
+    return Table(
+        "Table 3: where a round's time goes",
+        shown,
+        (Row("SSD", ssd()), Row("TSD", graph(0)), Row("GSD", graph(2))),
+        (Claim("a graph drafts in less time than a tree", "drafting_ms", ("GSD", "TSD")),),
+    )
+
+
+def recurring() -> Table:
+    grams = tuple(f"repeated_{n}" for n in range(1, 5))
+    return Table(
+        "Fig. 3: tokens in recurring n-grams of a tree",
+        grams,
+        (Row("TSD", graph(0)),),
+        (
+            Claim("70 % of the tree's tokens recur", "repeated_1", ("TSD",), "above", 0.7),
+            Claim("whole segments recur too, the longer the rarer", "", tuple(f"TSD@{name}" for name in grams[::-1])),
+        ),
+    )
+
+
+def ablations() -> Table:
+    """Fig. 5: one setting at a time around the default of Table 1."""
+    swept: dict[str, Sequence[float]] = {
+        "k": (1, 2, 3, 4, 5), "τ": (1, 2, 3, 4), "θ_prob": (0.1, 0.2, 0.4, 0.6), "θ_sib": (0.1, 0.3, 0.5, 0.8),
+    }  # fmt: skip
+    named = {"k": "out_degree", "θ_prob": "theta_prob", "θ_sib": "theta_sibling"}
+    rows = [
+        Row(f"{name} = {at}", graph(int(at)) if name == "τ" else graph(2, **{named[name]: at}), x=at, line=name)
+        for name, values in swept.items()
+        for at in values
+    ]
+    ends = {name: tuple(f"{name} = {at}" for at in values) for name, values in swept.items()}
+    return Table(
+        "Fig. 5: out-degree, redundancy and pruning",
+        ("draft_share", "per_512", "graph_success", "tau"),
+        tuple(rows),
+        (
+            Claim("(a) the share grows with the out-degree", "draft_share", ends["k"]),
+            Claim("(b) a larger τ drafts more tokens", "per_512", ends["τ"]),
+            Claim("(b) a larger τ lowers the share: merging adds hypotheses", "draft_share", ends["τ"][::-1]),
+            Claim("(c) θ_prob drafts fewer tokens", "per_512", ends["θ_prob"][::-1]),
+            Claim("(c) θ_prob raises the share", "draft_share", ends["θ_prob"]),
+            Claim("(d) θ_sib drafts fewer tokens", "per_512", ends["θ_sib"][::-1]),
+            Claim("(d) θ_sib lowers the share", "draft_share", ends["θ_sib"][::-1]),
+        ),
+        plot="draft_share",
+        xlabel="k, τ or threshold",
+    )
+
+
+def children() -> Table:
+    shown = ("child_1", "child_2", "child_3", "child_4", "later_children")
+    return Table(
+        "Fig. 7: how often the i-th child is the accepted one",
+        shown,
+        (Row("SSD", ssd(0.4)), Row("TSD", graph(0, **SMALL)), Row("GSD", graph(1, **SMALL))),
+        (
+            Claim("about half of the accepted tokens are later children", "later_children", ("GSD",), "above", 0.4),
+            Claim("a graph's first children are accepted a little more often", "child_1", ("TSD", "GSD")),
+        ),
+        note="Shares of the nodes that the target went through. The paper does not say of which nodes its shares are.",
+    )
+
+
+def sibling_pruning() -> Table:
+    values = (0.05, 0.1, 0.3, 0.5, 0.8)
+    rows = [Row(f"θ_sib = {at}", graph(1, **{**SMALL, "theta_sibling": at}), x=at) for at in values]
+    names = tuple(row.name for row in rows)
+    return Table(
+        "Fig. 8: sibling pruning and later children (k = 4, τ = 1, θ_prob = 0.4)",
+        ("child_1", "child_2", "child_3", "child_4", "later_children"),
+        tuple(rows),
+        (Claim("stricter pruning accepts fewer later children", "later_children", names[::-1]),),
+        plot="later_children",
+        xlabel="θ_sib",
+    )
+
+
+def where_merging_pays() -> Table:
+    """Not in the paper: the same draft merged and not, with 64 nodes in all, by θ_prob and by how sharp q is."""
+    rows, claims = [], []
+    for temperature in (1.0, 0.5, 0.3):
+        for theta in (0.02, 0.1, 0.2, 0.4):
+            names = {}
+            for tau, name in ((0, "not merged"), (2, "τ = 2"), (1, "τ = 1")):
+                given = {"nodes": 64, "theta_prob": theta, "temperature": temperature}
+                names[tau] = f"q at T = {temperature}, θ_prob = {theta}, {name}"
+                rows.append(Row(names[tau], graph(tau, **given)))
+            for tau in (2, 1):
+                said = f"merging pays at T = {temperature}, θ_prob = {theta}, τ = {tau}"
+                claims.append(Claim(said, "tau", (names[0], names[tau])))
+    return Table(
+        "Where merging pays (not in the paper)",
+        ("tau", "per_512", "depth", "graph_success", "shared"),
+        tuple(rows),
+        tuple(claims),
+        note="At most 64 nodes, copies included. Merging pays where τ rises against the tree with the same settings.",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- App. C
+
+
+class _Logging(WrappedSource):
+    """A source whose logits are kept, row by row of the round."""
+
+    def __init__(self, source: RoundSource):
+        super().__init__(source)
+        self.to_probs = source.to_probs
+        self.logits: list[Tensor] = []
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        self.logits.append(self._source.extend(tokens, parents).clone())
+        return self.logits[-1]
+
+
+class Diverging:
+    """TSD that compares q after every extended node with q after the first one that ends in the same τ-gram."""
+
+    def __init__(self, inner: Structure):
+        self.inner, self.max_rows = inner, inner.max_rows
+        self.totals: Counter[str] = Counter()
+
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+        logged = _Logging(source)
+        tree = self.inner.draft(logged, root, limit)
+        if len(tree) and limit:
+            assert isinstance(tree, GraphTree)
+            self.totals.update(divergences(tree, int(root), torch.cat(logged.logits)))
+        return tree
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        self.inner.observe(tree, accepted)
+
+
+def divergences(tree: GraphTree, root: int, logits: Tensor) -> Counter[str]:
+    """Sums of KL(q after the node ‖ q after the first with its τ-gram), in nats, and how many, for every τ.
+
+    logits [rows, V]: after the root (row 0) and after every node that was extended.
+    """
+    found: Counter[str] = Counter()
+    logs = logits.float().log_softmax(-1)
+    tokens = [*tree.tokens.tolist(), root]  # the root, −1, stands last
+    extended = [node for node in range(len(tree)) if tree.rows[node] >= 0]
+    for tau in GRAMS:
+        first: dict[tuple[int, ...], int] = {}
+        for node in extended:
+            line = [node]
+            while len(line) < tau and line[-1] != ROOT:
+                line.append(tree.parents[line[-1]])
+            gram = tuple(tokens[place] for place in line[:tau])
+            if len(gram) == tau and (earlier := first.setdefault(gram, node)) != node:
+                own, other = logs[tree.rows[node]], logs[tree.rows[earlier]]
+                terms = own.exp() * (own - other)
+                found[f"kl_{tau}"] += float(terms[own > -torch.inf].sum())
+                found[f"kl_count_{tau}"] += 1
+    return found
+
+
+def diverging(bench: Bench, row: Row, asked: Asked) -> Counts:
+    """The counts of a row of Table 5: along the text, one draft a round, every node of it extended that may be."""
+    method = graph(0, nodes=256, out_degree=int(row.x or 0))
+    drafter = new_drafter(method, bench.drafters, Streams(0, asked.id))
+    assert isinstance(drafter, Shaped)
+    drafter.structure = Diverging(drafter.structure)
+    replayed(bench, drafter, asked)
+    return dict(drafter.totals)
+
+
+def divergence() -> Table:
+    shown = tuple(f"kl_{tau}" for tau in GRAMS)
+    paper: Mapping[int, tuple[str, ...]] = {
+        3: ("1.2e-4", "2.7e-6", "5.8e-7", "3.3e-7", "5.1e-7"),
+        5: ("1.8e-4", "4.7e-6", "4.2e-7", "7.6e-7", "8.5e-7"),
+        16: ("1.3e-4", "3.1e-6", "1.0e-6", "9.3e-7", "7.6e-7"),
+    }
+    rows = [Row(f"k = {k}" if k < 16 else "k = 16 (the paper: ∞)", x=k, paper=paper[k], measure=diverging)
+            for k in (3, 5, 16)]  # fmt: skip
+    return Table(
+        "Table 5: how far q after a merged node is from its own",
+        shown,
+        tuple(rows),
+        tuple(
+            Claim(f"{row.name}: the divergence falls steeply with τ, up to 2", "",
+                  tuple(f"{row.name}@kl_{tau}" for tau in (2, 1, 0)))
+            for row in rows
+        ),
+        tuple(f"τ = {tau}" for tau in GRAMS),
+        note="Ours is KL in nats. The paper averages over the 32,000 tokens of the vocabulary besides: 1.2e-4 are 3.8 "
+        "nats, 2.7e-6 are 0.09.",
+    )  # fmt: skip

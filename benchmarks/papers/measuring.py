@@ -1,0 +1,243 @@
+"""Measuring rows on prompts: replayed where the text does not depend on the draft, else decoded; kept as they come in.
+
+The text of a greedy target is the same whatever is drafted. So the target says it once, and drafters that see nothing
+of the target but its tokens draft along it: the same rounds as in decoding, without the target's passes.
+"""
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from draft_models.target.stack import LayerStack
+from inference.acceptance import Chooser
+from inference.decode import decode_rounds, speculative
+from inference.drafters.interface import Drafter
+from inference.drafters.registry import KINDS
+from inference.drafters.shaped import Shaped
+from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, Generation, collect, make_arms, new_drafter
+from inference.evaluate.replay import RecordedChooser, RecordedSession
+from inference.generation_config import generate_settings, make_sampler
+from inference.runtime import Eager, Runtime
+from inference.session import TargetSession
+from outrider.streams import Streams
+from papers.claims import Counts, Row, Table
+from papers.watching import Watched
+
+STRETCH = 64  # tokens, of `late_64` and so on
+COUNTS_FILE = "counts.jsonl"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt's ids; answer: what a greedy target says, where that was recorded."""
+
+    id: str
+    category: str
+    ids: tuple[int, ...]
+    answer: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What decodes. stack: None where answers were recorded and no target is there. tokens: new ones at most.
+
+    others: further models, by where they lie (see `Row.other`).
+    """
+
+    stack: LayerStack | None
+    drafters: Drafters
+    vocabulary: int
+    tokens: int
+    eos: Collection[int] = ()
+    runtime: Runtime = field(default_factory=Eager)
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    def drafters_of(self, row: Row) -> Drafters:
+        """The models of a row's method."""
+        if not row.other:
+            return self.drafters
+        assert row.method is not None
+        return {**self.drafters, row.method.source: self.others[row.other]}
+
+    def budget(self, asked: Asked) -> int:
+        """New tokens at most; a recorded answer is replayed whole."""
+        return self.tokens if self.stack is not None or asked.answer is None else max(self.tokens, len(asked.answer))
+
+
+class TextSession(RecordedSession):
+    """A recorded text in the place of the target, also for a small LM, which runs beside it."""
+
+    def __init__(self, bench: Bench, asked: Asked, spare: int):
+        assert asked.answer is not None
+        super().__init__(asked.ids, asked.answer)
+        self.vocabulary = bench.vocabulary
+        self.context = len(asked.ids) + bench.budget(asked)
+        self.capacity = self.context + spare + 1
+
+    def beside(self, stack: LayerStack) -> TargetSession:
+        """As of a `TargetSession`."""
+        return TargetSession(stack, len(stack.layers), self.capacity, self.context)
+
+
+def replays(row: Row) -> bool:
+    """Whether the drafter sees nothing of the target but its greedy tokens."""
+    assert row.method is not None
+    blind = KINDS[row.method.source].sees_tokens_only or row.method.source == "small_lm"
+    return blind and row.sampling.temperature == 0 and not row.method.ngrams.recycle
+
+
+def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Generation:
+    """The prompt continued by a row's method, its structure watched."""
+    assert row.method is not None
+    streams = Streams(0, asked.id).within(key_of(row))
+    drafter = new_drafter(row.method, bench.drafters_of(row), streams, row.sampling.temperature > 0)
+    if isinstance(drafter, Shaped):
+        drafter.structure = Watched(drafter.structure)
+    if replays(row) and not live:
+        return replayed(bench, drafter, asked)
+    assert bench.stack is not None
+    budget = bench.budget(asked)
+    settings = generate_settings(None, row.sampling, max_new_tokens=budget, eos=bench.eos)
+    sampler = make_sampler(settings, row.sampling, asked.ids, bench.stack.device)
+    coins = streams.of("verify") if row.sampling.temperature else None
+    chooser = Chooser(sampler, coins, naive=row.method.verify == "naive")
+    options: dict[str, Any] = {"eos": bench.eos, "chooser": chooser, "runtime": bench.runtime}
+    decoded = collect(speculative(bench.stack, drafter, asked.ids, max_new_tokens=budget, **options))
+    return replace(decoded, totals=dict(drafter.totals))
+
+
+def replayed(bench: Bench, drafter: Drafter, asked: Asked) -> Generation:
+    """The recorded answer as the target would have decoded it with `drafter`, which sees nothing else of the target."""
+    session: Any = TextSession(bench, asked, drafter.max_rows)
+    eos = bench.eos if bench.stack is not None else {asked.answer[-1]} if asked.answer else ()
+    chooser, budget = RecordedChooser(), bench.budget(asked)
+    with torch.inference_mode():
+        decoded = collect(decode_rounds(session, drafter, chooser, asked.ids, budget, eos, time.perf_counter))
+    return replace(decoded, totals=dict(drafter.totals))
+
+
+def counts_of(generation: Generation) -> dict[str, float]:
+    """The sums of one generation that quantities are made of."""
+    rounds = generation.rounds
+    found: Counter[str] = Counter(generation.totals)
+    found["rounds"], found["output"] = len(rounds), len(generation.tokens)
+    for r in rounds:
+        found.update(tokens=len(r.tokens), drafted=r.drafted, accepted=r.accepted, depth=r.depth)
+    found["by_source"] = generation.totals.get("drafted_by_source", found["drafted"])
+    place = 1
+    for r in rounds:
+        found[f"late_rounds_{place // STRETCH * STRETCH}"] += 1
+        found[f"late_tokens_{place // STRETCH * STRETCH}"] += len(r.tokens)
+        place += len(r.tokens)
+    return {key: float(amount) for key, amount in found.items()}
+
+
+def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, cold: bool) -> dict[str, dict[str, float]]:
+    """Seconds of all rows with a method, by key: in turn with plain decoding, who begins changing with `turn`.
+
+    cold: nothing was timed before; all decode once without a clock.
+    """
+    found: dict[str, dict[str, float]] = {}
+    assert bench.stack is not None
+    for sampling, other in dict.fromkeys((row.sampling, row.other) for row in rows.values()):
+        alike = {key: row for key, row in rows.items() if (row.sampling, row.other) == (sampling, other)}
+        own = {key: row.method for key, row in alike.items() if row.method is not None}
+        drafters = bench.drafters_of(next(iter(alike.values())))
+        options: dict[str, Any] = {"eos": bench.eos, "sampling": sampling, "runtime": bench.runtime}
+        arms = make_arms(bench.stack, drafters, own, None, max_new_tokens=bench.tokens, **options)
+        names = [*own, AUTOREGRESSIVE]
+        for name in names if cold else ():
+            arms[name](asked.ids, Streams(0, asked.id))
+        shift = turn % len(names)
+        done = {name: arms[name](asked.ids, Streams(0, asked.id)) for name in names[shift:] + names[:shift]}
+        plain = done[AUTOREGRESSIVE]
+        each = plain.decode_seconds / max(1, len(plain.tokens) - 1)
+        for name in own:
+            rounds, seconds = done[name].rounds, done[name].decode_seconds
+            parts = {f"{part}_seconds": sum(getattr(r, f"{part}_seconds") for r in rounds)
+                     for part in ("draft", "verify", "structure")}  # fmt: skip
+            new = len(done[name].tokens) - 1
+            found[name] = {
+                "seconds": seconds, "timed": new, "timed_rounds": len(rounds), "plain_seconds": new * each,
+                "other_seconds": seconds - parts["draft_seconds"] - parts["verify_seconds"], **parts,
+            }  # fmt: skip
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- keeping
+
+
+def key_of(row: Row) -> str:
+    """What a row's counts are kept under: rows that decode alike share them."""
+    parts = [asdict(row.sampling), *([row.other] if row.other else [])]
+    what: Any = [asdict(row.method), *parts] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def runnable(tables: Sequence[Table]) -> list[Row]:
+    """The rows to measure. Some may decode alike (see `key_of`), also on other prompts."""
+    rows = [row for table in tables if not table.never for row in table.rows if not row.never]
+    return [row for row in rows if row.method or row.measure]
+
+
+def about(asked: Asked, rows: Sequence[Row]) -> dict[str, Row]:
+    """Those of `rows` that a prompt counts for, by key."""
+    return {key_of(row): row for row in rows if row.category in ("", asked.category)}
+
+
+def read_counts(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
+    """What was measured, by key and prompt. A line that was cut off is none."""
+    path = folder / COUNTS_FILE
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for line in path.read_text().split("\n")[:-1] if path.exists() else ():
+        kept = json.loads(line)
+        found.setdefault((kept["key"], kept["prompt"]), {}).update(kept["counts"])
+    return found
+
+
+def measure_all(
+    bench: Bench, tables: Sequence[Table], prompts: Sequence[Asked], folder: Path, *, minutes: float | None, times: bool
+) -> None:
+    """Every row on every prompt that `folder` does not have yet, prompt by prompt.
+
+    minutes: no prompt begins later, but for the first. times: take times too.
+    """
+    began, rows, done, cold = time.monotonic(), runnable(tables), read_counts(folder), True
+    with (folder / COUNTS_FILE).open("a") as file:
+
+        def keep(key: str, asked: Asked, counts: Mapping[str, float]) -> None:
+            file.write(json.dumps({"key": key, "prompt": asked.id, "counts": counts}) + "\n")
+            file.flush()
+
+        for turn, asked in enumerate(tqdm(prompts, desc="measure", unit="prompt", disable=None)):
+            mine = about(asked, rows)
+            todo = {key: row for key, row in mine.items() if (key, asked.id) not in done}
+            untimed = {key: row for key, row in mine.items()
+                       if times and row.method and "seconds" not in done.get((key, asked.id), {})}  # fmt: skip
+            if (todo or untimed) and turn and minutes is not None and time.monotonic() - began > 60 * minutes:
+                break
+            for key, row in todo.items():
+                counts = row.measure(bench, row, asked) if row.measure else counts_of(continued(bench, row, asked))
+                keep(key, asked, counts)
+            if untimed:
+                for key, seconds in timed(bench, untimed, asked, turn, cold=cold).items():
+                    keep(key, asked, seconds)
+                cold = False
+
+
+def by_row(table: Table, prompts: Sequence[Asked], folder: Path) -> dict[str, dict[str, Counts]]:
+    """The counts of a table's rows by prompt, of prompts on which all of its rows were measured."""
+    done, rows = read_counts(folder), runnable([table])
+    whole = [asked for asked in prompts if all((key, asked.id) in done for key in about(asked, rows))]
+    return {
+        row.name: {asked.id: done[key_of(row), asked.id] for asked in whole if row.category in ("", asked.category)}
+        for row in rows
+    }

@@ -1,0 +1,214 @@
+"""OPT-Tree (arXiv 2406.17276): its tables and figures.
+
+The paper ranks by q as it is. Rows "at T = 0.5" rank by a sharper one, as this project's preset does under greedy
+decoding. Sequoia's tree is fixed; its acceptance by rank is measured on other prompts than those that are compared.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from inference.settings import MethodConfig, SamplingConfig, StructureConfig
+from outrider.files import write_json
+from papers.claims import Claim, Row, Table
+from papers.measuring import Asked, Bench
+from papers.sequoia import acceptance_by_rank, best_shape
+
+ARXIV = "2406.17276"
+SOURCES = ("small_lm",)
+DEPTH = 16  # of every tree, where the paper has no bound
+SIZES = (10, 25, 50, 100, 150, 250, 500)
+DELTAS = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0)
+SAMPLED_NODES = 50
+BANDS = tuple(f"band_{n}" for n in range(1, 6))
+
+
+def opt(nodes: int, source: str = "small_lm", **settings: Any) -> MethodConfig:
+    shape = {"delta": 0.0, "max_depth": DEPTH, **settings}
+    return MethodConfig(source=source, structure=StructureConfig(kind="opt_tree", nodes=nodes, **shape))
+
+
+def fixed(shape: str, source: str = "small_lm", **settings: Any) -> MethodConfig:
+    return MethodConfig(source=source, structure=StructureConfig(kind="static", shape=shape, **settings))
+
+
+def prepare_rows(bench: Bench, others: Callable[[], list[Asked]], options: Any, tables: Mapping[str, Table]) -> None:
+    """Sequoia's trees for Fig. 6, by acceptance on `others`."""
+    if "figure_6" not in tables or (options.work / f"sequoia_{SIZES[-1]}.json").exists():
+        return
+    shares = acceptance_by_rank(bench, SOURCES[0], others())
+    for nodes in SIZES:
+        shape = best_shape(shares, nodes, DEPTH)
+        write_json(options.work / f"sequoia_{nodes}.json", [list(path) for path in shape.paths])
+
+
+def tables(*, options: Any, **_: Any) -> dict[str, Table]:
+    """Every table and figure of the paper, by key."""
+    return {
+        "table_1": main_table(),
+        "table_3": sampled_table(),
+        "figure_3": Table("Fig. 3: time by input length", never="a property of the device; "
+                          "benchmarks/bench_floor.py measures it"),
+        "figure_5": correlation(),
+        "figure_6": scaling(str(options.work / "sequoia_{}.json")),
+        "figure_7": time_shares(),
+        "figure_8": thresholds(),
+        "figure_9": temperatures(),
+        "figure_11": acceptance_by_q(),
+    }  # fmt: skip
+
+
+def main_table() -> Table:
+    """Tables 1 and 2, which differ by their prompts."""
+    rows = []
+    paper = {
+        "small_lm": (("2.12, 2.20", "1.32×, 1.39×"), ("2.47, 2.63", "1.49×, 1.62×"), ("2.58, 2.78", "1.69×, 1.83×")),
+        "eagle3": (("3.40, 3.52", "2.08×, 2.24×"), ("3.73, 3.83", "2.51×, 2.60×"), ("4.36, 4.68", "2.56×, 2.66×")),
+        "early_exit": ((), (), ()),
+    }
+    names = {"small_lm": "small LM (the paper: L-68M)", "eagle3": "EAGLE-3 (the paper: EAGLE)",
+             "early_exit": "early exit"}  # fmt: skip
+    claims = []
+    for source, name in names.items():
+        binary, eagle, own = paper[source]
+        rows += [
+            Row(f"{name}, binary tree, 25 nodes", fixed("binary", source, nodes=25), paper=binary),
+            Row(f"{name}, EAGLE's tree, 25 nodes", fixed("eagle", source), paper=eagle),
+            Row(f"{name}, OPT-Tree, 25 nodes", opt(25, source), paper=own),
+            Row(f"{name}, OPT-Tree, 25 nodes, at T = 0.5", opt(25, source, temperature=0.5)),
+            Row(f"{name}, binary tree, 60 nodes", fixed("binary", source, nodes=60)),
+            Row(f"{name}, OPT-Tree, 60 nodes", opt(60, source)),
+            Row(f"{name}, OPT-Tree, 60 nodes, at T = 0.5", opt(60, source, temperature=0.5)),
+        ]
+        by_size = {25: ("binary tree", "EAGLE's tree", "OPT-Tree"), 60: ("binary tree", "OPT-Tree")}
+        for nodes, trees in by_size.items():
+            ranked = tuple(f"{name}, {tree}, {nodes} nodes" for tree in trees)
+            claims.append(Claim(f"{name}: {' < '.join(trees)} at {nodes} nodes", "tau", ranked))
+            sharper = (*ranked[:-1], f"{ranked[-1]}, at T = 0.5")
+            claims.append(Claim(f"{name}: the same at {nodes} nodes with OPT-Tree at T = 0.5", "tau", sharper))
+        claims.append(
+            Claim(f"{name}: and in speed at 25 nodes", "speedup", tuple(f"{name}, {t}, 25 nodes" for t in by_size[25]))
+        )
+    return Table(
+        "Tables 1 and 2: trees at a node budget (LLaMA-2-7B; MT-Bench, GSM8K)",
+        ("tau", "expected", "per_round", "speedup"),
+        tuple(rows),
+        tuple(claims),
+        ("MAL", "speed-up"),
+        note="MAL is our τ. The paper takes 25, 50 or 60 nodes for binary and OPT-Tree, whichever is fastest.",
+    )
+
+
+def sampled_table() -> Table:
+    rows = [
+        Row("OPT-Tree, T = 0", opt(SAMPLED_NODES), paper=("2.58",)),
+        Row("OPT-Tree, T = 1", opt(SAMPLED_NODES), SamplingConfig(temperature=1.0), ("2.72",)),
+        Row("EAGLE's tree, T = 1", fixed("eagle"), SamplingConfig(temperature=1.0)),
+    ]
+    return Table(
+        "Table 3: sampling at temperature 1 (LLaMA-2-7B with L-68M; MT-Bench)",
+        ("tau", "speedup"),
+        tuple(rows),
+        (
+            Claim("τ is lower at temperature 1", "tau", ("OPT-Tree, T = 1", "OPT-Tree, T = 0")),
+            Claim("OPT-Tree beats EAGLE's tree there too", "tau", ("EAGLE's tree, T = 1", "OPT-Tree, T = 1")),
+        ),
+        ("MAL",),
+    )
+
+
+def correlation() -> Table:
+    return Table(
+        "Fig. 5: E(A) and A of every round",
+        ("correlation", "expected", "tau"),
+        (
+            Row("50 nodes", opt(50)),
+            Row("50 nodes, at T = 0.5", opt(50, temperature=0.5)),
+            Row("early exit, 50 nodes", opt(50, "early_exit")),
+        ),
+        tuple(
+            Claim(f"a larger E(A) goes with a larger A ({name})", "correlation", (name,), "above")
+            for name in ("50 nodes", "50 nodes, at T = 0.5", "early exit, 50 nodes")
+        ),
+        note="The paper shows counts; here it is Pearson's correlation over rounds.",
+    )
+
+
+def scaling(shapes: str) -> Table:
+    """shapes: where Sequoia's trees lie, by their size."""
+    lines = {"OPT-Tree": lambda n: opt(n), "OPT-Tree at T = 0.5": lambda n: opt(n, temperature=0.5),
+             "Sequoia": lambda n: fixed(shapes.format(n))}  # fmt: skip
+    rows = [Row(f"{line}, {n} nodes", make(n), x=n, line=line) for line, make in lines.items() for n in SIZES]
+    own = {line: tuple(f"{line}, {n} nodes" for n in SIZES) for line in lines}
+    claims = [
+        Claim(f"τ of {line} grows up to 500 nodes", "tau", own[line]) for line in ("OPT-Tree", "OPT-Tree at T = 0.5")
+    ]
+    for line in ("OPT-Tree", "OPT-Tree at T = 0.5"):
+        claims += [Claim(f"{line} beats Sequoia at {n} nodes", "tau", (f"Sequoia, {n} nodes", f"{line}, {n} nodes"))
+                   for n in SIZES]  # fmt: skip
+    claims.append(Claim("Sequoia hardly grows from 150 to 500 nodes", "tau",
+                        ("Sequoia, 150 nodes", "Sequoia, 500 nodes"), "level", 0.05))  # fmt: skip
+    return Table(
+        "Fig. 6: τ by the size of the tree, beside Sequoia's",
+        ("tau",),
+        tuple(rows),
+        tuple(claims),
+        plot="tau",
+        xlabel="nodes",
+        note="All trees are at most 16 deep.",
+    )
+
+
+def time_shares() -> Table:
+    return Table(
+        "Fig. 7: where a round's time goes (50 nodes)",
+        ("drafting_ms", "verifying_ms", "others_ms", "tree_share"),
+        (Row("OPT-Tree, 50 nodes", opt(50), paper=("6.3 % at most",)),),
+        (Claim("tree operations take at most 6.3 %", "tree_share", ("OPT-Tree, 50 nodes",), "below", 0.063),),
+        ("share of tree operations",),
+    )
+
+
+def thresholds() -> Table:
+    rows = [Row(f"δ = {delta}", opt(50, delta=delta), x=delta) for delta in DELTAS]
+    names = tuple(row.name for row in rows)
+    return Table(
+        "Fig. 8: the threshold δ (50 nodes)",
+        ("tau", "depth", "milliseconds", "speedup"),
+        tuple(rows),
+        (
+            Claim("τ drops as the threshold grows", "tau", names[::-1]),
+            Claim("speed is best somewhere between", "speedup", names, "peaks"),
+        ),
+        plot="tau",
+        xlabel="δ",
+    )
+
+
+def temperatures() -> Table:
+    rows = [Row(f"T = {t}", opt(SAMPLED_NODES), SamplingConfig(temperature=t), x=t) for t in TEMPERATURES]
+    names = tuple(row.name for row in rows)
+    return Table(
+        "Fig. 9: temperature (50 nodes)",
+        ("tau", "speedup"),
+        tuple(rows),
+        (
+            Claim("τ drops as the temperature rises", "tau", names[::-1]),
+            Claim("there is a high speed-up even at temperature 1", "speedup", ("T = 1.0",), "above", 1.0),
+        ),
+        plot="tau",
+        xlabel="temperature",
+    )
+
+
+def acceptance_by_q() -> Table:
+    return Table(
+        "Fig. 11: acceptance by q (50 nodes)",
+        BANDS,
+        (Row("OPT-Tree", opt(50)),),
+        tuple(
+            Claim(f"acceptance rises from band {n} to band {n + 1}", "", (f"OPT-Tree@{low}", f"OPT-Tree@{high}"))
+            for n, (low, high) in enumerate(itertools.pairwise(BANDS), start=1)
+        ),
+    )

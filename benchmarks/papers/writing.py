@@ -1,0 +1,128 @@
+"""A paper's results as Markdown and as a picture, from the JSON alone. Light: it needs no torch."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+MARKS = {"holds": "**holds**", "does not hold": "**does not hold**", "undecided": "undecided", "not run": "not run"}
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """All tables of a paper: its own figures beside ours on every target, and what became of its claims."""
+    entries = record["entries"]
+    lines = [said(name, entry) for name, entry in entries.items()]
+    for key in dict.fromkeys(key for entry in entries.values() for key in entry["tables"]):
+        lines += ["", *table(key, {name: entry["tables"].get(key) for name, entry in entries.items()})]
+    return "\n".join(lines) + "\n"
+
+
+def said(name: str, entry: Mapping[str, Any]) -> str:
+    """What was measured, and how the claims fared in all."""
+    models = ", ".join(kind for kind, where in entry["models"].items() if where)
+    verdicts = Counter(claim["verdict"] for one in entry["tables"].values() for claim in one["claims"])
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+    return (
+        f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × up to "
+        f"{entry['tokens']} tokens, {entry['dtype']}. Claims: {counted}."
+    )
+
+
+def table(key: str, found: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
+    """One table: a line for every row, a column for every quantity and target, then the claims."""
+    here = {name: one for name, one in found.items() if one is not None}
+    first = next(iter(here.values()))
+    lines = [f"### {first['title']}", ""]
+    lines += [first["note"], ""] if first["note"] else []
+    if first["never"]:
+        return [*lines, f"Not run: {first['never']}."]
+    labels = [(name, quantity) for name, one in here.items() for quantity in one["quantities"]]
+    shown = [
+        (name, quantity) for name, quantity in labels
+        if any(row["here"].get(quantity) is not None for row in here[name]["rows"].values())
+    ]  # fmt: skip
+    columns = [f"{name}: {here[name]['quantities'][quantity]['label']}" for name, quantity in shown]
+    columns = columns or ["here"]
+    rows = {name: row for one in reversed(here.values()) for name, row in one["rows"].items()}
+    if rows:
+        lines.append("| | " + " | ".join([*(f"paper: {column}" for column in first["columns"]), *columns]) + " |")
+        lines.append("|---" * (1 + len(first["columns"]) + len(columns)) + "|")
+    for name in dict.fromkeys(name for one in here.values() for name in one["rows"]):
+        row = rows[name]
+        cells = [cell(here[entry], name, quantity) for entry, quantity in shown]
+        reason = row["never"] if all(one["rows"].get(name, row)["never"] for one in here.values()) else ""
+        cells = [f"not run: {reason}", *[""] * (len(columns) - 1)] if reason else cells or [""]
+        own = [*row["paper"], *["–"] * (len(first["columns"]) - len(row["paper"]))]
+        lines.append("| " + " | ".join([name, *own, *cells]) + " |")
+    return [*lines, "", *(line for line in claims(here))]
+
+
+def cell(table: Mapping[str, Any], row: str, quantity: str) -> str:
+    value = table["rows"].get(row, {"here": {}})["here"].get(quantity)
+    return "–" if value is None else f"{value:.{table['quantities'][quantity]['digits']}f}"
+
+
+def claims(here: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Every claim with its verdict on every target; those that were timed nowhere on one line."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for name, one in here.items():
+        for claim in one["claims"]:
+            found.setdefault(claim["says"], {})[name] = claim
+    lines, untimed = [], []
+    for says, own in found.items():
+        if all(claim.get("reason", "").startswith("a time:") for claim in own.values()):
+            untimed.append(says)
+        else:
+            lines.append(f"- {says}: {'; '.join(f'{name} {verdict(claim)}' for name, claim in own.items())}")
+    return lines + ([f"- Not run, as nothing was timed: {'; '.join(untimed)}"] if untimed else [])
+
+
+def verdict(claim: Mapping[str, Any]) -> str:
+    """The verdict in words, with the figures that it was made of."""
+    mark = MARKS[claim["verdict"]]
+    if claim["verdict"] == "not run":
+        return f"{mark} ({claim['reason']})"
+    return f"{mark} ({' → '.join(number(value) for value in claim['values'])})"
+
+
+def number(value: float) -> str:
+    """Three significant digits."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def plot(record: Mapping[str, Any]) -> Figure | None:
+    """A panel for every table that has one: its quantity over the rows' x, a line of every kind on every target."""
+    entries = record["entries"]
+    keys = [key for key in dict.fromkeys(key for entry in entries.values() for key in entry["tables"])
+            if any(points(entry["tables"].get(key)) for entry in entries.values())]  # fmt: skip
+    if not keys:
+        return None
+    across = min(3, len(keys))
+    down = -(-len(keys) // across)
+    figure = Figure(figsize=(5 * across, 3.6 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flatten().tolist()
+    for key, axes in zip(keys, panels, strict=False):
+        for name, entry in entries.items():
+            for line, places in points(entry["tables"].get(key)).items():
+                axes.plot(*zip(*places, strict=True), "o-", label=f"{name}: {line}" if line else name)
+        one = next(entry["tables"][key] for entry in entries.values() if points(entry["tables"].get(key)))
+        axes.set(title=one["title"].partition(":")[0], xlabel=one["xlabel"],
+                 ylabel=one["quantities"][one["plot"]]["label"])  # fmt: skip
+        axes.legend(fontsize=7)
+    for axes in panels[len(keys) :]:
+        axes.axis("off")
+    return figure
+
+
+def points(table: Mapping[str, Any] | None) -> dict[str, Sequence[tuple[float, float]]]:
+    """By line, the places of the rows that have one."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in table["rows"].values() if table and table["plot"] else ():
+        value = row["here"].get(table["plot"]) if table else None
+        if row["x"] is not None and value is not None:
+            found.setdefault(row["line"], []).append((row["x"], value))
+    return {line: sorted(places) for line, places in found.items()}
