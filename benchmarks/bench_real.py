@@ -16,16 +16,15 @@ run replaces the entry of its dtype in --out and leaves the others.
 
 import argparse
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from figures import all_figures
-from interleaved import ArmsFor, Contest, add_options, evaluation, measure_all, read_categories
+from interleaved import ArmsFor, Contest, add_beside, add_options, evaluation, joined, measure_all, read_categories
 from peer_llamacpp import llama_server, llama_version
 from record_tables import tables
 from subjects import as_model
@@ -38,7 +37,6 @@ from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Arm
 from inference.evaluate.bench import JUDGED
 from inference.evaluate.drafter_facts import trained_seconds
-from inference.evaluate.prompt_results import read_results
 from inference.evaluate.report import describe_machine
 from inference.evaluate.subject import Models, Subject
 from inference.generation_config import generate_settings
@@ -113,20 +111,6 @@ def entry_of(contest: Contest, config: EvaluateConfig, options: argparse.Namespa
     }
 
 
-def joined(contest: Contest, folder: Path) -> Contest:
-    """`contest` and the results in `folder`. Raises `UserError` for those of other arms or of the same prompts."""
-    found = [measured for _, measured in sorted(read_results(folder).items())]
-    results = [result for measured in found for result in measured.turns]
-    arms = sorted(contest.results[0].generations)
-    theirs = sorted({name for result in results for name in result.generations})
-    require(theirs == arms, f"beside={folder}: arms", theirs, f"those of this command, {arms}")
-    twice = {result.prompt_id for result in contest.results} & {result.prompt_id for result in results}
-    require(not twice, f"beside={folder}: prompts", sorted(twice), "prompts that were not measured yet")
-    threads = Counter(contest.threads) + Counter(measured.threads for measured in found)
-    known = [*contest.results, *results]
-    return replace(contest, results=known, asked=contest.asked + len(results), threads=dict(threads))
-
-
 def write_entry(path: Path, entry: Mapping[str, Any]) -> None:
     """Put `entry` into the JSON file `path` in the place of an earlier one of its dtype."""
     earlier = read_json(path, "record", "remove it, or choose another --out")["entries"] if path.exists() else {}
@@ -159,8 +143,7 @@ def record(options: argparse.Namespace) -> None:
             return lambda count: {**ours(count), **{n: server.arm(n, subject.eos, count) for n in server.arms}}
 
         contest = measure_all([config], prompts, folder, options.minutes, peers=peers, identity=identity, judged=JUDGED)
-    for work in options.beside:
-        contest = joined(contest, work / config.dtype)
+    contest = joined(contest, [work / config.dtype for work in options.beside])
     entry = entry_of(contest, config, options, identity)
     out = options.out or options.work / "record.json"
     write_entry(out, entry)
@@ -174,8 +157,7 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=5, help="K of transformers' and llama.cpp's drafts")
     parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--out", type=Path, help="the JSON file; default: record.json in --work")
-    which = "--work of the same command on other prompts at the same time, on other cores: its results count as well"
-    parser.add_argument("--beside", type=Path, nargs="+", default=[], metavar="DIR", help=which)
+    add_beside(parser)
     parser.add_argument("--note", default="", help="kept in the entry, e.g. what else the machine was doing")
     with reported():
         record(parser.parse_args())

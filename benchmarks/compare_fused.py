@@ -7,7 +7,7 @@
 The options are evaluate-checkpoint's, with one method of structure.kind=fused. Its parts are the same drafter as an
 OPT-Tree and the same n-grams alone. All of them continue every prompt in turn, so ratios are of pairs on the same
 prompt. With --nodes every arm submits so many nodes at most and the drafter makes --depth steps: τ then compares at
-equal sizes, and says the same on a busy machine. Else sizes are chosen here, but for the --ngram-nodes of the n-grams.
+equal sizes, and says the same on a busy machine. Else sizes are chosen here; --ngram-nodes fixes those of the n-grams.
 
 --ablate adds the larger one of both probabilities instead of the joined one, weights that do not learn, and no
 recycled logits. Writes the JSON and, beside it, a plot.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import all_figures
-from interleaved import Contest, add_options, evaluation, measure_all, read_categories
+from interleaved import Contest, add_beside, add_options, evaluation, joined, measure_all, read_categories
 from matplotlib.figure import Figure
 from record_tables import interval, number
 
@@ -51,7 +51,7 @@ def arms_of(fused: MethodConfig, options: argparse.Namespace) -> dict[str, Metho
     fused = replace(fused, structure=replace(fused.structure, **size))
     delta = 0.0 if options.nodes else None
     tree = StructureConfig("opt_tree", temperature=0.5, width=fused.structure.width, delta=delta, **size)
-    alone = replace(fused.ngrams, nodes=options.nodes or options.ngram_nodes)
+    alone = replace(fused.ngrams, nodes=options.nodes or options.ngram_nodes or AUTO)
     arms = {
         FUSED: fused,
         MODEL: MethodConfig(fused.source, tree, skip=fused.skip),
@@ -132,6 +132,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     config = contestants(options)
     prompts = read_categories(options.prompts, options.per_category)
     contest = measure_all([config], prompts, options.work, options.minutes, judged=JUDGED)
+    contest = joined(contest, options.beside)
     arms = all_figures(contest.results, config.seed)
     found = gains(contest, arms, config.seed)
     out = options.out or options.work / "fused.json"
@@ -163,8 +164,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_options(parser, "runs/fused")
     parser.add_argument("--nodes", type=int, help="submitted by every arm at most; default: chosen here")
     parser.add_argument("--depth", type=int, default=4, help="steps of the drafter, with --nodes")
-    parser.add_argument("--ngram-nodes", type=int, default=8, help="of the n-grams alone, without --nodes")
+    parser.add_argument("--ngram-nodes", type=int, help="of the n-grams alone, without --nodes; default: chosen here")
     parser.add_argument("--ablate", action="store_true", help="also with one thing left out or done otherwise")
+    add_beside(parser)
     parser.add_argument("--out", type=Path, help="the JSON; default: fused.json in --work")
     parser.add_argument("--note", default="", help="kept in the JSON, e.g. what else the machine was doing")
     return parser.parse_args(arguments)

@@ -95,6 +95,28 @@ def add_options(parser: argparse.ArgumentParser, work: str, *, prompts: bool = T
     parser.add_argument("--work", type=Path, default=Path(work), help="where the results of every prompt are kept")
 
 
+def add_beside(parser: argparse.ArgumentParser) -> None:
+    """The option of several processes that measure at a time."""
+    which = "--work of the same command on other prompts at the same time, on other cores: its results count as well"
+    parser.add_argument("--beside", type=Path, nargs="+", default=[], metavar="DIR", help=which)
+
+
+def joined(contest: Contest, folders: Sequence[Path]) -> Contest:
+    """`contest` and the results in `folders`. Raises `UserError` for those of other arms or of the same prompts."""
+    for folder in folders:
+        found = [measured for _, measured in sorted(read_results(folder).items())]
+        results = [result for measured in found for result in measured.turns]
+        arms = sorted(contest.results[0].generations)
+        theirs = sorted({name for result in results for name in result.generations})
+        require(theirs == arms, f"beside={folder}: arms", theirs, f"those of this command, {arms}")
+        twice = {result.prompt_id for result in contest.results} & {result.prompt_id for result in results}
+        require(not twice, f"beside={folder}: prompts", sorted(twice), "prompts that were not measured yet")
+        threads = Counter(contest.threads) + Counter(measured.threads for measured in found)
+        known = [*contest.results, *results]
+        contest = replace(contest, results=known, asked=contest.asked + len(results), threads=dict(threads))
+    return contest
+
+
 def evaluation(options: Sequence[str], *, sampled: bool = False) -> EvaluateConfig:
     """The settings of evaluate-checkpoint with `options`. Raises `UserError` for those that would do nothing here.
 
