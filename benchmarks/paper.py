@@ -256,7 +256,7 @@ def entry_of(
     known = {kind: KINDS[kind].load_maker().identity(where) for kind, where in kinds.items() if where}
     return {
         "models": {name: where and Path(where).name for name, where in models.items()},
-        "digests": {**known, "target": options.target and asdict(open_target(options.target).fingerprint)},
+        "digests": {**known, "target": options.target and fingerprint_of(options.target)},
         "categories": sorted({asked.category for asked in prompts}),
         "prompts": len(measured & {asked.id for asked in prompts}),
         "tokens": options.tokens,
@@ -266,6 +266,12 @@ def entry_of(
         "made_with": provenance(),
         "tables": dict(tables),
     }
+
+
+def fingerprint_of(target: str) -> dict[str, Any]:
+    """What knows a target wherever it lies."""
+    return {key: value for key, value in asdict(open_target(target).fingerprint).items()
+            if key not in ("target", "revision")}  # fmt: skip
 
 
 def main() -> None:
