@@ -396,7 +396,7 @@ class EvaluateConfig(RehearsedConfig):
                 "0 for target=replay: a recording has no logits",
             ),
             ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
-            ("show_prompts", self.show_prompts - 4, "4 for target=replay: it has no page"),
+            ("show_prompts", self.show_prompts != 4 and str(self.show_prompts), "4 for target=replay: it has no page"),
             ("minutes", self.minutes, "null for target=replay: it takes seconds"),
             ("plan", self.plan, "false for target=replay: no model runs"),
             ("tensor_parallel", self.tensor_parallel > 1, "1 for target=replay: no model runs"),

@@ -93,18 +93,16 @@ class Chat:
         while True:
             try:
                 line = self._read("> ").strip()
+                if line == "/quit":
+                    return
+                if line.startswith("/"):
+                    self._obey(*line[1:].split(maxsplit=1))
+                elif line:
+                    self._answer(line)
             except EOFError:
                 return
-            except KeyboardInterrupt:
-                self.screen.note("")
-                self.screen.note("/quit leaves")
-                continue
-            if line == "/quit":
-                return
-            if line.startswith("/"):
-                self._obey(*line[1:].split(maxsplit=1))
-            elif line:
-                self._answer(line)
+            except KeyboardInterrupt:  # at the prompt, or between two lines of this
+                self.screen.note("\n/quit leaves")
 
     def _obey(self, command: str = "", name: str = "") -> None:
         if command in ("on", "off") and not name:
@@ -122,11 +120,11 @@ class Chat:
         self.screen.status(self._how())
 
     def _answer(self, question: str) -> None:
-        self.messages.append({"role": "user", "content": question})
+        asked = [*self.messages, {"role": "user", "content": question}]
         answer = Answer(lambda ids: str(self.model.tokenizer.decode(ids, skip_special_tokens=True)), self._clock)
         try:
             rounds = self.model.rounds(
-                self.messages, self.config.sampling, max_new_tokens=self.config.max_new_tokens,
+                asked, self.config.sampling, max_new_tokens=self.config.max_new_tokens,
                 seed=self.config.seed, speculate=self.speculate,
             )  # fmt: skip
             for r in rounds:
@@ -140,9 +138,7 @@ class Chat:
             self.screen.note(f"error: {error}; /reset forgets the conversation")
         self.screen.say("\n", OWN)
         if answer.text:
-            self.messages.append({"role": "assistant", "content": answer.text})
-        else:
-            self.messages.pop()
+            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
         if answer.tokens:
             self.screen.note(f"[{self._how()}: {answer.figures()}]")
 

@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tqdm import tqdm
 
@@ -38,6 +38,7 @@ def test_what_nobody_knows_is_not_made_up() -> None:
     )  # a step without an expectation says nothing of pace
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=6), st.data())
 def test_the_share_grows_while_a_step_runs_and_reaches_one(expected: list[float], data: Any) -> None:
     steps = {f"s{number}": seconds for number, seconds in enumerate(expected)}
