@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from inference.generation_config import generate_options
-from inference.sampling import Sampler, branches
+from inference.sampling import Sampler, branches, successors
 from inference.settings import SamplingConfig
 from inference.tree import ROOT
 from outrider.errors import UserError
@@ -237,3 +237,14 @@ def test_bad_values_name_their_key(key: str, values: list[float]) -> None:
     for value in values:
         with pytest.raises(UserError, match=rf"^{key}="):
             SamplingConfig(**{key: value})
+
+
+@pytest.mark.parametrize("size", [5, 64 * 40, 49_999])
+def test_successors_are_the_likeliest_of_any_vocabulary(size: int) -> None:
+    """Also where the last tokens fill no chunk, and the likeliest is among them."""
+    logits = torch.randn(3, size, generator=torch.Generator().manual_seed(0))
+    logits[1, -1] = 9.0
+    values, tokens = logits.softmax(-1).topk(min(8, size))
+    found = successors(logits, 8)
+    assert torch.equal(found[:, : values.shape[1]].long(), tokens)
+    torch.testing.assert_close(found[:, values.shape[1] :], values)

@@ -23,6 +23,7 @@ from inference.structures.opt_tree import opt_tree
 from outrider.errors import UserError
 from tests.inference.fused_cases import FedModel, begun, fused_draft, fused_method
 from tests.inference.ngram_cases import TABLE, VOCABULARY, draft, make_documents
+from tests.inference.test_tree_stops import Transfers
 from tests.known_source import ROOT_TOKEN, KnownSource, Path_, Q, paths_of, random_q, root
 
 TEXT = [*make_documents()[3][:40], ROOT_TOKEN]
@@ -175,6 +176,16 @@ def test_nodes_follow_the_price_of_verifying_them() -> None:
         assert tree.path_probs.tolist() == sorted(tree.path_probs.tolist(), reverse=True)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 40 > 3 >= sizes[2]
+
+
+def test_a_step_transfers_once() -> None:
+    """And once a round, for the root."""
+    drafter = begun(fused_method(nodes=20, max_depth=3), random_q(3, VOCABULARY), TEXT[:-1], TABLE)
+    with Transfers() as counted:
+        drafter.draft(root(), 99)
+    assert isinstance(drafter.model, FedModel)
+    assert len(drafter.model.calls) == 3
+    assert counted.count == 1 + 3 * 3  # a step also looks twice at what is on the host: tokens, the array
 
 
 def test_a_table_is_opened_for_it(tmp_path: Path) -> None:
