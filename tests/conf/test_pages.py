@@ -185,6 +185,15 @@ def test_tables_have_the_figures_of_the_papers(monkeypatch: pytest.MonkeyPatch, 
     assert "**holds**" in page
 
 
+def test_the_table_of_memory_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from fill_tables import fill_memory
+
+    page = (ROOT / "docs/results.md").read_text()
+    results = json.loads((BENCHMARKS / "results/ngram_memory.json").read_text())["results"]
+    assert fill_memory(page, results) == page, "docs/results.md: run benchmarks/fill_tables.py"
+
+
 def test_the_families_of_the_page_are_those_that_are_tested() -> None:
     page = (ROOT / "docs/getting-started.md").read_text()
     named = page.split("train an early exit:")[1].split("Llama, Mistral")[0]

@@ -283,6 +283,9 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
     text = markdown(reports)
     assert f"chose max_draft {chain['max_draft']['mean']:.1f} on average, most often" in text
     assert f"chose widths most often {widths['widths']['mode']} (" in text
+    remembering = {**facts, "settings": {"ngrams": {"keep": "kept"}}}
+    assert "remembers earlier prompts (kept)" in markdown([build_report("chain", results, remembering, 0)])
+    assert "remembers" not in text
     plain = build_report("chain", results, facts, 0)
     assert plain["auto"] is None
     assert "chose" not in markdown([plain])
