@@ -41,6 +41,7 @@ from draft_models.checkpoint import provenance
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.decode import Round, speculative
+from inference.drafters.early_exit import Calibrated
 from inference.drafters.registry import KINDS
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import PromptResult, new_drafter
@@ -185,7 +186,8 @@ def record_one(
         return speculative(models.stack, watched, ids, chooser=chooser, runtime=models.runtime, **options)
 
     chooser = Chooser(sampler, streams.of("verify") if sampled else None)
-    head = getattr(models.drafters[source], "head", None)
+    model = models.drafters[source]
+    head = model.head if isinstance(model, Calibrated) else None
     return Text(prompt.id, prompt.category, record(rounds, drafter, chooser, head))
 
 

@@ -18,7 +18,8 @@ from inference.stopping.survival import Survival
 from inference.stopping.trust import Doubt, Trust
 from outrider.streams import Streams
 
-DRAFT_DOUBT = Doubt(offset=1.0, slope=0.5)  # a draft's own probabilities: how far off they are is up to the drafter
+# A draft's own probabilities may be far off, each way: greedy targets take tokens of a low q nearly always.
+DRAFT_DOUBT = Doubt(offset=3.0, slope=0.5)
 HEAD_DOUBT = Doubt(offset=0.5, slope=0.0)  # a head was calibrated; what it cannot know is the text's own effect
 
 Make = Callable[[StopConfig, int, Streams, CalibrationHead | None, Tuning | None], StopRule]
