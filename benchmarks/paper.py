@@ -300,5 +300,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    main()
+    with torch.no_grad():
+        main()

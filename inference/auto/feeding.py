@@ -3,8 +3,12 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from inference.auto.costs import WIDEST
-from inference.auto.policy import DEEPEST, KEEP, Tuning, best_count
+from inference.auto.node_sizes import best_nodes, trials_of
+from inference.auto.policy import BANDS as Q_BANDS
+from inference.auto.policy import DEEPEST, KEEP, TREE_NEIGHBOUR, TREE_OWN, Evidence, Tuning
 from inference.settings import MOST_NODES
 
 BANDS = 8  # of how sure the n-grams are of what follows a node
@@ -52,6 +56,9 @@ class Gains:
 class Feeding:
     """How many nodes a round submits, how many of a step it feeds, and when it stops.
 
+    What a node is worth is its path probability, every step of it times how far its like was to be trusted so far, as
+    for n-grams alone with nodes=auto (see `inference.auto.node_sizes`).
+
     nodes, depth: given numbers; None: chosen here, which needs `tuning`. width: nodes fed in a step at most.
     """
 
@@ -61,32 +68,53 @@ class Feeding:
         self.max_nodes, self.max_depth = nodes or MOST_NODES, depth or DEEPEST
         self.max_fed = min(MOST_FED, self._width * self.max_depth)
         self._idle, self._patience = 0, _PATIENCE[0]
+        self._evidence, self._worths = None, np.empty(self.max_nodes)
+        if tuning is not None:
+            costs = tuning.costs
+            self._evidence = Evidence(Q_BANDS, tuning, own=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0)
+            self._trust = np.array(self._evidence.shares())
+            self._after_draft = np.array([costs.verify[n + 1] + costs.rest for n in range(self.max_nodes + 1)])
 
     def begin(self, waiting: int) -> None:
         """A round begins. waiting: tokens that the drafter has to run besides, before it can draft."""
         self._waiting, self._spent, self._steps, self._fed = waiting, 0.0, 0, 0
         self._forced = False
 
-    def count(self, paths: Sequence[float]) -> int:
-        """How many nodes to submit if drafting ended here, the first ones of `paths`, which fall."""
-        if self._nodes is not None or self._costs is None:
+    def count(self, parents: np.ndarray, paths: np.ndarray) -> int:
+        """How many nodes to submit if drafting ended here, the first ones.
+
+        parents int64 [n], −1: the root; paths float64 [n], path probabilities, which fall.
+        """
+        if self._evidence is None:
+            self.expected = 1.0 + float(paths.sum())
             return len(paths)
-        return best_count(paths, self._spent, self._costs)[0]
+        seconds = self._spent + self._after_draft
+        best = int(best_nodes(parents, paths, self._trust, seconds, self._worths))
+        count = best if self._nodes is None else len(paths)
+        self.expected = 1.0 + float(self._worths[:count].sum())
+        return count
 
-    def feed(self, paths: Sequence[float], values: Sequence[float]) -> int:
-        """How many nodes to feed next; 0: verify now. paths: of the nodes that would be submitted now.
+    def feed(self, count: int, values: Sequence[float], later: Sequence[float] = ()) -> int:
+        """How many nodes to feed next; 0: verify now. count: of the nodes that would be submitted now.
 
-        values: what feeding each of the candidates is expected to add, the largest first.
+        values: what feeding each of the candidates is expected to add, the largest first. later: what the best node of
+        those adds that can be fed one pass later, two passes later and so on. A first pass may pay only by those.
         """
         room = min(self._width, MOST_FED - self._fed, len(values))
         if self._steps == self.max_depth or room <= 0:
             return 0
-        feed = room if self._costs is None else self._best_feed(paths, values[:room])
+        feed = room if self._costs is None else self._best_feed(count, values[:room], later)
         if feed:
             self._spent += self._step(feed)
             self._fed += feed if self._steps else 0
             self._steps += 1
         return feed
+
+    def observe(self, parents: np.ndarray, paths: np.ndarray, accepted: Sequence[int]) -> None:
+        """What was submitted, and the nodes of it that were accepted."""
+        if self._evidence is not None:
+            self._evidence.add(trials_of(parents, paths, accepted))
+            self._trust = np.array(self._evidence.shares())
 
     def end(self) -> None:
         """The round's draft is done."""
@@ -102,21 +130,27 @@ class Feeding:
         nodes = [f"nodes={count}"] if self._nodes is None else []
         return nodes + ([f"max_depth={self._steps}"] if self._depth is None else [])
 
-    def _best_feed(self, paths: Sequence[float], values: Sequence[float]) -> int:
-        costs = self._costs
-        assert costs is not None
-        emitted = 1.0 + math.fsum(paths)
-        best, feed = 0.0, 0
+    def _best_feed(self, count: int, values: Sequence[float], later: Sequence[float]) -> int:
+        emitted, best = self.expected, 0.0
         if self._depth is None:
-            best = emitted / (self._spent + self._after(len(paths)))
+            best = emitted / (self._spent + self._after(count))
         if not self._steps and self._idle >= self._patience:
             self._forced, best = True, 0.0
+        first, feed = 0.0, 0
         for rows, value in enumerate(values, start=1):
             emitted += value
-            rate = emitted / (self._spent + self._step(rows) + self._after(len(paths) + rows))
-            if rate > best:
-                best, feed = rate, rows
-        return feed
+            rate = emitted / (self._spent + self._step(rows) + self._after(count + rows))
+            if rate > first:
+                first, feed = rate, rows
+        return feed if max(first, self._best_plan(count, values[0], later)) > best else 0
+
+    def _best_plan(self, count: int, value: float, later: Sequence[float]) -> float:
+        """The tokens a second of as many passes as pay, each of one row."""
+        emitted, spent, best = self.expected + value, self._spent + self._step(1), 0.0
+        for passes, more in enumerate(later[: self.max_depth - self._steps - 1], start=2):
+            emitted, spent = emitted + more, spent + self._costs_of(1)
+            best = max(best, emitted / (spent + self._after(count + passes)))
+        return best
 
     def _after(self, nodes: int) -> float:
         """Seconds of the rest of a round that submits so many."""
@@ -125,6 +159,7 @@ class Feeding:
 
     def _step(self, rows: int) -> float:
         """Seconds of the next step."""
-        if self._costs is None:
-            return 0.0
-        return self._costs.step[min(WIDEST, rows + (0 if self._steps else self._waiting))]
+        return self._costs_of(rows + (0 if self._steps else self._waiting))
+
+    def _costs_of(self, rows: int) -> float:
+        return 0.0 if self._costs is None else self._costs.step[min(WIDEST, rows)]

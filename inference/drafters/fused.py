@@ -8,7 +8,6 @@ The tree is a function of the past only. So under sampling, too, a drafted token
 (`verify.Matching`).
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +22,7 @@ from inference.drafters.fused_growth import (
     drafted,
     frontier,
     grow,
+    later_passes,
     learn,
     new_candidates,
     new_join,
@@ -37,6 +37,7 @@ from inference.drafters.shaped import TimedModel, rows_known
 from inference.sampling import successors
 from inference.session import TargetSession
 from inference.settings import AUTO, MethodConfig, number
+from inference.stopping.factory import required
 from inference.stopwatch import Stopwatch
 from inference.structures.factory import CHOSEN
 from inference.tree import ROOT, DraftTree
@@ -54,7 +55,8 @@ class Fused(Drafter):
     def __init__(self, model: DraftModel, table: TrigramTable | None, method: MethodConfig, tuning: Tuning | None):
         shape = method.structure
         nodes, depth = (None if size == AUTO else number(size) for size in (shape.nodes, shape.max_depth))
-        self.feeding = Feeding(tuning, nodes, depth, shape.width)
+        chosen_here = None in (nodes, depth)
+        self.feeding = Feeding(required(tuning) if chosen_here else tuning, nodes, depth, shape.width)
         self.model, self.table, self.config = model, table, method.ngrams
         self.split, self.taps, self.successors = model.split, model.taps, method.ngrams.recycle
         self.max_rows = self.feeding.max_nodes + self.feeding.max_fed
@@ -71,6 +73,7 @@ class Fused(Drafter):
         self._scratch, self._weights, self._gains = new_scratch(self.config.longest), new_join(), Gains()
         nodes = self.feeding.max_nodes
         self._pool, self._ranked, self._candidates = new_pool(nodes), new_ranked(nodes), new_candidates(nodes)
+        self._unfed, self._later = np.empty(nodes + 1, np.int64), np.empty(self.feeding.max_depth)
         self._waiting = 0  # tokens of the text, without the root, that the model has not run yet
         self._path: tuple[list[int], list[int]] | None = None  # accepted in the last round: numbers in the pool, tokens
 
@@ -82,40 +85,48 @@ class Fused(Drafter):
         self._rows, depth = 0, min(limit, self.config.depth)
         self._text = (self._ngrams.sources, *self._ngrams.text)
         if depth <= 0:
+            self._places = _NOTHING, _NOTHING, _NOTHING
             return self._draft(root, 0)
         self.feeding.begin(self._waiting)
         self._made = start(self._pool, token)
-        paths, _ = self._grow(_NOTHING, _SAID_NOTHING, 0, depth)
-        count = self.feeding.count(paths)
+        size, _ = self._grow(_NOTHING, _SAID_NOTHING, 0, depth)
+        count = self._count(size)
         while True:
-            nodes, worths, bands, values = self._candidates_for(paths, count, depth)
-            fed = self.feeding.feed(paths[:count], values)
+            nodes, worths, bands, values = self._candidates_for(size, count, depth)
+            fed = self.feeding.feed(count, values, self._later[: self._passes].tolist())
             if not fed:
                 break
-            paths, kept = self._grow(nodes[:fed], self._ask(root, nodes[:fed]), count, depth)
-            count = self.feeding.count(paths)
-            self._gains.add(bands[:fed], worths[:fed], math.fsum(paths[:count]) - kept)
+            size, kept = self._grow(nodes[:fed], self._ask(root, nodes[:fed]), count, depth)
+            count = self._count(size)
+            self._gains.add(bands[:fed], worths[:fed], float(self._ranked.paths[:count].sum()) - kept)
         self.feeding.end()
-        self._add("expected_tau", 1.0 + math.fsum(paths[:count]))
+        self._add("expected_tau", self.feeding.expected)
         for chosen in self.feeding.chosen(count):
             self._add(CHOSEN + chosen, 1)
         return self._draft(root, count)
 
-    def _grow(self, fed: np.ndarray, said: np.ndarray, count: int, depth: int) -> tuple[list[float], float]:
-        """The path probabilities of the best nodes, after the model was asked at the nodes `fed`, and by that the sum
-        of those of the `count` nodes that were the best before."""
+    def _grow(self, fed: np.ndarray, said: np.ndarray, count: int, depth: int) -> tuple[int, float]:
+        """How many nodes there are to choose from after the model was asked at the nodes `fed`, and by that the sum of
+        the path probabilities of the `count` nodes that were the best before."""
         answer = (fed, self._rows - len(fed), said, self._weights.now, self._maximum)
         found = grow(self._pool, self._made, *answer, self._ranked, count, depth, *self._text, self._scratch)
         size, self._made, kept = found
-        return self._ranked.paths[:size].tolist(), kept
+        self._places = drafted(self._pool, self._ranked, size)
+        return size, kept
+
+    def _count(self, size: int) -> int:
+        _, parents, _ = self._places
+        return self.feeding.count(parents, self._ranked.paths[:size])
 
     def _candidates_for(
-        self, paths: list[float], count: int, depth: int
+        self, size: int, count: int, depth: int
     ) -> tuple[np.ndarray, list[float], list[int], list[float]]:
         """The nodes that the model may be asked at next, with their worths, bands and values (see `frontier`)."""
-        least = paths[count - 1] if count == len(self._ranked.order) else 0.0
+        least = self._ranked.paths[count - 1] if count == len(self._ranked.order) else 0.0
         gains = np.array(self._gains.shares())  # a list would take numba ten times as long to look at
-        found = frontier(self._pool, self._ranked, count, depth, gains, least, *self._candidates)
+        place = (self._pool, self._ranked, count, depth, gains, least)
+        found = frontier(*place, *self._candidates)
+        self._passes = later_passes(*place, self._unfed, self._later)
         nodes, *facts = (column[:found] for column in self._candidates)
         return nodes, *(fact.tolist() for fact in facts)
 
@@ -135,7 +146,7 @@ class Fused(Drafter):
 
     def _draft(self, root: Tensor, count: int) -> DraftTree:
         """The first `count` of the best nodes."""
-        tokens, parents, rows = drafted(self._pool, self._ranked, count)
+        tokens, parents, rows = (column[:count] for column in self._places)
         self._drafted = tokens, parents
         on_device = torch.from_numpy(tokens).to(root.device)
         probs = torch.from_numpy(self._ranked.paths[:count].copy())
@@ -148,6 +159,7 @@ class Fused(Drafter):
         if self.successors:
             self._ngrams.verified(*self._drafted, self._session.path(range(len(tree))))
         self._ngrams.append(tokens)
+        self.feeding.observe(self._drafted[1], self._ranked.paths[: len(tree)], nodes)
         self._path = self._ranked.order[list(nodes)].tolist(), list(tokens[1:])
 
     def _learn_from_last_round(self, root: int) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from data_prep.text.prompts import Prompt
 from draft_models.target.open_target import load_tokenizer
-from inference.evaluate import compare
+from inference.evaluate import bench, compare
 from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
 from inference.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways
 from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
@@ -76,7 +76,7 @@ def evaluate(path: Path, out_dir: Path, prompt: list[int] = PROMPT, **options: A
         target=str(path), small_lm=str(path), methods=METHODS, max_new_tokens=NEW, device="cpu", threads=1,
         out_dir=str(out_dir), **options,
     )  # fmt: skip
-    with patch.object(compare, "render_prompt", lambda *_: prompt):
+    with patch.object(bench, "render_prompt", lambda *_: prompt):
         compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)])
     lines = map(json.loads, (out_dir / "generations.jsonl").read_text().splitlines())
     return {line["arm"]: line["tokens"] for line in lines}

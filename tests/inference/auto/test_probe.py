@@ -269,13 +269,14 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
         "target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 30, "temperature": 0.0,
         "processes": 1, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
     }  # fmt: skip
-    reports = [build_report(name, results, facts, 0, tunings[name]) for name in METHODS]
+    known = {name: build_report(name, results, facts, 0, tunings[name]) for name in METHODS}
+    reports = [*known.values()]
     for report in reports:
         assert report["auto"]["costs"]["autoregressive_step"] == 0.5
         assert report["auto"]["costs"]["target_pass"]["4"] == pytest.approx(1.04)
         assert report["break_even_acceptance"] is not None
-        assert set(report["structure"]) <= {"expected_tau"}
-    chain, tree, *_, widths = (report["auto"]["chosen"] for report in reports)
+        assert set(report["structure"]) <= {"expected_tau", "drafter_passes"}
+    chain, tree, widths = (known[name]["auto"]["chosen"] for name in ("chain", "opt_tree", "k_config"))
     assert 1 <= chain["max_draft"]["mean"] <= LONGEST_CHAIN
     assert 0 < tree["nodes"]["share"] <= 1
     assert "mean" not in widths["widths"]
@@ -293,7 +294,7 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
 
 def test_a_structure_that_needs_costs_asks_for_them(models: tuple) -> None:
     for method in METHODS.values():
-        with pytest.raises(ValueError, match=r"measured costs|delta"):
+        with pytest.raises(ValueError, match=r"measured costs|costs needs measured|delta"):
             new_drafter(method, models[1], Streams(0))
 
 

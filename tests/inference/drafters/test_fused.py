@@ -1,10 +1,12 @@
 """Fused drafts: a model's q and n-grams in one tree, against the same written slowly, and what they fall back to."""
 
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from inference.auto.costs import Costs
 from inference.auto.feeding import BANDS
 from inference.auto.policy import Tuning
 from inference.drafters.fused import Fused
-from inference.drafters.fused_growth import new_join
+from inference.drafters.fused_growth import band, later_passes, new_join
 from inference.drafters.ngram_mixing import predict
 from inference.drafters.ngrams import MAKER, MixedDrafter
 from inference.settings import AUTO, MethodConfig, NgramConfig, StructureConfig
@@ -209,3 +211,27 @@ def test_what_does_not_go_with_it_is_refused(given: dict, message: str) -> None:
     whole = {"source": "small_lm", "ngrams": NgramConfig(evidence="mixed"), **given}
     with pytest.raises(UserError, match=message):
         MethodConfig(structure=StructureConfig("fused"), **whole)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_later_passes_reach_the_nodes_under_those_of_earlier_ones(seed: int) -> None:
+    """Against every node's own ancestors, one after the other."""
+    text = [*random.Random(seed).choices(range(4), k=60), ROOT_TOKEN]
+    fused = begun(fused_method(nodes=16, max_depth=3, width=2), lambda _: [1 / VOCABULARY] * VOCABULARY, text[:-1])
+    fused.draft(torch.tensor(text[-1:]), 99)
+    pool, count = fused._pool, len(fused._drafted[0])
+    pool["row"][fused._ranked.order[seed % count]] = -1
+    gains = np.linspace(0.5, 0.1, BANDS)
+    wanted: dict[int, float] = {}
+    for node in fused._ranked.order[:count]:
+        above, unfed = int(node), -1
+        while above >= 0:
+            unfed += pool["row"][above] < 0
+            above = int(pool["parent"][above]) if above else -1
+        if pool["row"][node] < 0 and unfed and pool["depth"][node] < 8:
+            value = gains[band(pool["sure"][node])] * pool["path"][node]
+            wanted[unfed] = max(wanted.get(unfed, 0.0), float(value))
+    later, unfed_places = np.empty(16), np.empty(17, np.int64)
+    passes = later_passes(pool, fused._ranked, count, 8, gains, 0.0, unfed_places, later)
+    assert passes == max(wanted, default=0)
+    assert later[:passes].tolist() == pytest.approx([wanted.get(place + 1, 0.0) for place in range(passes)])

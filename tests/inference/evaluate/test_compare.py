@@ -37,7 +37,9 @@ def test_arms_are_warm_and_take_turns_at_being_first(
         return {name: noting(name, arm) for name, arm in arms.items()}
 
     monkeypatch.setattr(bench, "make_arms", noted)
-    evaluate(config("turns", methods={"chain": METHODS["chain"]}), QUESTIONS[:3])  # the second has two turns
+    evaluate(
+        config("turns", methods={"chain": METHODS["chain"]}, show_prompts=0), QUESTIONS[:3]
+    )  # the second has two turns
     names = ["autoregressive", "chain", "transformers_generate"]
     measured = [name for first in (0, 1, 2, 2) for name in names[first:] + names[:first]]
     assert calls == [(8, name) for name in names] + [(10, name) for name in measured]
