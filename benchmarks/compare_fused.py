@@ -24,11 +24,10 @@ from typing import Any
 from figures import all_figures
 from interleaved import Contest, add_beside, add_options, evaluation, joined, measure_all, read_categories
 from matplotlib.figure import Figure
-from record_tables import interval, number
+from record_tables import fused_table
 
 from conf import reported
 from draft_models.checkpoint import provenance
-from inference.evaluate.arms import AUTOREGRESSIVE
 from inference.evaluate.bench import JUDGED
 from inference.evaluate.drafter_facts import drafter_folders
 from inference.evaluate.report import describe_machine
@@ -95,17 +94,6 @@ def gains(contest: Contest, arms: Mapping[str, Any], seed: int) -> dict[str, Any
     return found
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """The gains as Markdown."""
-    arms = [arm for arm, tau in found["all"]["tau"].items() if tau is not None and arm != AUTOREGRESSIVE]
-    head = ["prompts", *arms, "fused over the better part [95 %]"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for name, row in found.items():
-        cells = [f"{number(row['tau'][arm], 2)}, {interval(row['speedup'][arm])}" for arm in arms]
-        lines.append(f"| {name} ({row['prompts']}) | {' | '.join(cells)} | {interval(row['over_better_part'])} |")
-    return "\n".join([*lines, "", "τ, then the speed-up over plain decoding."]) + "\n"
-
-
 def plot(found: Mapping[str, Any]) -> Figure:
     """By category the speed-up of the fused tree and of its parts, with intervals."""
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
@@ -155,7 +143,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     }
     write_json(out, record)
     plot(found).savefig(out.with_suffix(".png"), dpi=150)
-    print(table(found))
+    print(fused_table(found))
     print(f"prompts={len(contest.results)} of {contest.asked} out={out}")
 
 

@@ -70,3 +70,14 @@ def interval(ratio: Mapping[str, Any] | None) -> str:
         return "–"
     low, high = ratio["ci95"]
     return f"{ratio['median']:.2f}× [{low:.2f}, {high:.2f}]"
+
+
+def fused_table(found: Mapping[str, Any]) -> str:
+    """What benchmarks/compare_fused.py gained, as Markdown."""
+    arms = [arm for arm, tau in found["all"]["tau"].items() if tau is not None and arm != "autoregressive"]
+    head = ["prompts", *arms, "fused over the better part [95 %]"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, row in found.items():
+        cells = [f"{number(row['tau'][arm], 2)}, {interval(row['speedup'][arm])}" for arm in arms]
+        lines.append(f"| {name} ({row['prompts']}) | {' | '.join(cells)} | {interval(row['over_better_part'])} |")
+    return "\n".join([*lines, "", "τ, then the speed-up over plain decoding."]) + "\n"

@@ -185,6 +185,15 @@ def test_tables_have_the_figures_of_the_papers(monkeypatch: pytest.MonkeyPatch, 
     assert "**holds**" in page
 
 
+def test_the_table_of_fused_drafts_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from fill_tables import filled_from
+
+    page = (ROOT / "docs/results.md").read_text()
+    record = json.loads((BENCHMARKS / "results/fused_amx.json").read_text())
+    assert filled_from(record, page) == page, "docs/results.md: run benchmarks/fill_tables.py"
+
+
 def test_the_table_of_memory_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from fill_tables import fill_memory
