@@ -14,7 +14,6 @@ _LARGEST = np.uint64(2**32 - 1)  # counts saturate here
 # For what runs every round: compiled without counting references to arrays, which would take 40 % of its time. It can
 # make no array.
 lean = njit(cache=True, nogil=True, _nrt=False)  # type: ignore[call-overload]
-inlined = njit(cache=True, nogil=True, _nrt=False, inline="always")  # type: ignore[call-overload]
 
 
 class Grams(NamedTuple):
@@ -80,7 +79,7 @@ def find(buckets, shift, keys, key):  # type: ignore[no-untyped-def]
     return -1
 
 
-@inlined
+@lean
 def successors_of(starts, tokens, index):  # type: ignore[no-untyped-def]
     """First and end of the successors of context `index`, within `tokens` even where its file changed meanwhile."""
     end = min(np.int64(starts[index + 1]), len(tokens))

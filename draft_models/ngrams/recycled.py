@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_models.ngrams.kernels import inlined, lean
+from draft_models.ngrams.kernels import lean
 from draft_models.ngrams.overlay import longer_key
 
 _SLOTS = 1 << 15  # 2.5 MB with eight tokens each
@@ -36,13 +36,13 @@ def new_recycled(longest: int, width: int, slots: int = _SLOTS) -> Recycled:
     return Recycled(longest if width else 0, np.zeros(size, np.uint64), np.zeros(size, np.int32), tokens, probs)
 
 
-@inlined
+@lean
 def place_of(recycled, key):  # type: ignore[no-untyped-def]
     """Where the context `key` is, or would be."""
     return np.int64(key >> np.uint64(40)) & (len(recycled.keys) - 1)
 
 
-@inlined
+@lean
 def recycled_rows(recycled, recent, length, places):  # type: ignore[no-untyped-def]
     """`places` of the contexts of 1, 2, … tokens before what comes next, −1 where unknown; recent[0] is the latest."""
     size, key = 0, np.uint64(0)

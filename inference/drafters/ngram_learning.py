@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from draft_models.ngrams.kernels import inlined, lean, successors_of
+from draft_models.ngrams.kernels import lean, successors_of
 from draft_models.ngrams.overlay import index_text
 from draft_models.ngrams.recycled import recycled_rows
 from draft_models.ngrams.suffixes import LEAST, known_suffixes, successors_at
@@ -11,7 +11,7 @@ from inference.drafters.ngram_mixing import TAIL, class_of, level_context, text_
 _ELSEWHERE = 1e-5  # probability of a token that no source knows, to learn by
 
 
-@inlined
+@lean
 def _level_evidence(level, size, source, m, vocabulary, recent, length, token, weights):  # type: ignore[no-untyped-def]
     index, kind = level_context(level, recent, length, size, vocabulary)
     if index < 0:
@@ -26,7 +26,7 @@ def _level_evidence(level, size, source, m, vocabulary, recent, length, token, w
     return m + 1
 
 
-@inlined
+@lean
 def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weights):  # type: ignore[no-untyped-def]
     for size in range(recycled_rows(recycled, recent, length, slots), 0, -1):
         place = slots[size - 1]
@@ -43,7 +43,7 @@ def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weigh
     return m
 
 
-@inlined
+@lean
 def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):  # type: ignore[no-untyped-def]
     places = scratch.places
     longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
@@ -59,7 +59,7 @@ def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):  # t
     return m
 
 
-@inlined
+@lean
 def learn_weights(levels, known, longest, recycled, suffixes, weights, strength, vocabulary, length, token, scratch):  # type: ignore[no-untyped-def]
     """Adjust λ to `token` having come after `scratch.recent`, before the text index is told. Returns log P(token).
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_models.ngrams.kernels import find, inlined, lean, mix, successors_of
+from draft_models.ngrams.kernels import find, lean, mix, successors_of
 from draft_models.ngrams.overlay import longer_key, slot_of
 from draft_models.ngrams.recycled import recycled_rows
 from draft_models.ngrams.suffixes import LEAST, REACH, Places, known_suffixes, new_places, successors_at
@@ -79,7 +79,7 @@ def new_scratch(longest: int) -> Scratch:
     return Scratch(np.empty(reach, np.int64), np.empty(reach, np.int64), *candidates, new_places())
 
 
-@inlined
+@lean
 def class_of(seen, share):  # type: ignore[no-untyped-def]
     """The class of a context seen `seen` times whose likeliest successor has this share."""
     size, sure = 0, 0
@@ -90,7 +90,7 @@ def class_of(seen, share):  # type: ignore[no-untyped-def]
     return size * (len(_SURENESS) + 1) + sure
 
 
-@inlined
+@lean
 def level_context(level, recent, length, size, vocabulary):  # type: ignore[no-untyped-def]
     """(index in `level`, class) of the last `size` tokens, recent[0] being the latest; index −1 if unknown."""
     if size > length:
@@ -108,7 +108,7 @@ def level_context(level, recent, length, size, vocabulary):  # type: ignore[no-u
     return index, class_of(total, level.counts[begin] / total if begin < end else 0.0)
 
 
-@inlined
+@lean
 def text_contexts(known, recent, length, longest, slots):  # type: ignore[no-untyped-def]
     """How many tokens back the text has seen the context; `slots` of the contexts of 1, 2, … tokens."""
     size, key = 0, np.uint64(0)
@@ -122,7 +122,7 @@ def text_contexts(known, recent, length, longest, slots):  # type: ignore[no-unt
     return size
 
 
-@inlined
+@lean
 def text_class(known, slot):  # type: ignore[no-untyped-def]
     """Class of a context of the text."""
     return class_of(
@@ -130,7 +130,7 @@ def text_class(known, slot):  # type: ignore[no-untyped-def]
     )
 
 
-@inlined
+@lean
 def _add(tokens, probs, count, token, prob):  # type: ignore[no-untyped-def]
     for i in range(count):
         if tokens[i] == token:
@@ -142,7 +142,7 @@ def _add(tokens, probs, count, token, prob):  # type: ignore[no-untyped-def]
     return count
 
 
-@inlined
+@lean
 def _add_level(level, size, weights, vocabulary, recent, length, left, floor, tokens, probs, count):  # type: ignore[no-untyped-def]
     index, kind = level_context(level, recent, length, size, vocabulary)
     if index < 0:
@@ -158,7 +158,7 @@ def _add_level(level, size, weights, vocabulary, recent, length, left, floor, to
     return left * (1 - share), count
 
 
-@inlined
+@lean
 def _add_recycled(recycled, longest, weights, recent, length, left, floor, slots, tokens, probs, count):  # type: ignore[no-untyped-def]
     for size in range(recycled_rows(recycled, recent, length, slots), 0, -1):
         place = slots[size - 1]
@@ -174,7 +174,7 @@ def _add_recycled(recycled, longest, weights, recent, length, left, floor, slots
     return left, count
 
 
-@inlined
+@lean
 def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count):  # type: ignore[no-untyped-def]
     """before: the number of sources before those of suffixes."""
     places = scratch.places
@@ -192,7 +192,7 @@ def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count
     return left, count
 
 
-@inlined
+@lean
 def predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch):  # type: ignore[no-untyped-def]
     """Likely tokens after `scratch.recent`, `length` of them, and their P, in no order; returns how many.
 

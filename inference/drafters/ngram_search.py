@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from draft_models.ngrams.kernels import find, inlined, lean, mix, successors_of
+from draft_models.ngrams.kernels import find, lean, mix, successors_of
 from draft_models.ngrams.overlay import slot_of
 
 _ONE = np.uint64(1)
@@ -36,7 +36,7 @@ def new_nodes(budget: int) -> Nodes:
     return Nodes(order, tokens, parents, depths, places, np.empty(budget), np.empty((2, budget), np.int64))
 
 
-@inlined
+@lean
 def offer(nodes, size, done, made, token, parent, depth, prob):  # type: ignore[no-untyped-def]
     """Put a candidate among the best, of which the first `done` are settled; the last falls out where there is no room.
 
@@ -76,7 +76,7 @@ def tree_of(nodes, size):  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------------------- successors
 
 
-@inlined
+@lean
 def enter(level, known, packed):  # type: ignore[no-untyped-def]
     """Successors of the state `packed`: first and end of those in the table, its total, the first overlay entry, and
     the sum of those."""
@@ -91,14 +91,14 @@ def enter(level, known, packed):  # type: ignore[no-untyped-def]
     return begin, end, total, head, known.slots[slot].sum if head >= 0 else 0.0
 
 
-@inlined
+@lean
 def _replaced(entries, head, token):  # type: ignore[no-untyped-def]
     while head >= 0 and entries[head].token != token:
         head = np.int64(entries[head].following)
     return head >= 0
 
 
-@inlined
+@lean
 def following(tokens, counts, entries, at, end, total, entry, head):  # type: ignore[no-untyped-def]
     """The next likeliest successor: (token or −1, probability, and where to go on: at, entry)."""
     while at < end and head >= 0 and _replaced(entries, head, tokens[at]):
@@ -209,7 +209,7 @@ def _add_node(search, node, token, parent, depth, packed, prob):  # type: ignore
     search[node].state, search[node].prob = packed, prob
 
 
-@inlined
+@lean
 def _look_ahead(search, node, level, known):  # type: ignore[no-untyped-def]
     at, end, total = search[node].at, search[node].end, search[node].total
     search[node].ahead, search[node].ahead_prob, search[node].at, search[node].entry = following(
@@ -257,7 +257,7 @@ def _select(search, node, explore):  # type: ignore[no-untyped-def]
     return best
 
 
-@inlined
+@lean
 def _sample(level, known, begin, end, total, head, mass, seed):  # type: ignore[no-untyped-def]
     """A successor drawn in proportion to its probability: (token or −1, probability).
 
