@@ -36,7 +36,7 @@ from inference.evaluate.arms import Generation
 from inference.evaluate.replay import Recording, load_vocabulary, read_transcripts, recordings, replay, replay_turns
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import decode_statistics
-from inference.settings import MethodConfig, NgramConfig
+from inference.method_settings import MethodConfig, NgramConfig
 
 MAX_NEW_TOKENS = 1024  # the limit under which MT-Bench answers are recorded
 PAPER = NgramConfig(search="puct")

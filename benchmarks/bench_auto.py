@@ -27,8 +27,9 @@ from inference.auto.probe import tune
 from inference.evaluate.arms import AUTOREGRESSIVE, GREEDY, Generation, make_arms, synchronized_clock
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import chosen_sizes, decode_statistics
+from inference.method_settings import AUTO, MethodConfig, StopConfig, StructureConfig
 from inference.runtime import make_runtime
-from inference.settings import AUTO, MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.settings import SamplingConfig
 from outrider.files import write_json
 from outrider.streams import Streams
 

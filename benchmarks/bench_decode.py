@@ -20,8 +20,8 @@ from draft_models.target.open_target import pick_device
 from inference.auto.probe import tune
 from inference.evaluate.arms import synchronized_clock
 from inference.evaluate.report import describe_machine
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.runtime import make_runtime
-from inference.settings import MethodConfig, StopConfig, StructureConfig
 from outrider.files import write_json
 
 RESULTS = Path(__file__).parent / "results"

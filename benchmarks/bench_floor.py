@@ -36,9 +36,10 @@ from inference.decode import autoregressive, speculative
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.evaluate.arms import new_drafter
 from inference.evaluate.report import describe_machine
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.runtime import Runtime, make_runtime
 from inference.session import TargetSession
-from inference.settings import RUNTIMES, MethodConfig, StopConfig, StructureConfig
+from inference.settings import RUNTIMES
 from inference.tree import ROOT, chain_parents
 from outrider.files import write_json
 from outrider.streams import Streams

@@ -30,7 +30,7 @@ from inference.evaluate.arms import AUTOREGRESSIVE, prepare, transformers_genera
 from inference.evaluate.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
 from inference.evaluate.report import describe_machine
 from inference.evaluate.subject import end_tokens, load_plain
-from inference.settings import MethodConfig, StructureConfig
+from inference.method_settings import MethodConfig, StructureConfig
 from inference.structures.factory import make_structure
 from outrider.files import write_json
 from outrider.streams import Streams

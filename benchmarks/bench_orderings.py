@@ -29,7 +29,8 @@ from inference.drafters.early_exit import Calibrated
 from inference.evaluate.arms import Drafters, Generation, make_arms, prepare
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_candidates
-from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.settings import SamplingConfig
 from outrider.streams import Streams
 
 TEMPERATURES = (1.0, 0.7, 0.5, 0.4, 0.3, 0.2)

@@ -35,8 +35,9 @@ from inference.evaluate.arms import TRANSFORMERS, Arm, Generation, make_arms, me
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import bootstrap_median
 from inference.generation_config import generate_settings
+from inference.method_settings import MethodConfig, StopConfig
 from inference.runtime import make_runtime
-from inference.settings import MethodConfig, SamplingConfig, StopConfig
+from inference.settings import SamplingConfig
 from outrider.files import write_json
 from outrider.streams import Streams
 

@@ -48,7 +48,8 @@ from inference.evaluate.bench import JUDGED
 from inference.evaluate.report import describe_machine
 from inference.evaluate.speed import speedup
 from inference.evaluate.statistics import acceptance_by_position
-from inference.settings import RUNTIMES, EvaluateConfig, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings import RUNTIMES, EvaluateConfig
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_json
 from outrider.streams import Streams

@@ -32,7 +32,8 @@ from inference.evaluate.bench import JUDGED
 from inference.evaluate.drafter_facts import drafter_folders
 from inference.evaluate.report import describe_machine
 from inference.evaluate.speed import speedup
-from inference.settings import AUTO, EvaluateConfig, MethodConfig, StructureConfig
+from inference.method_settings import AUTO, MethodConfig, StructureConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import require
 from outrider.files import require_writable, write_json
 from outrider.streams import Streams

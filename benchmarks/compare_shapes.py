@@ -33,7 +33,8 @@ from conf import reported
 from draft_models.checkpoint import provenance
 from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
 from inference.evaluate.report import describe_machine
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from inference.method_settings import MethodConfig, StopConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from outrider.files import write_atomically, write_json
 

@@ -51,7 +51,8 @@ from inference.evaluate.speed import decoding, timed, tokens_per_second
 from inference.evaluate.statistics import bootstrap_median
 from inference.evaluate.subject import Models, Subject, context_length, find_subject, run_settings
 from inference.generation_config import generate_settings, make_sampler
-from inference.settings import LONGEST_CHAIN, EvaluateConfig, MethodConfig, StopConfig
+from inference.method_settings import LONGEST_CHAIN, MethodConfig, StopConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from outrider.files import write_atomically, write_json
 from outrider.settings import construct

@@ -9,7 +9,7 @@ import json
 import sys
 
 import outrider
-from inference.settings import MethodConfig
+from inference.method_settings import MethodConfig
 from outrider.settings import construct
 
 

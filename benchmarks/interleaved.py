@@ -43,7 +43,8 @@ from inference.evaluate.subject import (
     run_settings,
 )
 from inference.evaluate.threads import use_threads
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.method_settings import MethodConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.run_dirs import only_run

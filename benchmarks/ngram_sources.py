@@ -38,7 +38,7 @@ from inference.evaluate.replay import Recording, replay_turns
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import decode_statistics
 from inference.evaluate.subject import end_tokens, load_stack
-from inference.settings import MethodConfig, NgramConfig
+from inference.method_settings import MethodConfig, NgramConfig
 
 ALL = NgramConfig(evidence="mixed", depth=30)
 FROZEN = 1e9  # tokens that the prior counts for: λ stays what it begins as

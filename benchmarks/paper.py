@@ -40,8 +40,9 @@ from inference.evaluate.arms import prepare
 from inference.evaluate.replay import load_vocabulary, read_transcripts, recordings
 from inference.evaluate.report import describe_machine
 from inference.evaluate.subject import Subject, find_subject, load_drafters, load_stack
+from inference.method_settings import MethodConfig
 from inference.runtime import make_runtime
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_json
 

@@ -20,7 +20,7 @@ from draft_models.calibration import CalibrationHead, log_odds
 from inference.acceptance import Chooser
 from inference.auto.costs import Costs
 from inference.drafters.shaped import Shaped
-from inference.settings import LONGEST_CHAIN
+from inference.method_settings import LONGEST_CHAIN
 from inference.stopping.interface import Step, StopRule, ask
 from inference.structures.factory import Chain
 from inference.tree import DraftTree

@@ -25,9 +25,9 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.interface import Drafter
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import new_drafter
+from inference.method_settings import MethodConfig
 from inference.runtime import Runtime
 from inference.session import TargetSession
-from inference.settings import MethodConfig
 from inference.stopwatch import Clock
 from outrider.streams import Streams
 

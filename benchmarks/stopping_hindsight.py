@@ -7,7 +7,7 @@ from typing import Any
 from recorded_drafts import Spell, Text, dearer, oracle, replay, said, seconds_by_token, summary
 
 from inference.auto.policy import Tuning
-from inference.settings import LONGEST_CHAIN, StopConfig
+from inference.method_settings import LONGEST_CHAIN, StopConfig
 from inference.stopping.factory import make_rule
 from outrider.streams import Streams
 

@@ -30,8 +30,9 @@ from inference.evaluate.arms import AUTOREGRESSIVE, GREEDY, Drafters, new_drafte
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.subject import Subject, find_subject, finish, load_drafters, load_stack
 from inference.generation_config import Inherited, generate_settings, inherit, make_sampler
+from inference.method_settings import MethodConfig
 from inference.runtime import make_runtime
-from inference.settings import EvaluateConfig, MethodConfig, Runtime, SamplingConfig
+from inference.settings import EvaluateConfig, Runtime, SamplingConfig
 from inference.stop_strings import StopStrings
 from outrider.errors import UserError, require
 from outrider.settings import construct

@@ -31,7 +31,8 @@ from inference.evaluate.subject import (
     load_plain,
     run_settings,
 )
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.method_settings import MethodConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.settings import construct

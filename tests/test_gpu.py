@@ -37,8 +37,9 @@ from inference.evaluate.arms import (
 )
 from inference.evaluate.lossless import judge
 from inference.fixed_shapes import UPLOADS, Upload
+from inference.method_settings import MethodConfig, StopConfig
 from inference.rows import Rows
-from inference.settings import MethodConfig, SamplingConfig, StopConfig
+from inference.settings import SamplingConfig
 from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain, make_structure
 from outrider.streams import Streams

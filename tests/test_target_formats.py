@@ -15,7 +15,8 @@ from data_prep.settings import DataConfig
 from draft_models.checkpoint import read_meta
 from draft_models.target.open_target import open_target
 from draft_models.target.stored_tensors import Part
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from inference.method_settings import MethodConfig, StopConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.draft_models.target.test_bin_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf

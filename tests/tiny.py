@@ -14,7 +14,7 @@ from draft_models.target.architectures import load_config
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
 from draft_models.tiny_architectures import TINY_ARCHITECTURES, tiny_settings
-from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4
 VOCABULARY = tiny_models.VOCABULARY

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inference.settings import MethodConfig, NgramConfig, SamplingConfig
+from inference.method_settings import MethodConfig, NgramConfig
+from inference.settings import SamplingConfig
 from papers.claims import Claim, Row, Table
 
 ARXIV = "2407.12021"

@@ -15,7 +15,7 @@ from choose_skip import choose_for
 
 from draft_models.calibration import META_FILE
 from draft_models.checkpoint import read_meta
-from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from outrider.files import write_json
 from papers.claims import Claim, Row, Table
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import new_drafter
-from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.settings import SamplingConfig
 from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.structures.token_graph import GraphTree
 from inference.tree import ROOT, DraftTree

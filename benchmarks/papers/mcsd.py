@@ -8,7 +8,8 @@ of the k candidates there is accepted. A pair of models is an entry of the resul
 from collections.abc import Sequence
 from typing import Any
 
-from inference.settings import MethodConfig, SamplingConfig, StructureConfig
+from inference.method_settings import MethodConfig, StructureConfig
+from inference.settings import SamplingConfig
 from papers.claims import Claim, Row, Table
 
 ARXIV = "2401.06706"

@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inference.settings import MethodConfig, SamplingConfig, StructureConfig
+from inference.method_settings import MethodConfig, StructureConfig
+from inference.settings import SamplingConfig
 from outrider.files import write_json
 from papers.claims import Claim, Row, Table
 from papers.measuring import Asked, Bench

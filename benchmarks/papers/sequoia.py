@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from inference.drafters.registry import KINDS
-from inference.settings import MethodConfig, StructureConfig
+from inference.method_settings import MethodConfig, StructureConfig
 from inference.structures.shapes import Shape, parse_shape
 from papers.claims import Row
 from papers.measuring import Asked, Bench, continued

@@ -9,7 +9,7 @@ from inference.auto.costs import WIDEST
 from inference.auto.node_sizes import best_nodes, trials_of
 from inference.auto.policy import BANDS as Q_BANDS
 from inference.auto.policy import DEEPEST, KEEP, TREE_NEIGHBOUR, TREE_OWN, Evidence, Tuning
-from inference.settings import MOST_NODES
+from inference.method_settings import MOST_NODES
 
 BANDS = 8  # of how sure the n-grams are of what follows a node
 # What a unit of path probability that is fed brings, by band, before a generation has said anything. It was fitted with

@@ -12,7 +12,7 @@ import numpy as np
 
 from draft_models.ngrams.kernels import lean
 from inference.auto.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
-from inference.settings import MOST_NODES
+from inference.method_settings import MOST_NODES
 from inference.structures.factory import CHOSEN
 
 ROOMS = (8, 16, 32, MOST_NODES)  # nodes that a search may look for

@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from inference.auto.costs import Costs
-from inference.settings import LONGEST_CHAIN, MOST_NODES
+from inference.method_settings import LONGEST_CHAIN, MOST_NODES
 from inference.tree import ROOT, DraftTree, OptimalTree
 
 DEEPEST = 16  # what "auto" considers, with MOST_NODES and LONGEST_CHAIN

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from draft_models.settings import RunDtype
-from inference.settings import MethodConfig, Runtime, SamplingConfig
+from inference.method_settings import MethodConfig
+from inference.settings import Runtime, SamplingConfig
 from outrider.errors import require
 from outrider.settings import Count, Settings, free
 

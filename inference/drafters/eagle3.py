@@ -26,8 +26,8 @@ from inference.drafters.shaped import Shaped
 from inference.fixed_shapes import WIDTHS
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place
+from inference.method_settings import MethodConfig
 from inference.session import TargetSession, View
-from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
 from inference.tree import chain_parents
 from outrider.streams import Streams

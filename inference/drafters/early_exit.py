@@ -23,8 +23,8 @@ from inference.drafters.registry import Maker, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, count, pass_bytes
+from inference.method_settings import MethodConfig
 from inference.session import TargetSession, View
-from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
 from outrider.streams import Streams
 

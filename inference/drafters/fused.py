@@ -34,9 +34,9 @@ from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.ngram_mixing import new_scratch
 from inference.drafters.ngrams import MixedDrafter
 from inference.drafters.shaped import TimedModel, rows_known
+from inference.method_settings import AUTO, MethodConfig, number
 from inference.sampling import successors
 from inference.session import TargetSession
-from inference.settings import AUTO, MethodConfig, number
 from inference.stopping.factory import required
 from inference.stopwatch import Stopwatch
 from inference.structures.factory import CHOSEN
@@ -73,7 +73,7 @@ class Fused(Drafter):
         self._scratch, self._weights, self._gains = new_scratch(self.config.longest), new_join(), Gains()
         nodes = self.feeding.max_nodes
         self._pool, self._ranked, self._candidates = new_pool(nodes), new_ranked(nodes), new_candidates(nodes)
-        self._unfed, self._later = np.empty(nodes + 1, np.int64), np.empty(self.feeding.max_depth)
+        self._unfed, self._later = np.empty(nodes, np.int64), np.empty(self.feeding.max_depth)
         self._waiting = 0  # tokens of the text, without the root, that the model has not run yet
         self._path: tuple[list[int], list[int]] | None = None  # accepted in the last round: numbers in the pool, tokens
 
@@ -126,7 +126,7 @@ class Fused(Drafter):
         gains = np.array(self._gains.shares())  # a list would take numba ten times as long to look at
         place = (self._pool, self._ranked, count, depth, gains, least)
         found = frontier(*place, *self._candidates)
-        self._passes = later_passes(*place, self._unfed, self._later)
+        self._passes = later_passes(*place, self._places[1], self._unfed, self._later)
         nodes, *facts = (column[:found] for column in self._candidates)
         return nodes, *(fact.tolist() for fact in facts)
 

@@ -273,20 +273,17 @@ def frontier(pool, ranked, count, depth, gains, least, nodes, worths, bands, val
 
 
 @njit(cache=True, nogil=True)
-def later_passes(pool, ranked, count, depth, gains, least, unfed, later):  # type: ignore[no-untyped-def]
+def later_passes(pool, ranked, count, depth, gains, least, parents, unfed, later):  # type: ignore[no-untyped-def]
     """What the best node of each later pass is expected to bring, as `frontier` values nodes; returns how many passes.
 
     A node under k − 1 others that the drafter was not fed either can be fed in the k-th pass from now. later[k − 2] is
-    of that pass. unfed: int64 [nodes + 1], scratch by place among the ranked: how many of those there are.
+    of that pass. parents: as `drafted` has them. unfed: int64 [nodes], scratch by place among the ranked: how many of
+    those there are, the node itself included.
     """
     passes = 0
     for place in range(count):
         node = ranked.order[place]
-        above = -1
-        for other in range(place):
-            if ranked.order[other] == pool[node].parent:
-                above = other
-        before = (0 if pool[0].row >= 0 else 1) if above < 0 else unfed[above]
+        before = (0 if pool[0].row >= 0 else 1) if parents[place] < 0 else unfed[parents[place]]
         unfed[place] = before + (0 if pool[node].row >= 0 else 1)
         if pool[node].row >= 0 or before == 0 or before > len(later) or pool[node].depth >= depth:
             continue

@@ -9,8 +9,8 @@ from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import Maker
+from inference.method_settings import CHAIN_TOKENS, MethodConfig
 from inference.session import TargetSession
-from inference.settings import CHAIN_TOKENS, MethodConfig
 from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree, chain_parents
 from outrider.streams import Streams

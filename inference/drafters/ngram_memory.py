@@ -25,7 +25,7 @@ from draft_models.ngrams.overlay import ContextMap, new_map
 from draft_models.ngrams.recycled import Recycled, new_recycled
 from draft_models.ngrams.table import TrigramTable
 from inference.drafters.ngram_mixing import new_weights
-from inference.settings import NgramConfig
+from inference.method_settings import NgramConfig
 from outrider.errors import UserError
 from outrider.files import parse_json, require_writable, sealed, unsealed, write_atomically
 from outrider.run_dirs import system_lock

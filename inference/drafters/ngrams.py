@@ -28,8 +28,8 @@ from inference.drafters.ngram_memory import Learnt, memory_of, nothing, open_mem
 from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, weights_from
 from inference.drafters.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from inference.drafters.registry import Maker, recorded_data
+from inference.method_settings import AUTO, MethodConfig, NgramConfig, number
 from inference.session import TargetSession
-from inference.settings import AUTO, MethodConfig, NgramConfig, number
 from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree
 from outrider.errors import require

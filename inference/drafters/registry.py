@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from inference.doctor.patient import Patient
     from inference.drafters.interface import Drafter, DraftModel
     from inference.memory_plan import Place
-    from inference.settings import MethodConfig
+    from inference.method_settings import MethodConfig
     from outrider.streams import Streams
 
 

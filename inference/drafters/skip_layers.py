@@ -12,8 +12,8 @@ from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker
 from inference.drafters.shaped import Shaped
+from inference.method_settings import MethodConfig
 from inference.session import TargetSession, View
-from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
 from outrider.errors import UserError, require
 from outrider.streams import Streams

@@ -28,9 +28,9 @@ from inference.drafters.registry import Maker, read_record, recorded_data, recor
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
+from inference.method_settings import MethodConfig
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
-from inference.settings import MethodConfig
 from inference.structures.factory import make_structure
 from inference.tree import chain_parents
 from outrider.errors import UserError

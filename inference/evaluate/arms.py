@@ -21,9 +21,10 @@ from inference.evaluate.lossless import Deviation, Forced, make_reference
 from inference.evaluate.shown import Noting, ShownRound, shown_rounds
 from inference.fused_layers import lay_out
 from inference.generation_config import generate_settings, make_sampler
+from inference.method_settings import MethodConfig
 from inference.runtime import Runtime
 from inference.sampling import Sampler
-from inference.settings import MethodConfig, SamplingConfig
+from inference.settings import SamplingConfig
 from inference.stop_strings import StopStrings
 from inference.stopwatch import Clock
 from outrider.groups import ALONE, Group

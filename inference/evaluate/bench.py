@@ -33,7 +33,8 @@ from inference.evaluate.arms import (
 )
 from inference.evaluate.lossless import HALF
 from inference.evaluate.subject import Models, Subject, context_length
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.method_settings import MethodConfig
+from inference.settings import EvaluateConfig
 from inference.stopwatch import Clock
 from outrider.errors import UserError
 from outrider.streams import Streams

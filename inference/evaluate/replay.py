@@ -37,8 +37,9 @@ from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics, structure_statistics
 from inference.evaluate.subject import finish, load_drafters
 from inference.evaluate.threads import use_threads
+from inference.method_settings import MethodConfig
 from inference.session import TargetSession
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.settings import EvaluateConfig
 from inference.stopwatch import Clock
 from inference.tree import DraftTree, depths
 from inference.verify import verify_greedy

@@ -26,9 +26,10 @@ from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.report import describe_machine
 from inference.generation_config import Inherited, inherit, read_generation_config
+from inference.method_settings import number
 from inference.packing import can_pack
 from inference.runtime import Runtime, make_runtime
-from inference.settings import EvaluateConfig, number
+from inference.settings import EvaluateConfig
 from inference.stop_strings import StopStrings
 from inference.structures.shapes import find_shape
 from outrider.errors import UserError, reason, require

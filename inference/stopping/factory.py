@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from draft_models.calibration import CalibrationHead
 from inference.auto.policy import Tuning
-from inference.settings import AUTO, LONGEST_CHAIN, THRESHOLDS, StopConfig
+from inference.method_settings import AUTO, LONGEST_CHAIN, THRESHOLDS, StopConfig
 from inference.stopping.bandit import UCB
 from inference.stopping.best_length import BestLength
 from inference.stopping.beta import BetaThompson

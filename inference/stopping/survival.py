@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from inference.auto.policy import KEEP, Evidence, Tuning, best_length, trials_in_chain
-from inference.settings import LONGEST_CHAIN
+from inference.method_settings import LONGEST_CHAIN
 from inference.stopping.interface import Step
 from inference.stopping.trust import Trust
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
 from inference.auto.policy import BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
-from inference.settings import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, StructureConfig, number
+from inference.method_settings import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, StructureConfig, number
 from inference.stopping.best_length import BestLength
 from inference.stopping.factory import make_rule, required
 from inference.stopping.fixed import FixedLength

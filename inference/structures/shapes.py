@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from inference.method_settings import DRAWS, Draw
 from inference.sampling import invert
-from inference.settings import DRAWS, Draw
 from inference.stopping.interface import Step, StopRule
 from inference.tree import ROOT, DraftTree, chain_parents
 from outrider.errors import UserError, require_choice

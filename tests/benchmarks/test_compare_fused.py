@@ -7,7 +7,7 @@ import pytest
 
 from draft_models.settings import SMALL_LM, TABLE, TARGET
 from draft_models.tiny_models import save_tiny_models
-from inference.settings import MethodConfig, NgramConfig, StructureConfig
+from inference.method_settings import MethodConfig, NgramConfig, StructureConfig
 from outrider.errors import UserError
 
 

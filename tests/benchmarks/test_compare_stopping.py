@@ -15,7 +15,7 @@ from inference.auto.policy import Tuning
 from inference.decode import Round, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
-from inference.settings import StopConfig
+from inference.method_settings import StopConfig
 from inference.stopping.factory import make_rule
 from inference.structures.factory import Chain
 from outrider.streams import Streams

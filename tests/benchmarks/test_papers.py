@@ -15,7 +15,8 @@ import torch
 from draft_models.settings import EARLY_EXIT, SMALL_LM, TARGET
 from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive
-from inference.settings import MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.settings import SamplingConfig
 from inference.structures.token_graph import GraphTree
 from inference.tree import OptimalTree
 from tests.tiny import open_stack, random_prompt, save_target

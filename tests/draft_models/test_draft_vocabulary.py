@@ -18,8 +18,9 @@ from draft_models.target.open_target import open_target
 from inference.drafters.early_exit import EarlyExitMaker
 from inference.evaluate.arms import prepare
 from inference.memory_plan import Place
+from inference.method_settings import MethodConfig, StopConfig
 from inference.packing import PackedLinear, can_pack
-from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
+from inference.settings import EvaluateConfig, SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import LAYERS, VOCABULARY, random_prompt, save_target

@@ -10,7 +10,7 @@ from draft_models.ngrams.table import TrigramTable
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.drafters.fused import Fused
-from inference.settings import MethodConfig, NgramConfig, StructureConfig
+from inference.method_settings import MethodConfig, NgramConfig, StructureConfig
 from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree
 from tests.inference.ngram_cases import VOCABULARY, FakeSession

@@ -30,8 +30,9 @@ from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import PlainSession, SmallLMSource
 from inference.evaluate import bench, compare
+from inference.method_settings import MethodConfig
 from inference.packing import PackedLinear, can_pack, pack_linears
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.settings import EvaluateConfig
 from inference.structures.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams

@@ -25,10 +25,10 @@ from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.fixed_shapes import WIDTHS, FixedView, Upload
 from inference.fused_layers import fuse_layers
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.rows import Rows
 from inference.runtime import Eager, make_runtime
 from inference.session import TargetSession
-from inference.settings import MethodConfig, StopConfig, StructureConfig
 from inference.structures.factory import make_structure
 from inference.tree import chain_parents
 from outrider.streams import Streams

@@ -19,7 +19,7 @@ from inference.decode import Round, autoregressive, cut, speculative, until
 from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import make_arms
-from inference.settings import MethodConfig
+from inference.method_settings import MethodConfig
 from inference.stop_strings import StopStrings
 from inference.stopping.beta import BetaThompson
 from inference.stopping.calibrated import CalibratedThompson, Posterior

@@ -19,7 +19,7 @@ from inference.evaluate.arms import Generation, collect
 from inference.evaluate.replay import replay
 from inference.evaluate.report import plot_acceptance
 from inference.evaluate.statistics import acceptance_by_position
-from inference.settings import NgramConfig, StructureConfig
+from inference.method_settings import NgramConfig, StructureConfig
 from inference.structures.factory import Structure, make_structure
 from inference.structures.shapes import EAGLE_25, static
 from inference.tree import ROOT, DraftTree, chain_parents

@@ -19,8 +19,8 @@ from inference.decode import autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
+from inference.method_settings import StructureConfig
 from inference.runtime import Eager
-from inference.settings import StructureConfig
 from inference.structures.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams

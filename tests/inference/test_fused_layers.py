@@ -18,8 +18,8 @@ from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations, prepare
 from inference.evaluate.lossless import judge
 from inference.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
+from inference.method_settings import MethodConfig, StopConfig
 from inference.packing import PackedLinear, can_pack
-from inference.settings import MethodConfig, StopConfig
 from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.streams import Streams

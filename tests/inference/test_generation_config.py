@@ -17,7 +17,8 @@ from draft_models.target.open_target import load_tokenizer
 from inference.evaluate import bench, compare
 from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
 from inference.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways
-from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.settings import EvaluateConfig, SamplingConfig
 from outrider.errors import UserError
 from tests.tiny import byte_tokenizer, open_stack, random_prompt, save_target
 

@@ -25,8 +25,9 @@ from inference.auto.policy import Tuning
 from inference.drafters.early_exit import Calibrated
 from inference.drafters.fused import Fused
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, make_arms
+from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.sampling import Sampler, invert
-from inference.settings import MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.settings import SamplingConfig
 from inference.structures import factory, shapes
 from inference.tree import DraftTree
 from outrider.streams import Streams

@@ -26,8 +26,9 @@ from inference.drafters.shaped import Shaped
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import make_arms
+from inference.method_settings import DRAWS, MethodConfig, NgramConfig, StructureConfig
 from inference.sampling import Sampler
-from inference.settings import DRAWS, MethodConfig, NgramConfig, SamplingConfig, StructureConfig
+from inference.settings import SamplingConfig
 from inference.structures.factory import Structure, make_structure, make_tree
 from inference.tree import DraftTree
 from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled

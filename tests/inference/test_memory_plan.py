@@ -16,8 +16,9 @@ from inference.decode import autoregressive, speculative
 from inference.drafters.lookup import PromptLookup
 from inference.evaluate.command import evaluate
 from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
+from inference.method_settings import MethodConfig
 from inference.session import TargetSession
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.settings import EvaluateConfig
 from outrider.groups import Group
 from tests.families import FAMILIES, save_family
 from tests.inference.test_tensor_parallel import SPLIT, in_group

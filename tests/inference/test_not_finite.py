@@ -27,10 +27,11 @@ from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
+from inference.method_settings import MethodConfig, StopConfig
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler, likeliest
 from inference.session import TargetSession
-from inference.settings import MethodConfig, SamplingConfig, StopConfig
+from inference.settings import SamplingConfig
 from inference.structures.factory import make_structure
 from inference.tree import DraftTree, depths
 from outrider.errors import UserError

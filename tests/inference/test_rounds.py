@@ -25,10 +25,11 @@ from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
+from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler
 from inference.session import TargetSession
-from inference.settings import MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.settings import SamplingConfig
 from inference.structures.factory import Structure, make_structure
 from inference.tree import DraftTree, chain_parents
 from outrider.streams import Streams

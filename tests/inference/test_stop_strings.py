@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, make_arms
-from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.stop_strings import StopStrings
 from outrider.errors import UserError
 from outrider.streams import Streams

@@ -27,9 +27,10 @@ from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.evaluate.subject import load_split
 from inference.fused_layers import lay_out
+from inference.method_settings import StructureConfig
 from inference.packing import can_pack
 from inference.runtime import Eager
-from inference.settings import EvaluateConfig, SamplingConfig, StructureConfig
+from inference.settings import EvaluateConfig, SamplingConfig
 from inference.structures.factory import make_structure
 from outrider.errors import UserError
 from outrider.groups import Group, join_group

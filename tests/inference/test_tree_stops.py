@@ -20,8 +20,8 @@ from inference.drafters.early_exit import Calibrated, EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.runtime import Eager
-from inference.settings import MethodConfig, StopConfig, StructureConfig
 from inference.stopping.beta import BetaThompson
 from inference.stopping.calibrated import CalibratedThompson, Posterior
 from inference.stopping.confidence import Confidence

@@ -15,7 +15,7 @@ from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
 from inference.drafters.ngram_memory import close, open_memory
 from inference.evaluate.arms import new_drafter
-from inference.settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.stopping.factory import RULES
 from inference.structures.factory import make_structure
 from inference.structures.shapes import plain_probs

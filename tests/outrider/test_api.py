@@ -17,7 +17,7 @@ from draft_models.checkpoint import save_pretrained
 from draft_models.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.target.open_target import open_target
 from inference.decode import Round
-from inference.settings import MethodConfig, StopConfig
+from inference.method_settings import MethodConfig, StopConfig
 from outrider.errors import UserError
 from tests.tiny import LAYERS, make_drafter, save_target, unproven
 

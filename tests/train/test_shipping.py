@@ -24,7 +24,8 @@ from draft_models.tiny_models import save_tiny_model, save_tiny_models
 from inference.drafters.registry import KINDS
 from inference.evaluate.drafter_facts import drafter_lines, trained_seconds
 from inference.evaluate.subject import load_drafters
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from inference.method_settings import MethodConfig, StopConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from train.export import export
 from train.settings import ShipConfig

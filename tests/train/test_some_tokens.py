@@ -18,7 +18,8 @@ from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.stack import LayerStack
 from inference.drafters.small_lm import MAKER
 from inference.memory_plan import Place
-from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.settings import EvaluateConfig, SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import VOCABULARY, save_target

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inference.auto.costs import Costs
 from inference.auto.node_sizes import ROOMS, BestNodes, trials_of
 from inference.auto.policy import BANDS, Tuning, band, best_count, trials_by_band
-from inference.settings import MOST_NODES
+from inference.method_settings import MOST_NODES
 from inference.tree import OptimalTree
 
 FLAT = Costs((0.1,) * 65, (1.0,) * 65, 0.2, 0.9)

@@ -30,7 +30,7 @@ from inference.auto.policy import (
     trials_by_band,
     trials_in_chain,
 )
-from inference.settings import MOST_NODES
+from inference.method_settings import MOST_NODES
 from inference.stopping.best_length import BestLength
 from inference.structures.opt_tree import opt_tree
 from inference.structures.shapes import full_shape

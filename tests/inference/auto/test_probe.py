@@ -24,7 +24,8 @@ from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, PromptResult, make_arms, new_drafter
 from inference.evaluate.report import build_report, markdown
 from inference.evaluate.statistics import chosen_sizes
-from inference.settings import AUTO, MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.method_settings import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings import SamplingConfig
 from inference.tree import DraftTree
 from outrider.errors import UserError
 from outrider.streams import Streams

@@ -25,7 +25,8 @@ from inference.drafters.small_lm import SmallLMMaker
 from inference.evaluate.bench import render
 from inference.evaluate.command import evaluate
 from inference.evaluate.subject import Models, find_subject, load_drafters, load_models
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from inference.method_settings import MethodConfig, StopConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.inference.doctor.fitted import TAPS, TEXTS, Clinic, write
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target

@@ -12,7 +12,8 @@ from inference.drafters.registry import KINDS, kind_in
 from inference.evaluate.command import evaluate
 from inference.evaluate.drafter_facts import drafter_folders
 from inference.evaluate.subject import find_target
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.method_settings import MethodConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, head_weights, write_head
 

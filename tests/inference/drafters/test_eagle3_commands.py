@@ -20,7 +20,8 @@ from inference.evaluate import compare
 from inference.evaluate.arms import make_arms
 from inference.evaluate.command import evaluate as command
 from inference.memory_plan import Place
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate

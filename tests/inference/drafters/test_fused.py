@@ -20,7 +20,7 @@ from inference.drafters.fused import Fused
 from inference.drafters.fused_growth import band, later_passes, new_join
 from inference.drafters.ngram_mixing import predict
 from inference.drafters.ngrams import MAKER, MixedDrafter
-from inference.settings import AUTO, MethodConfig, NgramConfig, StructureConfig
+from inference.method_settings import AUTO, MethodConfig, NgramConfig, StructureConfig
 from inference.structures.opt_tree import opt_tree
 from outrider.errors import UserError
 from tests.inference.fused_cases import FedModel, begun, fused_draft, fused_method
@@ -231,7 +231,7 @@ def test_later_passes_reach_the_nodes_under_those_of_earlier_ones(seed: int) -> 
         if pool["row"][node] < 0 and unfed and pool["depth"][node] < 8:
             value = gains[band(pool["sure"][node])] * pool["path"][node]
             wanted[unfed] = max(wanted.get(unfed, 0.0), float(value))
-    later, unfed_places = np.empty(16), np.empty(17, np.int64)
-    passes = later_passes(pool, fused._ranked, count, 8, gains, 0.0, unfed_places, later)
+    later, scratch, parents = np.empty(16), np.empty(16, np.int64), fused._places[1]
+    passes = later_passes(pool, fused._ranked, count, 8, gains, 0.0, parents, scratch, later)
     assert passes == max(wanted, default=0)
     assert later[:passes].tolist() == pytest.approx([wanted.get(place + 1, 0.0) for place in range(passes)])

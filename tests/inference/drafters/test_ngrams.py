@@ -15,7 +15,7 @@ from inference.auto.policy import Tuning
 from inference.decode import speculative
 from inference.drafters.ngram_search import next_random
 from inference.drafters.ngrams import TrigramDrafter, make_ngram_drafter
-from inference.settings import MethodConfig, NgramConfig
+from inference.method_settings import MethodConfig, NgramConfig
 from outrider.errors import UserError
 from tests.inference.ngram_cases import (
     TABLE,

@@ -17,8 +17,8 @@ from inference.cuda_graphs import Graphed
 from inference.decode import speculative
 from inference.drafters.ngrams import MixedDrafter
 from inference.evaluate.subject import load_plain
+from inference.method_settings import NgramConfig
 from inference.runtime import Eager
-from inference.settings import NgramConfig
 from inference.tree import DraftTree
 from tests.inference.ngram_cases import TABLE
 from tests.recorded import record_graphs

@@ -13,7 +13,8 @@ from draft_models.settings import TARGET
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS, Kind, Maker, register
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from inference.method_settings import MethodConfig, StopConfig
+from inference.settings import EvaluateConfig
 from inference.tree import DraftTree, chain_parents
 from outrider.errors import UserError
 from outrider.streams import Streams

@@ -23,8 +23,9 @@ from inference.cuda_graphs import Graphed
 from inference.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.skip_layers import SkipLayersSource, skipped_layers
+from inference.method_settings import MethodConfig, StopConfig
 from inference.runtime import Eager
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig
+from inference.settings import EvaluateConfig
 from inference.structures.factory import make_structure
 from inference.tree import ROOT, DraftTree
 from outrider.errors import UserError

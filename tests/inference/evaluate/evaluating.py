@@ -15,7 +15,8 @@ from accelerate import PartialState
 from data_prep.text.prompts import Prompt
 from inference.evaluate import compare, report
 from inference.evaluate.prompt_results import append_result, read_results
-from inference.settings import EvaluateConfig, MethodConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.launched import launched
 

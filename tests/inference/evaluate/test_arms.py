@@ -20,7 +20,8 @@ from inference.evaluate.arms import (
     transformers_generate,
     without_captures,
 )
-from inference.settings import MethodConfig, NgramConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings import SamplingConfig
 from outrider.groups import Group
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_table

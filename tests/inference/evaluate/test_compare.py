@@ -13,7 +13,8 @@ from draft_models.target.open_target import load_tokenizer
 from inference.evaluate import bench, compare
 from inference.evaluate.arms import Arm
 from inference.evaluate.prompt_results import read_results
-from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
+from inference.method_settings import MethodConfig, StopConfig
+from inference.settings import EvaluateConfig, SamplingConfig
 from tests.inference.evaluate.evaluating import (
     METHODS,
     QUESTIONS,

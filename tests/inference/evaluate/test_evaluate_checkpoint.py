@@ -21,7 +21,8 @@ from inference.evaluate.arms import (
 )
 from inference.evaluate.subject import end_tokens, heldout_fraction
 from inference.evaluate_checkpoint import main
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.method_settings import MethodConfig
+from inference.settings import EvaluateConfig
 from inference.verify import verify_greedy
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 

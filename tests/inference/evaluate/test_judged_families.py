@@ -16,7 +16,8 @@ from draft_models.checkpoint import save_pretrained
 from draft_models.target.anatomy import LogitRule
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.method_settings import MethodConfig
+from inference.settings import EvaluateConfig
 from tests.families import LAYERS, save_family
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiers import quick_where

@@ -20,9 +20,10 @@ from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare, transformers_generate
 from inference.evaluate.lossless import GAP, Forced, Judgement, Reference, judge, make_reference, precise
+from inference.method_settings import MethodConfig
 from inference.runtime import make_runtime
 from inference.sampling import Sampler
-from inference.settings import MethodConfig, SamplingConfig
+from inference.settings import SamplingConfig
 from inference.structures.factory import make_structure
 from outrider.streams import Streams
 from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target

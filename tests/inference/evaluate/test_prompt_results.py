@@ -12,7 +12,7 @@ from inference.evaluate import bench
 from inference.evaluate.arms import Generation, PromptResult, Skipped
 from inference.evaluate.lossless import Deviation
 from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from outrider.errors import UserError
 from outrider.settings import construct
 

@@ -26,7 +26,7 @@ from inference.evaluate.replay import (
     replay_turns,
 )
 from inference.evaluate_checkpoint import main
-from inference.settings import MethodConfig, NgramConfig
+from inference.method_settings import MethodConfig, NgramConfig
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target

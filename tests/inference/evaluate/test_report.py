@@ -39,7 +39,8 @@ from inference.evaluate.statistics import (
     request_statistics,
     structure_statistics,
 )
-from inference.settings import MethodConfig, SamplingConfig
+from inference.method_settings import MethodConfig
+from inference.settings import SamplingConfig
 
 
 def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generation:

@@ -20,7 +20,8 @@ from draft_models.target.tensor_files import open_tensors
 from inference.attention_kernels import KernelChoice, attention_shape
 from inference.cuda_graphs import Graphed
 from inference.evaluate import compare
-from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig
+from inference.method_settings import MethodConfig, StopConfig
+from inference.settings import EvaluateConfig, SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import (
     METHODS,

@@ -15,7 +15,8 @@ from filelock import FileLock
 
 from inference.evaluate import bench, compare
 from inference.evaluate.prompt_results import Measured, append_result, read_results
-from inference.settings import EvaluateConfig, MethodConfig, SamplingConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.settings import EvaluateConfig, SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import (
     METHODS,

@@ -13,7 +13,8 @@ from inference.evaluate import compare
 from inference.evaluate.prompt_results import read_results
 from inference.evaluate.speed import MIN_PROMPTS
 from inference.evaluate.time_limit import TimeLimit, spread_order
-from inference.settings import EvaluateConfig, MethodConfig
+from inference.method_settings import MethodConfig
+from inference.settings import EvaluateConfig
 from tests.inference.evaluate.evaluating import QUESTIONS
 
 

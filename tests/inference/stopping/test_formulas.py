@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from draft_models.calibration import CalibrationHead, log_odds
 from inference.auto.costs import WIDEST, Costs
 from inference.auto.policy import KEEP, Tuning, best_length
-from inference.settings import LONGEST_CHAIN, StopConfig
+from inference.method_settings import LONGEST_CHAIN, StopConfig
 from inference.stopping.bandit import UCB
 from inference.stopping.entropy import AIM, AdaEDL
 from inference.stopping.factory import RULES, make_rule

@@ -12,7 +12,7 @@ from torch import Tensor
 from draft_models.calibration import CalibrationHead
 from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
-from inference.settings import THRESHOLDS, StopConfig
+from inference.method_settings import THRESHOLDS, StopConfig
 from inference.stopping.factory import make_rule
 from inference.stopping.interface import Step
 from inference.structures.shapes import chain, k_config

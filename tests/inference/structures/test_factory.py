@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
-from inference.settings import MethodConfig, StopConfig, StructureConfig
+from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.stopping.beta import BetaThompson
 from inference.stopping.calibrated import CalibratedThompson
 from inference.stopping.confidence import Confidence
