@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from inference.stopping.interface import Step
 
-# How AdaEDL moves its threshold, as Draft & Verify (arXiv 2309.08168) does: the acceptance rate that it aims at, its
-# step, and how much of the old rate and of the old threshold stays.
+# How the threshold moves: the acceptance rate that it aims at, its step, and how much of the old rate and of the old
+# threshold stays. It is in the manner of Draft & Verify (arXiv 2309.08168). These numbers were not held to a paper's.
 AIM, STEP, KEPT_RATE, KEPT_THRESHOLD = 0.9, 0.01, 0.5, 0.9
 
 
