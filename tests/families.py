@@ -82,6 +82,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "vaultgemma": {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 8.0, "layer_types": MIXED},
 }  # fmt: skip
+# One of each mechanism: norms, biases, windows, caps, positions, experts, matrices that are fused, parallel branches.
+TYPICAL = {"cohere2", "gemma2", "gpt2", "gpt_neox", "granite", "llama", "olmo2", "opt", "phi3", "qwen2", "qwen3_moe"}
 
 
 def family_config(name: str, **changes: Any) -> PreTrainedConfig:

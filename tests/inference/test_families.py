@@ -24,8 +24,8 @@ from inference.runtime import Eager
 from inference.structures.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
-from tests.families import FAMILIES, LAYERS, save_family
-from tests.tiers import quick_where
+from tests.families import FAMILIES, LAYERS, TYPICAL, save_family
+from tests.tiers import quick_where, typical_where
 from tests.tiny import method_of, random_prompt, reference_generate
 
 SHAPES = (StructureConfig(), StructureConfig(kind="opt_tree", nodes=10, delta=0.0, max_depth=5))
@@ -36,7 +36,10 @@ def test_there_are_forty_families() -> None:
     assert len(FAMILIES) >= 40
 
 
-@pytest.fixture(scope="module", params=quick_where(lambda name: name in ("gemma2", "gpt2"), sorted(FAMILIES)))
+EVERY = typical_where(TYPICAL.__contains__, quick_where(lambda name: name in ("gemma2", "gpt2"), sorted(FAMILIES)))
+
+
+@pytest.fixture(scope="module", params=EVERY)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenTarget:
     return open_target(str(save_family(tmp_path_factory.mktemp(request.param), request.param)))
 

@@ -20,15 +20,18 @@ from inference.method_settings import MethodConfig
 from inference.session import TargetSession
 from inference.settings import EvaluateConfig
 from outrider.groups import Group
-from tests.families import FAMILIES, save_family
+from tests.families import FAMILIES, TYPICAL, save_family
 from tests.inference.test_tensor_parallel import SPLIT, in_group
-from tests.tiers import quick_where
+from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
 from tests.train.jobs import calibrating, save_for_calibration
 from train.calibration import calibrate
 
 
-@pytest.mark.parametrize("family", quick_where(lambda name: name in ("llama", "gpt2"), sorted(FAMILIES)))
+EVERY = typical_where(TYPICAL.__contains__, quick_where(lambda name: name in ("llama", "gpt2"), sorted(FAMILIES)))
+
+
+@pytest.mark.parametrize("family", EVERY)
 def test_weights_are_what_loading_takes(tmp_path: Path, family: str) -> None:
     """Of one process, and of each of two where the family can be split; tied or not."""
     target = open_target(str(save_family(tmp_path, family)))
@@ -56,7 +59,9 @@ def test_caches_are_what_decoding_takes(tmp_path: Path) -> None:
     assert cache_bytes(target.config, replace(place, size=2)) == cache_bytes(target.config, place) // 2
 
 
-@pytest.mark.parametrize("family", quick_where(lambda name: name == "olmo2", SPLIT))
+@pytest.mark.parametrize(
+    "family", typical_where(TYPICAL.__contains__, quick_where(lambda name: name == "olmo2", SPLIT))
+)
 def test_heads_are_those_of_a_process(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some architectures have their matrices split, and all heads on every process."""
     monkeypatch.setattr(Group, "add", lambda self, part: part)  # alone: shapes are all that counts

@@ -35,6 +35,7 @@ from inference.structures.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate
+from tests.tiers import typical_where
 from tests.tiny import STRUCTURES, byte_tokenizer, method_of, open_stack, random_prompt, reference_generate, save_target
 
 CPU = torch.device("cpu")
@@ -60,7 +61,8 @@ def save(path: Path, config: PreTrainedConfig) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=sorted(TARGETS))
+# How they are called differs little: one stands for all, the thorough tier has every one.
+@pytest.fixture(scope="module", params=typical_where(lambda name: name == "falcon", sorted(TARGETS)))
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerStack]:
     path = save(tmp_path_factory.mktemp(request.param), TARGETS[request.param])
     opened = open_target(str(path), by_layers=False)

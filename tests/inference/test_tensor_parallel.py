@@ -35,10 +35,10 @@ from inference.structures.factory import make_structure
 from outrider.errors import UserError
 from outrider.groups import Group, join_group
 from outrider.streams import Streams
-from tests.families import FAMILIES, LAYERS, save_family
+from tests.families import FAMILIES, LAYERS, TYPICAL, save_family
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, facts, processes, together, tokens
 from tests.launched import launched
-from tests.tiers import quick_where
+from tests.tiers import quick_where, typical_where
 from tests.tiny import method_of, random_prompt, reference_generate, save_target
 
 CPU = torch.device("cpu")
@@ -82,7 +82,13 @@ IN_EVERY_RUNTIME = ("llama", "mixtral", "phi3")
 CASES = [(family, 2) for family in SPLIT] + [(family, 4) for family in ("llama", "gpt_neox", "mixtral", "phi3")]
 
 
-@pytest.mark.parametrize(("family", "size"), quick_where(lambda case: case in (("llama", 2), ("qwen3_moe", 2)), CASES))
+@pytest.mark.parametrize(
+    ("family", "size"),
+    typical_where(
+        lambda case: case[0] in TYPICAL and case[1] == (4 if case[0] == "phi3" else 2),
+        quick_where(lambda case: case in (("llama", 2), ("qwen3_moe", 2)), CASES),
+    ),
+)
 def test_its_tokens_are_those_of_one_process(tmp_path: Path, family: str, size: int) -> None:
     """Eager or in fixed shapes; plainly, by an early exit's tree on the split layers, by an EAGLE-3 head's that is not
     split, and by prompt lookup."""
@@ -114,7 +120,7 @@ def test_its_tokens_are_those_of_one_process(tmp_path: Path, family: str, size: 
     in_group(size, work)
 
 
-@pytest.mark.parametrize("family", sorted(UNSPLIT))
+@pytest.mark.parametrize("family", typical_where(TYPICAL.__contains__, sorted(UNSPLIT)))
 @pytest.mark.slow
 def test_what_cannot_be_split_is_refused(tmp_path: Path, family: str) -> None:
     target = open_target(str(save_family(tmp_path, family)))
@@ -127,7 +133,10 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", quick_where(lambda name: name == "gemma2", ["gemma2", "llama", "olmo2", "qwen3_moe"])
+    "family", typical_where(
+        lambda name: name in ("gemma2", "qwen3_moe"),
+        quick_where(lambda name: name == "gemma2", ["gemma2", "llama", "olmo2", "qwen3_moe"]),
+    )
 )
 def test_in_16_bits_it_proves_itself_too(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where float32 copies of all of it would be too large: on one layer of each kind, split as it is."""

@@ -14,8 +14,8 @@ from draft_models.target.architectures import load_config
 from draft_models.target.stack import load_layers
 from draft_models.target.tensor_files import open_tensors
 from outrider.groups import Group
-from tests.families import FAMILIES, family_config, save_family
-from tests.tiers import quick_where
+from tests.families import FAMILIES, TYPICAL, family_config, save_family
+from tests.tiers import quick_where, typical_where
 from tests.tiny import random_prompt, save_target
 from train.early_exit import train_early_exit
 from train.fit_settings import FitConfig
@@ -128,7 +128,13 @@ def test_the_plan_is_what_happens(tmp_path: Path, objective: str, train_head: bo
     require_allocated(path, replace(config, train_layer=False))
 
 
-@pytest.mark.parametrize("family", quick_where(lambda name: name in ("ernie4_5_moe", "gpt2"), sorted(FAMILIES)))
+@pytest.mark.parametrize(
+    "family",
+    typical_where(
+        lambda name: name in TYPICAL or name == "ernie4_5_moe",
+        quick_where(lambda name: name in ("ernie4_5_moe", "gpt2"), sorted(FAMILIES)),
+    ),
+)
 def test_the_plan_of_a_family_is_what_happens(tmp_path: Path, family: str) -> None:
     """Learned positions, heads with a bias, layers of several sizes, experts."""
     path = save_family(tmp_path / "target", family)
