@@ -107,7 +107,9 @@ def adaptation() -> Table:
         Row(kept, measure=in_session),
     )
     claims = [Claim("adaptation lifts τ", "tau", (built, adapted))]
-    claims.append(Claim("what earlier prompts taught lifts it further", "tau", (adapted, kept)))
+    claims.append(
+        Claim("kept from prompt to prompt it lifts τ further (the paper's table evolves on)", "tau", (adapted, kept))
+    )
     claims += [Claim(f"also from token {name[5:]} on", name, (built, adapted)) for name in STRETCHES]
     return Table(
         "Fig. 4a: adaptation, by the length of the output",

@@ -9,7 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +178,20 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
 
 def key_of(row: Row) -> str:
     """What a row's counts are kept under: rows that decode alike share them."""
-    parts = [asdict(row.sampling), *([row.other] if row.other else [])]
-    what: Any = [asdict(row.method), *parts] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
+    parts = [chosen(row.sampling), *([row.other] if row.other else [])]
+    what: Any = [chosen(row.method), *parts] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def chosen(settings: Any) -> dict[str, Any]:
+    """The fields that are not at their defaults, plain: a new option leaves the keys of rows that do not use it."""
+    found = {}
+    for own in fields(settings):
+        value = getattr(settings, own.name)
+        default = own.default if own.default_factory is MISSING else own.default_factory()
+        if value != default:
+            found[own.name] = chosen(value) if is_dataclass(value) else value
+    return found
 
 
 def runnable(tables: Sequence[Table]) -> list[Row]:

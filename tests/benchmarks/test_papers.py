@@ -155,6 +155,15 @@ def test_a_claim_is_scaled_reads_other_quantities_and_draws_conversations() -> N
     assert (few["prompts"], few["verdict"]) == (4, "undecided")
 
 
+def test_a_key_is_of_what_was_chosen() -> None:
+    """So it stays when there is a new option."""
+    from papers.measuring import chosen
+
+    assert chosen(SamplingConfig()) == {}
+    method = MethodConfig(source="small_lm", stop=StopConfig(rule="beta", max_draft=3))
+    assert chosen(method) == {"source": "small_lm", "stop": {"rule": "beta", "max_draft": 3}}
+
+
 def test_what_was_not_measured_says_why() -> None:
     from dataclasses import replace
 
@@ -271,12 +280,16 @@ def drafters(models: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["eesd", "aded", "gsd", "opt_tree", "mcsd"])
 def test_claims_are_about_rows_of_their_table(name: str, tmp_path: Path) -> None:
-    from papers.claims import quantity
+    from papers.claims import Row, quantity
+    from papers.measuring import key_of
 
     given = SimpleNamespace(work=tmp_path, table=["a", "b"], code_table="c", frequent_table="d", transcripts=None,
                             checkpoint=None, ablation="e", skip=[2], exits=None, tables=None, target="t")  # fmt: skip
     tables = importlib.import_module(f"papers.{name}").tables(options=given, categories=["code", "chat"])
     assert sum(len(table.claims) for table in tables.values()) > 20
+    ways = {(row.method, row.sampling, row.other) for table in tables.values() for row in table.rows if row.method}
+    keys = {key_of(Row("", method, sampling, other=other)) for method, sampling, other in ways}
+    assert len(keys) == len(ways)  # rows share counts where they decode alike, and nowhere else
     for table in tables.values():
         rows = {row.name for row in table.rows}
         for claim in table.claims:
