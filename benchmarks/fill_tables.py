@@ -139,10 +139,10 @@ def fill_fused(page: str, gains: Mapping[str, Any], dtype: str) -> str:
 
 def filled_from(content: Mapping[str, Any], page: str) -> str:
     """`page` with the tables of what a JSON file holds. Raises `ValueError` where it has no place for them."""
-    if "entries" in content:
-        return fill_record(page, content["entries"])
     if "paper" in content:
         return fill_paper(page, content)
+    if "entries" in content:
+        return fill_record(page, content["entries"])
     if "gains" in content:
         return fill_fused(page, content["gains"], content["dtype"])
     if "results" in content:

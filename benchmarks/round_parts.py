@@ -93,7 +93,7 @@ def timers(watch: PartTimers, drafter: Drafter | None) -> Iterator[None]:
     ]
     model = drafter.model if isinstance(drafter, Shaped) else None
     if isinstance(model, EarlyExitSource):
-        places.append((model.drafter.layer, "forward", "forward"))
+        places += [(layer, "forward", "forward") for layer in model.drafter.layers]
     if drafter is not None:
         places += [(type(drafter), "draft", "structure"), (type(drafter), "commit", "cache")]
     with ExitStack() as patches:

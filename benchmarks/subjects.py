@@ -26,6 +26,7 @@ from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.subject import load_plain
 from inference.packing import can_pack
 from inference.settings import RUNTIMES
+from outrider.errors import UserError
 
 RANDOM: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
@@ -152,7 +153,9 @@ def _make_subject(
 
 
 def as_model(target: str, drafter: EarlyExit, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal LM that computes what `drafter` on `target` does."""
+    """A causal LM that computes what `drafter` on `target` does. Raises `UserError` for an exit of several layers."""
+    if drafter.deeper:
+        raise UserError(f"--checkpoint: an exit of {len(drafter.layers)} layers; expected exit_depth=1 here")
     model = _load(target, device, dtype, exit_layer=drafter.exit_layer)
     layers = decoder_layers(model)
     if isinstance(drafter.layer, NoLayer):

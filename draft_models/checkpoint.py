@@ -48,6 +48,7 @@ class DrafterMeta:
     made_with: dict[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
     own_layer: bool = True  # false: norm and head right on the target's first layers
+    exit_depth: int = 1  # transformer layers of the exit
     format: int = FORMAT
     draft_vocabulary: int | None = None  # tokens that it has logits of; null: all
     trained_on: dict[str, str] | None = None  # see `parts_below`; earlier versions did not record it
@@ -88,6 +89,7 @@ def save_pretrained(
         exit_layer=drafter.exit_layer,
         own_head=drafter.head is not None,
         own_layer=not isinstance(drafter.layer, NoLayer),
+        exit_depth=len(drafter.layers),
         draft_vocabulary=None if drafter.draft_tokens is None else len(drafter.draft_tokens),
         dtype=str(dtype).removeprefix("torch."),
         fingerprint=fingerprint,
@@ -176,7 +178,7 @@ def from_pretrained(
 
 def empty_drafter(meta: DrafterMeta, config: PreTrainedConfig) -> EarlyExit:
     """The drafter that `meta` describes, for a target of `config`, without weights."""
-    shape = {"own_head": meta.own_head, "own_layer": meta.own_layer}
+    shape: dict[str, Any] = {"own_head": meta.own_head, "own_layer": meta.own_layer, "depth": meta.exit_depth}
     return EarlyExit.empty(config, meta.exit_layer, **shape, draft_vocabulary=meta.draft_vocabulary)
 
 

@@ -1,7 +1,7 @@
-"""EESD's early-exit drafter: one transformer layer, norm and head on the target's first N layers."""
+"""EESD's early-exit drafter: a transformer layer (or several), norm and head on the target's first N layers."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ class EarlyExit(nn.Module):
     `draft_tokens`. The layer's `layer_idx` is N: its keys and
     values belong to a cache of their own that starts at layer N.
 
+    deeper: more layers after it (EESD, Fig. 5), numbered on from it, usually none.
     draft_tokens: ids [k], ascending, of the tokens that it has logits of; None: all of the `vocabulary`.
     """
 
@@ -62,9 +63,11 @@ class EarlyExit(nn.Module):
         rule: LogitRule,
         vocabulary: int,
         draft_tokens: Tensor | None = None,
+        deeper: Sequence[nn.Module] = (),
     ):
         super().__init__()
         self.layer = layer
+        self.deeper = nn.ModuleList(deeper)
         self.norm = norm
         self.head = head
         self.exit_layer = exit_layer
@@ -83,20 +86,24 @@ class EarlyExit(nn.Module):
         *,
         own_head: bool,
         own_layer: bool = True,
+        depth: int = 1,
         draft_tokens: Tensor | None = None,
     ) -> "EarlyExit":
-        """Copies of the last layer, the norm and, if `own_head`, the head of `model`, to sit on `exit_layer` layers.
+        """`depth` copies of the last layer, and copies of the norm and, if `own_head`, the head of `model`, to sit on
+        `exit_layer` layers.
 
         Without `own_layer` norm and head sit on those layers directly: the paper's ablation. draft_tokens: of either
         head their rows only.
         """
-        layer: nn.Module = copy.deepcopy(decoder_layers(model)[-1]) if own_layer else NoLayer()
-        number_layer(layer, exit_layer)
+        last = decoder_layers(model)[-1]
+        layers: list[nn.Module] = [copy.deepcopy(last) for _ in range(depth)] if own_layer else [NoLayer()]
+        for number, layer in enumerate(layers, exit_layer):
+            number_layer(layer, number)
         parts = anatomy_of(model)
         call = parts.calls[-1]
         head: Any = model.get_output_embeddings()
         drafter = cls(
-            layer,
+            layers[0],
             copy.deepcopy(final_norm(model)),
             _rows_of(head, draft_tokens) if own_head else None,
             exit_layer,
@@ -105,6 +112,7 @@ class EarlyExit(nn.Module):
             parts.logits,
             model.config.vocab_size,
             draft_tokens,
+            layers[1:],
         )
         if not own_head:
             drafter.use_head(head)
@@ -118,12 +126,17 @@ class EarlyExit(nn.Module):
         *,
         own_head: bool,
         own_layer: bool = True,
+        depth: int = 1,
         draft_vocabulary: int | None = None,
     ) -> "EarlyExit":
-        """An exit layer for a target of `config`, without weights (meta device). draft_vocabulary: its tokens."""
+        """An exit of `depth` layers for a target of `config`, without weights (meta device).
+
+        draft_vocabulary: how many tokens it predicts.
+        """
         model = empty_layers(config, exit_layers(config, exit_layer))
         tokens = None if draft_vocabulary is None else torch.empty(draft_vocabulary, dtype=torch.long, device="meta")
-        return cls.from_model(model, exit_layer, own_head=own_head, own_layer=own_layer, draft_tokens=tokens)
+        shape: dict[str, Any] = {"own_head": own_head, "own_layer": own_layer, "depth": depth}
+        return cls.from_model(model, exit_layer, **shape, draft_tokens=tokens)
 
     def use_head(self, head: nn.Linear) -> None:
         """Share the target's `head` (only where the drafter has none of its own); of some tokens, a copy of its rows.
@@ -131,6 +144,11 @@ class EarlyExit(nn.Module):
         Where the head is split, all of its processes call this.
         """
         self.shared_head = [head if self.draft_tokens is None else _rows_of(head, self.draft_tokens)]
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The transformer layers of the exit, one after the other."""
+        return (self.layer, *self.deeper)
 
     @property
     def output_head(self) -> nn.Linear:
@@ -149,8 +167,10 @@ class EarlyExit(nn.Module):
     def run(
         self, hidden: Tensor, mask: Tensor | Band | None, rotary: Rotary, cache: LayerCache | None = None
     ) -> Tensor:
-        """The exit layer on hidden states [B, Q, d] of the target's layer N, which gives as many."""
-        return call_layer(self.layer, self.call, hidden, mask, rotary, cache)
+        """The exit's layers on hidden states [B, Q, d] of the target's layer N, which give as many."""
+        for layer in self.layers:
+            hidden = call_layer(layer, self.call, hidden, mask, rotary, cache)
+        return hidden
 
     def assign(self, weights: Mapping[str, Tensor]) -> "EarlyExit":
         """Take `weights` as parameters, whole and nothing else; returns self."""
@@ -189,6 +209,7 @@ class EarlyExitStudent(nn.Module):
         *,
         train_head: bool,
         train_layer: bool = True,
+        depth: int = 1,
         objective: str = "cross_entropy",
         cached: bool = False,
         start: PreTrainedModel | None = None,
@@ -205,7 +226,7 @@ class EarlyExitStudent(nn.Module):
         self.online = objective != "cross_entropy" and not cached  # the whole target is in here
         copied = model if start is None else start
         self.drafter = EarlyExit.from_model(
-            copied, exit_layer, own_head=train_head, own_layer=train_layer, draft_tokens=draft_tokens
+            copied, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
         ).float()
         if not train_head:
             head: Any = model.get_output_embeddings()
@@ -228,9 +249,10 @@ class EarlyExitStudent(nn.Module):
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute the exit layer in the backward pass instead of keeping its activations."""
-        layer: Any = self.drafter.layer  # without one of its own there is nothing to recompute
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layers: Any = self.drafter.layers  # without one of its own there is nothing to recompute
+        for layer in layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
         """After the norms, [B, T, d] each: the exit layer's output and, where it is in here, the target's own."""

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from draft_models import tiny_models
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target.architectures import load_config
+from draft_models.target.empty_models import decoder_layers
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
 from draft_models.tiny_architectures import TINY_ARCHITECTURES, tiny_settings
@@ -75,18 +76,22 @@ def open_stack(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrain
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), LayerStack(model)
 
 
-def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: bool = True,
+def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: bool = True, depth: int = 1,
                  dtype: torch.dtype = torch.float32) -> EarlyExit:  # fmt: skip
-    """The untrained exit layer (the target's last) after `exit_layer` layers, its matrices shaken by `noise`.
+    """An untrained exit (the target's last `depth` layers) after `exit_layer` layers, its matrices shaken by `noise`.
 
-    At exit_layer = LAYERS − 1 without noise it is the target itself, so every draft is accepted; some noise
+    At exit_layer = LAYERS − depth without noise it is the target itself, so every draft is accepted; some noise
     makes some drafts wrong.
     """
     config = load_config(str(path))
     model = load_layers(open_tensors(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
-    drafter = EarlyExit.from_model(model, exit_layer, own_head=own_head).requires_grad_(False)
+    drafter = EarlyExit.from_model(model, exit_layer, own_head=own_head, depth=depth).requires_grad_(False)
+    if depth > 1:
+        last = load_layers(open_tensors(str(path)), config, range(LAYERS - depth, LAYERS), dtype=dtype)
+        for own, layer in zip(drafter.layers, decoder_layers(last), strict=True):
+            own.load_state_dict(layer.state_dict())
     generator = torch.Generator().manual_seed(1)
-    for parameter in drafter.layer.parameters():
+    for parameter in (each for layer in drafter.layers for each in layer.parameters()):
         if parameter.numel() > 1:  # one number alone has no spread
             parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=dtype)
     return drafter

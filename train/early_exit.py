@@ -125,7 +125,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
         training = {**recipe, "fit": asdict(settings), "steps": result.steps, "step": step, "metrics": metrics}
         training["training_seconds"] = result.seconds
         save_drafter(out_dir, student, fingerprint, training, target.config, trained_on)
-        facts = {key: recipe[key] for key in ("exit_layer", "train_head", "seq_len")}
+        facts = {key: recipe[key] for key in ("exit_layer", "exit_depth", "train_head", "seq_len")}
         facts |= {"objective": config.loss} | ({"teacher": config.teacher} if config.distils else {})
         facts |= {"data": config.data.source, "steps": result.steps}
         facts |= {"chosen step": step, "tau": round(metrics["tau"], 3)} if best else {}

@@ -95,7 +95,9 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     forward = [2 * _met(layer, target) + attention for layer in decoder_layers(empty_model(target))]
     head_work = _count(head.parameters())
     own_work = _count(student.drafter.output_head.parameters())
-    step = (6 if config.train_head else 4) * own_work + (3 * forward[-1] if config.train_layer else 0)
+    step = (6 if config.train_head else 4) * own_work + (
+        3 * config.exit_depth * forward[-1] if config.train_layer else 0
+    )
     rows_do = size is not None and config.loss not in OVERLAPS  # see `linear_divergence`
     taught = 2 * (own_work if rows_do else head_work) if config.online else 0  # the target's own logits
     return Plan(
@@ -120,7 +122,7 @@ def _parts(student: EarlyExitStudent) -> tuple[Piece, ...]:
     places: dict[str, tuple[list[nn.Module | None], bool]] = {
         "embedding": (before, False),
         f"first {len(stack.layers)} layers": ([stack.layers], False),
-        "exit layer": ([drafter.layer], True),
+        "exit layer": ([*drafter.layers], True),
         "exit norm": ([drafter.norm], True),
         "exit head": ([drafter.head], True),
         "target's norm": ([getattr(stack, "norm", None)], False),

@@ -81,6 +81,7 @@ class EesdConfig(TargetConfig):
     data: DataConfig
     fit: FitConfig
     exit_layer: Count | None = None  # N, the target layers under the exit layer; null: 8 % of them
+    exit_depth: Count = 1  # transformer layers of the exit, each of them a copy of the target's last one at first
     train_head: bool = True  # false: share the target's head, the thing to do with a large vocabulary
     draft_vocabulary: Count | None = None  # tokens that it predicts, the text's most frequent; null: all
     train_layer: bool = True  # false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
@@ -116,6 +117,7 @@ class EesdConfig(TargetConfig):
             self.fit.optimizer,
             "adamw for train_layer=false: muon is for a layer's matrices",
         )
+        require(self.train_layer or self.exit_depth == 1, "exit_depth", self.exit_depth, "1 with train_layer=false")
         _require_cache(self)
         require_heldout(self.data, "training is watched on held-out text")
 
@@ -127,8 +129,8 @@ class EesdConfig(TargetConfig):
     @property
     def student(self) -> dict[str, Any]:
         """What `EarlyExitStudent` is told of these settings."""
-        heads = {"train_head": self.train_head, "train_layer": self.train_layer}
-        return heads | {"objective": self.loss, "cached": self.teacher == "cached"}
+        shape = {"train_head": self.train_head, "train_layer": self.train_layer, "depth": self.exit_depth}
+        return shape | {"objective": self.loss, "cached": self.teacher == "cached"}
 
     @property
     def distils(self) -> bool:

@@ -33,6 +33,7 @@ class Row:
     category: only prompts of this category count; empty: all.
     other: where the model lies that it drafts from; empty: the one given for its source, of tables the first.
     x: where a plot has it. line: which line of the plot it belongs to.
+    facts: counts that are known beforehand, the same for every prompt.
     never: why it is not run.
     """
 
@@ -45,6 +46,7 @@ class Row:
     x: float | None = None
     line: str = ""
     measure: Callable[..., Counts] | None = None
+    facts: tuple[tuple[str, float], ...] = ()
     never: str = ""
 
 
@@ -131,6 +133,13 @@ QUANTITIES = {
     "correlation": Quantity("correlation", _correlation, ("expected_squared",)),
     "verified": Quantity("verified/round", _share("verified", "rounds"), ("verified",), 1),
     "verified_apart": Quantity("verified/round, paths apart", _share("verified_apart", "rounds"), ("verified",), 1),
+    # by weights: a draft's step reads `step_weights` of the `pass_weights` of a pass, for every token of a chain
+    "step_share": Quantity("draft step, share of a pass", _share("step_weights", "pass_weights"), ("step_weights",)),
+    "gain_by_weights": Quantity(
+        "tokens per pass, by weights",
+        lambda c: c["tokens"] / np.maximum(c["rounds"] + c["drafted"] * c.get("step_weights", 0)
+                                           / np.maximum(c.get("pass_weights", 0), 1e-12), 1e-12), ("step_weights",)),
+    "trained_steps": Quantity("steps", _share("trained_steps", "trained_runs"), ("trained_runs",), 0),
     "speedup": Quantity("speed-up", _share("plain_seconds", "seconds"), ("seconds",)),
     "milliseconds": Quantity("ms/token", _share("seconds", "timed", 1e3), ("seconds",)),
     "drafting_ms": Quantity("draft ms/round", _share("draft_seconds", "timed_rounds", 1e3), ("seconds",)),
@@ -231,6 +240,11 @@ def judge(claim: Claim, rows: Mapping[str, Row], measured: Mapping[str, Mapping[
         return {**found, "verdict": NOT_RUN, "reason": next(filter(None, reasons))}
     measured = {row.name: by_conversation(measured[row.name]) for row, _ in parts}
     prompts = sorted({prompt for row, _ in parts for prompt in measured[row.name]})
+    if any("seconds" in quantity(name).needs for _, name in parts):  # times may be of some prompts only
+        own = [measured[row.name] for row, _ in parts]
+        prompts = [prompt for prompt in prompts if all("seconds" in each[prompt] for each in own if prompt in each)]
+        if not prompts:
+            return {**found, "verdict": NOT_RUN, "reason": QUIET}
     scale = claim.scale or (1.0,) * len(parts)
     draws = np.random.default_rng(0).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), DRAWS)
 

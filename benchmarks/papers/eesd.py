@@ -3,8 +3,8 @@
 Speed-ups need --timed. Without, v_d, r_d and their harmonic mean HM are judged, which the paper has beside them.
 Self-speculation leaves out the layers that `choose_skip.py` chooses, on other prompts. Table 4's rows without an exit
 layer and without self-distillation need drafters of their own: `ablate_eesd.py` trains them, and with its --out
-runs/ablation give --checkpoint runs/ablation/self_distilled --ablation runs/ablation. Fig. 4 is of the early exits in
---exits, for example those that `compare_shapes.py` trained.
+runs/ablation give --checkpoint runs/ablation/self_distilled --ablation runs/ablation. Figs. 4 and 5 are of the early
+exits in --exits, for example those that `compare_shapes.py` trained, and of those that --train-steps trains here.
 """
 
 import json
@@ -14,10 +14,10 @@ from typing import Any
 from choose_skip import choose_for
 
 from draft_models.calibration import META_FILE
-from draft_models.checkpoint import read_meta
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from outrider.files import write_json
 from papers.claims import Claim, Row, Table
+from papers.exits import tables_of_exits
 
 ARXIV = "2406.03853"
 SOURCES = ("early_exit",)
@@ -53,8 +53,7 @@ def tables(*, options: Any, **_: Any) -> dict[str, Table]:
         "table_7": trees(no_head),
         "table_8": breakdown(no_head),
         "figure_3": lengths(no_head),
-        "figure_4": first_layers(options.exits or ()),
-        "figure_5": Table("Fig. 5: several early-exiting layers", never="an early exit has one layer here"),
+        **tables_of_exits(options.target, options.exits or (), chain("beta")),
     }  # fmt: skip
 
 
@@ -192,24 +191,4 @@ def lengths(no_head: str) -> Table:
         plot="hm",
         xlabel="K",
         note="The paper has curves of speed-up only. A rule beats the best K if it beats every one.",
-    )
-
-
-def first_layers(exits: Any) -> Table:
-    ordered = sorted((read_meta(where).exit_layer, str(where)) for where in exits)
-    rows = tuple(Row(f"N = {n} ({Path(where).name})", chain("beta"), other=where, x=n) for n, where in ordered)
-    names = tuple(row.name for row in rows)
-    return Table(
-        "Fig. 4: the number of first layers N",
-        SHOWN,
-        rows,
-        (
-            Claim("more layers raise HM", "hm", names),
-            Claim("but not the speed", "speedup", names[::-1]),
-        )
-        if len(rows) > 1
-        else (),
-        plot="hm",
-        xlabel="N",
-        never="" if len(rows) > 1 else "needs two --exits, trained for example by benchmarks/compare_shapes.py",
     )

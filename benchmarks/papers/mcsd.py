@@ -175,7 +175,7 @@ def pairs() -> Table:
               for row in rows),
         ("LLaMA-68M, 13B", "LLaMA-68M, Vicuna-13B", "OPT-125M, 13B"),
         note="Other pairs, of OPT or Llama models of any size or with a fine-tuned drafter, are further entries: give "
-        "--target, --small-lm and --label. The paper does not say its k in the text; it is read as four.",
+        "--pair NAME=TARGET,DRAFTER. The paper does not say its k in the text; it is read as four.",
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Asked:
 class Bench:
     """What decodes. stack: None where answers were recorded and no target is there. tokens: new ones at most.
 
-    others: further models, by where they lie (see `Row.other`).
+    others: further models, by where they lie (see `Row.other`). session: all prompts, in the order of the command.
     """
 
     stack: LayerStack | None
@@ -59,6 +59,7 @@ class Bench:
     eos: Collection[int] = ()
     runtime: Runtime = field(default_factory=Eager)
     others: Mapping[str, Any] = field(default_factory=dict)
+    session: tuple[Asked, ...] = ()
 
     def drafters_of(self, row: Row) -> Drafters:
         """The models of a row's method."""
@@ -177,9 +178,20 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
 
 def key_of(row: Row) -> str:
     """What a row's counts are kept under: rows that decode alike share them."""
-    parts = [asdict(row.sampling), *([row.other] if row.other else [])]
-    what: Any = [asdict(row.method), *parts] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
+    parts = [chosen(row.sampling), *([row.other] if row.other else [])]
+    what: Any = [chosen(row.method), *parts] if row.method else [row.measure.__name__, row.name]  # type: ignore[union-attr]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def chosen(settings: Any) -> dict[str, Any]:
+    """The fields that are not at their defaults, plain: a new option leaves the keys of rows that do not use it."""
+    found = {}
+    for own in fields(settings):
+        value = getattr(settings, own.name)
+        default = own.default if own.default_factory is MISSING else own.default_factory()
+        if value != default:
+            found[own.name] = chosen(value) if is_dataclass(value) else value
+    return found
 
 
 def runnable(tables: Sequence[Table]) -> list[Row]:
@@ -204,13 +216,15 @@ def read_counts(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
 
 
 def measure_all(
-    bench: Bench, tables: Sequence[Table], prompts: Sequence[Asked], folder: Path, *, minutes: float | None, times: bool
-) -> None:
+    bench: Bench, tables: Sequence[Table], prompts: Sequence[Asked], folder: Path, *, minutes: float | None,
+    timed_prompts: int,
+) -> None:  # fmt: skip
     """Every row on every prompt that `folder` does not have yet, prompt by prompt.
 
-    minutes: no prompt begins later, but for the first. times: take times too.
+    minutes: no prompt begins later, but for the first. timed_prompts: take times too, on so many.
     """
     began, rows, done, cold = time.monotonic(), runnable(tables), read_counts(folder), True
+    clocked = {asked.id for asked in prompts[:timed_prompts]}
     with (folder / COUNTS_FILE).open("a") as file:
 
         def keep(key: str, asked: Asked, counts: Mapping[str, float]) -> None:
@@ -220,8 +234,8 @@ def measure_all(
         for turn, asked in enumerate(tqdm(prompts, desc="measure", unit="prompt", disable=None)):
             mine = about(asked, rows)
             todo = {key: row for key, row in mine.items() if (key, asked.id) not in done}
-            untimed = {key: row for key, row in mine.items()
-                       if times and row.method and "seconds" not in done.get((key, asked.id), {})}  # fmt: skip
+            untimed = {key: row for key, row in mine.items() if asked.id in clocked and row.method
+                       and "seconds" not in done.get((key, asked.id), {})}  # fmt: skip
             if (todo or untimed) and turn and minutes is not None and time.monotonic() - began > 60 * minutes:
                 break
             for key, row in todo.items():
@@ -238,6 +252,7 @@ def by_row(table: Table, prompts: Sequence[Asked], folder: Path) -> dict[str, di
     done, rows = read_counts(folder), runnable([table])
     whole = [asked for asked in prompts if all((key, asked.id) in done for key in about(asked, rows))]
     return {
-        row.name: {asked.id: done[key_of(row), asked.id] for asked in whole if row.category in ("", asked.category)}
+        row.name: {asked.id: {**done[key_of(row), asked.id], **dict(row.facts)} for asked in whole
+                   if row.category in ("", asked.category)}
         for row in rows
-    }
+    }  # fmt: skip

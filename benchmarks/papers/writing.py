@@ -24,9 +24,10 @@ def said(name: str, entry: Mapping[str, Any]) -> str:
     models = ", ".join(kind for kind, where in entry["models"].items() if where)
     verdicts = Counter(claim["verdict"] for one in entry["tables"].values() for claim in one["claims"])
     counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+    times = f", times of {entry['timed']} of them" if entry.get("timed") else ""
     return (
         f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × up to "
-        f"{entry['tokens']} tokens, {entry['dtype']}. Claims: {counted}."
+        f"{entry['tokens']} tokens, {entry['dtype']}{times}. Claims: {counted}."
     )
 
 

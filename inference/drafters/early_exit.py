@@ -46,7 +46,7 @@ class EarlyExitSource:
 
     def begin(self, session: TargetSession) -> None:
         self.session = session
-        self.cache = session.cache_beside(self.drafter, range(self.split, self.split + 1))
+        self.cache = session.cache_beside(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
         self._exit(prompt, 0, wanted=0)
         self._pending = prompt[:, :0]
@@ -146,7 +146,8 @@ class EarlyExitMaker(Maker):
         """It drafts in sessions of its own, with caches that begin at another layer."""
         meta, whole = read_meta(where), replace(place, size=1)
         drafter = empty_drafter(meta, target)
-        caches = cache_bytes(target, place) + cache_bytes(target, whole, layers=1) + pass_bytes(target, place)
+        own = cache_bytes(target, whole, layers=meta.exit_depth)
+        caches = cache_bytes(target, place) + own + pass_bytes(target, place)
         rows = 0 if meta.own_head or meta.draft_vocabulary is None else count(drafter.output_head)
         return {"early exit's weights": (count(drafter) + rows) * place.itemsize, "caches of decoding with it": caches}
 

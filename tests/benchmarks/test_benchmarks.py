@@ -19,6 +19,7 @@ from draft_models.target.tensor_files import open_tensors
 from inference.drafters.early_exit import EarlyExitSource
 from inference.session import TargetSession
 from inference.tree import ROOT, chain_parents
+from outrider.errors import UserError
 from tests.families import save_family
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
@@ -67,6 +68,14 @@ def test_transformers_gets_the_same_drafter(tmp_path: Path, architecture: str, o
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0, -3:]
         torch.testing.assert_close(draft_logits(stack, drafter, tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_exit_of_several_layers_is_not_given_to_transformers(tmp_path: Path) -> None:
+    from subjects import as_model
+
+    path = save_target(tmp_path)
+    with pytest.raises(UserError, match="an exit of 2 layers; expected exit_depth=1"):
+        as_model(str(path), make_drafter(path, 1, depth=2), torch.device("cpu"), torch.float32)
 
 
 def test_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,9 +81,9 @@ def test_prompts_are_measured_whole_until_the_time_is_over(pair: tuple[LayerStac
         answer = [token for r in autoregressive(stack, ids, max_new_tokens=4) for token in r.tokens]
         asked.append(Asked(f"p{place}", category, ids, tuple(answer)))
     table = Table("t", rows=rows)
-    measure_all(bench, [table], asked, tmp_path, minutes=0, times=False)
+    measure_all(bench, [table], asked, tmp_path, minutes=0, timed_prompts=0)
     assert {prompt for _, prompt in read_counts(tmp_path)} == {"p0"}
-    measure_all(bench, [table], asked, tmp_path, minutes=None, times=False)
+    measure_all(bench, [table], asked, tmp_path, minutes=None, timed_prompts=0)
     found = by_row(table, asked, tmp_path)
     assert {name: set(counts) for name, counts in found.items()} == {
         "K = 1": {"p0", "p1"}, "K = 2": {"p0", "p1"}, "K = 1, b only": {"p1"}}  # fmt: skip
@@ -155,6 +155,15 @@ def test_a_claim_is_scaled_reads_other_quantities_and_draws_conversations() -> N
     assert (few["prompts"], few["verdict"]) == (4, "undecided")
 
 
+def test_a_key_is_of_what_was_chosen() -> None:
+    """So it stays when there is a new option."""
+    from papers.measuring import chosen
+
+    assert chosen(SamplingConfig()) == {}
+    method = MethodConfig(source="small_lm", stop=StopConfig(rule="beta", max_draft=3))
+    assert chosen(method) == {"source": "small_lm", "stop": {"rule": "beta", "max_draft": 3}}
+
+
 def test_what_was_not_measured_says_why() -> None:
     from dataclasses import replace
 
@@ -163,6 +172,10 @@ def test_what_was_not_measured_says_why() -> None:
     rows, counts = rows_of("a", "b"), measured(a=MANY)
     timed = judge(Claim("fast", "speedup", ("a",), "above", 1.0), rows, counts)
     assert (timed["verdict"], timed["reason"]) == ("not run", QUIET)
+    for each in list(counts["a"].values())[:2]:
+        each.update(seconds=1.0, plain_seconds=3.0)
+    some = judge(Claim("fast", "speedup", ("a",), "above", 1.0), rows, counts)
+    assert (some["prompts"], some["values"], some["ci95"]) == (2, [3.0], [2.0, 2.0])  # those that were timed
     assert judge(Claim("more", "tau", ("a", "b")), rows, counts)["reason"] == "b: not measured yet"
     rows["b"] = replace(rows["b"], never="no such drafter")
     assert judge(Claim("more", "tau", ("a", "b")), rows, counts)["reason"] == "no such drafter"
@@ -267,12 +280,16 @@ def drafters(models: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["eesd", "aded", "gsd", "opt_tree", "mcsd"])
 def test_claims_are_about_rows_of_their_table(name: str, tmp_path: Path) -> None:
-    from papers.claims import quantity
+    from papers.claims import Row, quantity
+    from papers.measuring import key_of
 
     given = SimpleNamespace(work=tmp_path, table=["a", "b"], code_table="c", frequent_table="d", transcripts=None,
                             checkpoint=None, ablation="e", skip=[2], exits=None, tables=None, target="t")  # fmt: skip
     tables = importlib.import_module(f"papers.{name}").tables(options=given, categories=["code", "chat"])
     assert sum(len(table.claims) for table in tables.values()) > 20
+    ways = {(row.method, row.sampling, row.other) for table in tables.values() for row in table.rows if row.method}
+    keys = {key_of(Row("", method, sampling, other=other)) for method, sampling, other in ways}
+    assert len(keys) == len(ways)  # rows share counts where they decode alike, and nowhere else
     for table in tables.values():
         rows = {row.name for row in table.rows}
         for claim in table.claims:
@@ -318,8 +335,118 @@ def test_every_row_is_measured_or_says_why_not(
 def test_times_are_taken_when_asked_for(paper: Callable[..., Any], tiny_models: Path) -> None:
     options = [*drafters(tiny_models), "--tables", "table_8"]
     assert paper("eesd", *options)["tables"]["table_8"]["rows"]["EESD, Beta-TS"]["here"]["milliseconds"] is None
-    here = paper("eesd", *options, "--timed")["tables"]["table_8"]["rows"]["EESD, Beta-TS"]["here"]
-    assert all(value > 0 for value in here.values())
+    entry = paper("eesd", *options, "--timed", "1", "--num-prompts", "2")
+    assert (entry["prompts"], entry["timed"]) == (2, 1)
+    assert all(value > 0 for value in entry["tables"]["table_8"]["rows"]["EESD, Beta-TS"]["here"].values())
+    later = paper("eesd", *drafters(tiny_models), "--tables", "tables_1_3", "--num-prompts", "2")
+    assert (later["timed"], later["tables"]["table_8"]) == (1, entry["tables"]["table_8"])
+
+
+def test_exits_of_every_shape_are_compared(
+    paper: Callable[..., Any], tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each drafts for its own rows, and what a step costs is what its layers and the head weigh."""
+    from draft_models.checkpoint import save_pretrained
+    from draft_models.early_exit import EarlyExit, exit_layers
+    from draft_models.target.open_target import open_target
+
+    target = open_target(str(tiny_models / TARGET))
+    for name, n, depth in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2)):
+        model = target.layers(exit_layers(target.config, n), dtype=torch.float32)
+        exits = EarlyExit.from_model(model, n, own_head=True, depth=depth)
+        save_pretrained(tmp_path / name, exits, target.fingerprint, {"steps": 7}, torch.float32)
+    assert paper("eesd", "--tables", "figure_4")["tables"]["figure_4"]["never"].startswith("needs --exits")
+    given = ["--exits", *(str(tmp_path / name) for name in "abc"), "--tables", "figure_4", "figure_5"]
+    tables = paper("eesd", *given)["tables"]
+    shown = {name: row["here"] for key in ("figure_4", "figure_5") for name, row in tables[key]["rows"].items()}
+    assert list(shown) == ["N = 1", "N = 2", "1 exit layer", "2 exit layers"]
+    assert tables["figure_4"]["rows"]["N = 1"]["here"] == shown["1 exit layer"]
+    whole = target.layers(dtype=torch.float32)
+    layer = sum(weight.numel() for weight in whole.model.layers[0].parameters())
+    head = whole.lm_head.weight.numel()
+    share = {name: here["step_share"] for name, here in shown.items()}
+    assert share["N = 1"] == pytest.approx((2 * layer + head) / (4 * layer + head))
+    assert share["N = 2"] == share["2 exit layers"] == pytest.approx((3 * layer + head) / (4 * layer + head))
+    for here in shown.values():
+        rounds = 1 + here["per_round"] * here["step_share"]
+        assert here["gain_by_weights"] == pytest.approx(here["tau"] / rounds)
+        assert here["trained_steps"] == 7
+
+
+@pytest.mark.slow
+def test_exits_are_trained_alike(paper: Callable[..., Any], tmp_path: Path) -> None:
+    from tests.train.jobs import write_corpus
+
+    data = write_corpus(tmp_path)
+    told = ["seq_len=48", "fit.batch_rows=2", "decode_prompts=0", "fit.precision=fp32", "data=local",
+            f"data.path={data.path[0]}", "data.layout=text", "data.heldout_fraction=0.2",
+            f"data.cache_dir={data.cache_dir}", "frozen_dtype=float32"]  # fmt: skip
+    given = ["--tables", "figure_4", "figure_5", "--first-layers", "2", "1", "--depths", "2", "--train-steps", "2"]
+    tables = paper("eesd", *given, "--train", *told)["tables"]
+    assert list(tables["figure_4"]["rows"]) == ["N = 1", "N = 2"]
+    assert list(tables["figure_5"]["rows"]) == ["1 exit layer", "2 exit layers"]
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "work" / "exits").rglob("drafter.safetensors")}
+    assert {file.parent.name for file in files} == {"first_2_exit_1", "first_1_exit_1", "first_2_exit_2"}
+    for table in tables.values():
+        assert all(row["here"]["trained_steps"] == 2 for row in table["rows"].values())
+    assert paper("eesd", *given, "--train", *told)["tables"] == tables
+    assert all(file.stat().st_mtime_ns == at for file, at in files.items())
+
+
+def test_a_session_knows_the_prompts_before_it(tiny_models: Path) -> None:
+    """The first prompt is decoded as without one, its repetition by what it taught."""
+    from papers.aded import EARLY, drafting, in_session
+    from papers.claims import Row
+    from papers.measuring import Asked, Bench, continued, counts_of
+
+    from draft_models.ngrams.table import TrigramTable
+    from draft_models.settings import TABLE
+
+    table = TrigramTable.open(tiny_models / TABLE)
+    text = tuple(random_prompt(60, 3))
+    asked = [Asked("first", "c", text[:4], text[4:]), Asked("other", "c", (7, 8), (9, 10, 11)),
+             Asked("again", "c", (5, *text[:4]), text[4:])]  # fmt: skip
+    bench = Bench(None, {"ngrams": table}, 260, 64, session=tuple(asked))
+    row = Row("kept", measure=in_session)
+    alone = [counts_of(continued(bench, Row("a", drafting(EARLY)), one)) for one in asked]
+    first, _, again = (in_session(bench, row, one) for one in asked)
+    assert first == alone[0]
+    assert again["rounds"] < alone[2]["rounds"] / 2
+    assert in_session(bench, row, asked[2]) == again
+
+
+def test_pairs_are_entries_of_one_table(
+    paper: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OPT and Llama pairs, each a target and a small LM with its tokenizer."""
+    import paper as script
+
+    pairs = []
+    for name in ("llama", "opt"):
+        models = [save_target(tmp_path / f"{name}_{role}", name, seed=seed) for seed, role in enumerate("td")]
+        pairs += ["--pair", f"{name}={models[0]},{models[1]}"]
+    given = ["paper.py", "mcsd", *pairs, "--prompts", f"code={tmp_path}/prompts.jsonl", "--num-prompts", "1",
+             "--tokens", "4", "--ignore-eos", "--device", "cpu", "--tables", "table_5", "--work",
+             str(tmp_path / "pairs"), "--out", str(tmp_path / "pairs.json")]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", given)
+    script.main()
+    entries = json.loads((tmp_path / "pairs.json").read_text())["entries"]
+    assert list(entries) == ["llama", "opt"]
+    for name, entry in entries.items():
+        assert entry["models"]["target"] == f"{name}_t"
+        assert all(
+            0 <= row["here"]["alpha_1"] <= row["here"]["alpha_4"] for row in entry["tables"]["table_5"]["rows"].values()
+        )
+    assert "llama: α, k = 4 | opt: α, k = 1" in capsys.readouterr().out
+    for wrong, said in (
+        (["--pair", "a=t"], "pair='a=t': expected NAME=TARGET,DRAFTER"),
+        (["--pair", "a=t,d", "--target", "t"], "expected without --target, which it names"),
+        (["--pair", "a=t,d", "--pair", "a=u,e"], "a name of its own for every pair"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["paper.py", "mcsd", *wrong])
+        with pytest.raises(SystemExit):
+            script.main()
+        assert said in capsys.readouterr().err
 
 
 def test_bad_input_is_named(paper: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:

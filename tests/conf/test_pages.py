@@ -177,11 +177,11 @@ def test_tables_have_the_figures_of_the_record(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("name", ["eesd", "aded", "gsd", "opt_tree", "mcsd"])
 def test_tables_have_the_figures_of_the_papers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from fill_tables import fill_paper
+    from fill_tables import filled_from
 
     page = (ROOT / "docs/papers.md").read_text()
     record = json.loads((BENCHMARKS / f"results/paper_{name}.json").read_text())
-    assert fill_paper(page, record) == page, "docs/papers.md: run benchmarks/fill_tables.py"
+    assert filled_from(record, page) == page, "docs/papers.md: run benchmarks/fill_tables.py"
     assert "**holds**" in page
 
 

@@ -1,5 +1,6 @@
 """The exit layer: what it computes, what it trains, and its checkpoint."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, sa
 from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
 from draft_models.target.architectures import load_config
+from draft_models.target.empty_models import number_layer
 from draft_models.target.fingerprint import Fingerprint, fingerprint_target
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack, load_layers
@@ -28,11 +30,11 @@ from tests.tiny import (
 
 
 def load_student(
-    path: Path, exit_layer: int, *, train_head: bool = True, dtype: torch.dtype = torch.float32
+    path: Path, exit_layer: int, *, train_head: bool = True, depth: int = 1, dtype: torch.dtype = torch.float32
 ) -> EarlyExitStudent:
     config = load_config(str(path))
     model = load_layers(open_tensors(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
-    return EarlyExitStudent(model, exit_layer, train_head=train_head)
+    return EarlyExitStudent(model, exit_layer, train_head=train_head, depth=depth)
 
 
 def rows(count: int = 2, length: int = 40) -> dict[str, torch.Tensor]:
@@ -61,6 +63,26 @@ def test_loss_equals_the_model_run_on_each_document_alone(tmp_path: Path, archit
             expected = expected + F.cross_entropy(logits, labels[part], reduction="sum")
     student = load_student(path, exit_layer)
     torch.testing.assert_close(student(**batch)["loss_sum"], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_several_exit_layers_are_layers_one_after_the_other(tmp_path: Path, architecture: str) -> None:
+    """A model of the first layer and twice the last, by transformers' own forward; and all of them learn."""
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    config = load_config(str(path))
+    plain = load_layers(open_tensors(str(path)), config, exit_layers(config, 1), dtype=torch.float32)
+    again = copy.deepcopy(plain.model.layers[-1])
+    number_layer(again, 2)
+    plain.model.layers.append(again)
+    plain.config.num_hidden_layers = 3
+    student, ids = load_student(path, 1, depth=2), torch.tensor([random_prompt(30)])
+    labels = ids.roll(-1, 1)
+    loss = student(ids, labels, torch.arange(30)[None], torch.zeros_like(ids))["loss_sum"]
+    expected = F.cross_entropy(plain(ids).logits[0], labels[0], reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
+    loss.backward()
+    assert len(student.drafter.layers) == 2
+    assert all(weight.grad.abs().max() > 0 for layer in student.drafter.layers for weight in layer.parameters())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -164,11 +186,11 @@ def fingerprint(path: Path) -> Fingerprint:
     return fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
 
 
-@pytest.mark.parametrize("own_head", [True, False])
+@pytest.mark.parametrize(("own_head", "depth"), [(True, 1), (False, 2)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool) -> None:
+def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool, depth: int) -> None:
     path = save_target(tmp_path / "target", architecture, kv_heads=2)
-    drafter = make_drafter(path, 2, noise=0.1, own_head=own_head)
+    drafter = make_drafter(path, 2, noise=0.1, own_head=own_head, depth=depth)
     save_pretrained(tmp_path / "drafter", drafter, fingerprint(path), {"lr": 1.0}, torch.float32)
     loaded = from_pretrained(tmp_path / "drafter", load_config(str(path)), fingerprint(path), dtype=torch.float32)
     assert not loaded.training
@@ -176,6 +198,7 @@ def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool
     assert loaded.exit_layer == 2
     assert loaded.window == drafter.window
     assert (loaded.head is not None) == own_head
+    assert len(loaded.layers) == depth
     expected, found = drafter.state_dict(), loaded.state_dict()
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

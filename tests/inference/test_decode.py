@@ -118,11 +118,11 @@ def test_the_references_are_not_one_token_repeated(known: Callable[..., Known]) 
     assert sum(variety) / len(variety) > 8
 
 
-@pytest.mark.parametrize("own_head", [True, False])
-def test_the_target_as_its_own_drafter_is_always_right(tmp_path: Path, own_head: bool) -> None:
+@pytest.mark.parametrize(("own_head", "depth"), [(True, 1), (False, 1), (True, 2)])
+def test_the_target_as_its_own_drafter_is_always_right(tmp_path: Path, own_head: bool, depth: int) -> None:
     path = save_target(tmp_path)
     _, stack = open_stack(path)
-    drafter = make_drafter(path, LAYERS - 1, own_head=own_head)
+    drafter = make_drafter(path, LAYERS - depth, own_head=own_head, depth=depth)
     rounds = decode(stack, drafter, FixedLength(4), random_prompt(9), max_new_tokens=41)[1:]
     assert [r.accepted for r in rounds] == [4] * 8
     assert [len(r.tokens) for r in rounds] == [5] * 8

@@ -13,6 +13,7 @@ from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_parallel import own_heads
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive, speculative
+from inference.drafters.early_exit import EarlyExitMaker
 from inference.drafters.lookup import PromptLookup
 from inference.evaluate.command import evaluate
 from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
@@ -179,3 +180,8 @@ def test_an_early_exit_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert f"  early exit's weights: {own:.3f} GB" in lines
     assert any(line.startswith("  caches of decoding with it: ") for line in lines)
     assert isinstance(target.stack(dtype=torch.float32), LayerStack)
+    save_pretrained(tmp_path / "deep", make_drafter(path, 2, depth=2), target.fingerprint, {}, torch.float32)
+    place = Place(1, 4, 64)
+    one, two = (EarlyExitMaker().held(str(tmp_path / name), target.config, place) for name in ("drafter", "deep"))
+    more = two["caches of decoding with it"] - one["caches of decoding with it"]
+    assert more == cache_bytes(target.config, place, layers=1)

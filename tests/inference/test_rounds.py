@@ -47,7 +47,7 @@ from tests.tiny import (
     save_target,
 )
 
-SOURCES = ("early_exit", "early_exit, first layer", "small_lm", "skip_layers", "eagle3")
+SOURCES = ("early_exit", "early_exit, first layer", "early_exit, two layers", "small_lm", "skip_layers", "eagle3")
 STRUCTURES = {
     "chain": StructureConfig(),
     "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
@@ -78,7 +78,12 @@ class Target:
         small = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float64)
         self.small = LayerStack(shaken(small.eval().requires_grad_(False), 0.1))
         self.exits = {
-            layer: make_drafter(self.path, layer, noise=0.3, dtype=torch.float64) for layer in (1, LAYERS - 1)
+            kind: make_drafter(self.path, layer, noise=0.3, depth=depth, dtype=torch.float64)
+            for kind, layer, depth in (
+                ("early_exit", LAYERS - 1, 1),
+                ("early_exit, first layer", 1, 1),
+                ("early_exit, two layers", LAYERS - 2, 2),
+            )
         }
 
     @cached_property
@@ -94,7 +99,7 @@ class Target:
             return Eagle3Source(self.head)
         if kind == "skip_layers":
             return SkipLayersSource([LAYERS - 1])
-        return EarlyExitSource(self.exits[1 if kind == "early_exit, first layer" else LAYERS - 1])
+        return EarlyExitSource(self.exits[kind])
 
 
 def shaken(model: PreTrainedModel, noise: float) -> PreTrainedModel:

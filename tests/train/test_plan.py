@@ -13,6 +13,7 @@ from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.target.architectures import load_config
 from draft_models.target.stack import load_layers
 from draft_models.target.tensor_files import open_tensors
+from outrider.errors import UserError
 from outrider.groups import Group
 from tests.families import FAMILIES, TYPICAL, family_config, save_family
 from tests.tiers import quick_where, typical_where
@@ -48,6 +49,17 @@ def test_the_papers_own_arithmetic() -> None:
     smaller = make_plan(CONFIG, llama_2(13), 3)
     assert smaller.read / 1e9 == pytest.approx(1.6, abs=0.05)
     assert smaller.trained / 1e6 == pytest.approx(481, abs=1)
+
+
+def test_exit_layers_are_counted_one_by_one() -> None:
+    """Of several every one is trained and worked through, and none where there is no layer at all."""
+    width, middle = 5120, 13824
+    matrices = 4 * width * width + 3 * width * middle
+    one, three = (make_plan(replace(CONFIG, exit_depth=depth), llama_2(13), 1) for depth in (1, 3))
+    assert three.trained - one.trained == 2 * (matrices + 2 * width)
+    assert three.flops - one.flops >= 2 * 3 * 2 * matrices
+    with pytest.raises(UserError, match="exit_depth=2: expected 1 with train_layer=false"):
+        replace(CONFIG, train_layer=False, exit_depth=2)
 
 
 @pytest.mark.slow

@@ -1,0 +1,122 @@
+"""What a paper's tables are measured with: the models and prompts that the command line names."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from interleaved import read_categories
+
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import Prompt, read_prompts
+from inference.decode import autoregressive
+from inference.drafters.ngrams import open_table
+from inference.evaluate.arms import prepare
+from inference.evaluate.replay import load_vocabulary, read_transcripts, recordings
+from inference.evaluate.subject import Subject, find_subject, load_drafters, load_stack
+from inference.method_settings import MethodConfig
+from inference.runtime import make_runtime
+from inference.settings import EvaluateConfig
+from outrider.errors import require
+from outrider.files import read_json, write_json
+from papers.claims import Table
+from papers.measuring import Asked, Bench, key_of, runnable
+from papers.shots import with_example
+
+PLAIN = MethodConfig(source="prompt_lookup")  # which needs no model
+
+
+def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: ModuleType) -> tuple[Bench, list[Asked]]:
+    """The models and the prompts. Raises `UserError` for bad input, before a model is read where that shows.
+
+    paper: its module, which may have rows to prepare once the models are there.
+    """
+    prompts = read_prompts_of(options, options.num_prompts)
+    if options.transcripts is not None:
+        return load_recorded(options)
+    rows = runnable(list(tables.values()))
+    methods = {key_of(row): row.method for row in rows if row.method and not row.other}
+    known = ("eagle", "binary")  # Sequoia's trees are made once their drafter is there
+    methods = {key: method for key, method in methods.items() if method.structure.shape in known}
+    config = EvaluateConfig(
+        target=options.target, small_lm=options.small_lm, checkpoint=options.checkpoint, eagle3=options.eagle3,
+        table=options.table[0] if options.table else None, methods=methods or {"plain": PLAIN}, dtype=options.dtype,
+        device=options.device, ignore_eos=options.ignore_eos, generation_config="none",
+    )  # fmt: skip
+    subject = find_subject(config)
+    placed: dict[str, Any] = {"dtype": subject.dtype, "device": subject.device}
+    others = further_tables(options, subject.target)
+    drafters = dict(load_drafters(config, subject.target, **placed))
+    drafters |= {"ngrams": others[options.table[0]]} if options.table else {}
+    stack = load_stack(subject.target, None, **placed, by_layers=True)
+    prepare(stack, drafters)
+    for where in further_exits(options):
+        own = {"plain": PLAIN, **{key_of(row): row.method for row in rows if row.method and row.other == where}}
+        loaded = load_drafters(replace(config, checkpoint=where, small_lm=None, methods=own), subject.target, **placed)
+        prepare(stack, {"early_exit": loaded["early_exit"]})
+        others[where] = loaded["early_exit"]
+    runtime = make_runtime("auto", subject.device)
+    bench = Bench(stack, drafters, subject.config.vocab_size, options.tokens, subject.eos, runtime, others)
+    asked = [answered(bench, subject, prompt, options.work) for prompt in prompts]
+
+    def more() -> list[Asked]:
+        """As many other prompts of the same files, where there are others."""
+        taken = {prompt.id for prompt in prompts}
+        found = read_prompts_of(options, 2 * options.num_prompts)
+        return [answered(bench, subject, each, options.work) for each in found if each.id not in taken] or asked
+
+    if (prepares := getattr(paper, "prepare_rows", None)) is not None:
+        prepares(bench, more, options, tables)
+    return replace(bench, session=tuple(asked)), asked
+
+
+def answered(bench: Bench, subject: Subject, prompt: Prompt, work: Path) -> Asked:
+    """A prompt with the target's greedy answer, which is decoded once and kept."""
+    ids = tuple(render_prompt(prompt.turns, subject.tokenizer, "auto" if prompt.chat else "none"))
+    path = work / "answers.json"
+    kept = read_json(path, "answers", "remove it") if path.exists() else {}
+    if prompt.id not in kept:
+        assert bench.stack is not None
+        rounds = autoregressive(bench.stack, ids, max_new_tokens=bench.tokens, eos=bench.eos)
+        kept[prompt.id] = [token for r in rounds for token in r.tokens]
+        write_json(path, kept)
+    return Asked(prompt.id, prompt.category, ids, tuple(kept[prompt.id]))
+
+
+def load_recorded(options: argparse.Namespace) -> tuple[Bench, list[Asked]]:
+    """n-gram tables and recorded answers to --prompts, which are one file."""
+    require(len(options.prompts) == 1, "prompts", options.prompts, "one file, that of --transcripts")
+    vocabulary = load_vocabulary(options.tokenizer)
+    require(bool(options.table), "table", None, "an n-gram table")
+    others = further_tables(options, vocabulary)
+    prompts = read_prompts(options.prompts[0].partition("=")[2], limit=options.num_prompts)
+    turns = recordings(prompts, read_transcripts(options.transcripts), vocabulary)
+    asked = [Asked(turn.id, turn.category, turn.prompt, turn.answer) for turn in turns]
+    drafters = {"ngrams": others[options.table[0]]}
+    vocabulary_size = 1 + max(max(turn.answer) for turn in turns)
+    return Bench(None, drafters, vocabulary_size, options.tokens, others=others, session=tuple(asked)), asked
+
+
+def read_prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
+    """So many of every category, with --shot each after an example."""
+    found = read_categories(options.prompts, count)
+    for one in options.prompts if options.shot else ():
+        name, _, file = one.partition("=")
+        own = [prompt for prompt in found if prompt.category == name]
+        solved = dict(zip((prompt.id for prompt in own), with_example(own, file), strict=True))
+        found = [solved.get(prompt.id, prompt) for prompt in found]
+    return found
+
+
+def further_exits(options: argparse.Namespace) -> list[str]:
+    """Early exits besides --checkpoint."""
+    trained = [str(Path(options.ablation) / name) for name in ("no_layer", "open_data")] if options.ablation else []
+    return [*trained, *(options.exits or ())]
+
+
+def further_tables(options: argparse.Namespace, target: Any) -> dict[str, Any]:
+    """The n-gram tables by where they lie. Raises `UserError` for one of another tokenizer."""
+    given = [*(options.table or ()), options.code_table, options.frequent_table]
+    return {where: open_table(where, target.vocabulary_digest, target.vocabulary_size) for where in given if where}
