@@ -74,10 +74,13 @@ def summary(generations: Sequence[Generation]) -> Result:
 def times(table: TrigramTable, turns: Sequence[Recording], args: argparse.Namespace) -> Result:
     """Medians and 90th percentiles over rounds; the first turn, decoded once more before, warms up."""
     found: Result = {}
-    for name, config in METHODS.items():
+    arms = {name: (table, config) for name, config in METHODS.items()}
+    if table.suffixes is not None:
+        arms["ngrams_without_suffixes"] = (replace(table, suffixes=None), METHODS["ngrams"])
+    for name, (searched, config) in arms.items():
         spent: dict[str, list[float]] = {"search": [], "adaptation": [], "round": []}
         for number, turn in enumerate([turns[0], *turns]):
-            drafter = make_ngram_drafter(table, config, seed=0)
+            drafter = make_ngram_drafter(searched, config, seed=0)
             budget = max(MAX_NEW_TOKENS, len(turn.answer))
             options: dict[str, Any] = {"max_new_tokens": budget, "eos": {turn.answer[-1]}, "clock": time.thread_time}
             rounds = replay(drafter, turn.prompt, turn.answer, **options)

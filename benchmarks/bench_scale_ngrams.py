@@ -1,11 +1,15 @@
 """A build of an n-gram table at scale: memory, CPU seconds and disk for a corpus many times as large as the one here.
 
     python benchmarks/bench_scale_ngrams.py --table runs/ngrams --copies 14 --work /tmp/scale [--out benchmarks/results]
+    python benchmarks/bench_scale_ngrams.py --table runs/ngrams --copies 1 --parts 2 --work /tmp/scale
 
 --table was built with suffixes=true, so it has the tokens of its corpus. They are repeated, and in every copy but the
 first one token in fifty is replaced by another of the corpus. The command that builds tables counts that. A token
 stands in its text as one character, so what is left out is the tokenizer's work; `build_trigrams` prints that of the
-corpus itself. Writes ngram_scale.json.
+corpus itself. Writes ngram_scale.json, "results" in it.
+
+With --parts the table is built as several machines would: a table for each part, of so many copies, in which nothing is
+left out; the last one merges the others. What is measured is the build of the last one. It becomes "merging".
 
 Memory is that of the whole process: all resident pages, and those without pages of files, which the system may drop.
 """
@@ -16,6 +20,7 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -43,11 +48,11 @@ def encoder_of(vocabulary: int) -> Encoder:
     return Encoder(encode, {chr(FIRST + i): i for i in range(vocabulary)}, None, f"one of {vocabulary} a character")
 
 
-def records(table: Path, copies: int) -> Iterator[Record]:
-    """The documents of the corpus, `copies` times over, as text."""
+def records(table: Path, copies: int, first: int = 0) -> Iterator[Record]:
+    """The documents of the corpus, `copies` times over, as text; number `first` and those after it."""
     header = read_header(table)
     kind, length, _ = header.suffixes["tokens"]
-    for copy in range(copies):
+    for copy in range(first, first + copies):
         rest = np.empty(0, kind)
         for begin in range(0, length, _CHUNK):
             size = min(_CHUNK, length - begin)
@@ -100,12 +105,18 @@ def build(args: argparse.Namespace, header: Header) -> dict[str, Any]:
         orders=orders, memory_gb=args.memory_gb, workers=1, out_dir=str(args.work / "table"),
     )  # fmt: skip
     building.open_encoder = lambda *_: encoder_of(header.vocabulary)
-    building.read_records = lambda *_: records(args.table, args.copies)
     args.work.mkdir(parents=True)
+    others: tuple[str, ...] = ()
+    for part in range(args.parts - 1):
+        copies = records(args.table, args.copies, part * args.copies)
+        building.read_records = lambda *_, copies=copies: copies
+        others = (*others, str(args.work / f"part{part}"))
+        building.build_table(replace(config, min_count=1, out_dir=others[-1]))
+    building.read_records = lambda *_: records(args.table, args.copies, len(others) * args.copies)
     watch = Watch(args.work)
     watch.start()
     began, cpu = time.perf_counter(), time.process_time()
-    building.build_table(config)
+    building.build_table(replace(config, merge=others))
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     watch.end()
     built = read_header(args.work / "table")
@@ -126,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--copies", type=int, default=14)
+    parser.add_argument("--parts", type=int, default=1, help="tables that are merged; each has so many copies")
     parser.add_argument("--work", type=Path, required=True, help="a new folder; removed in the end")
     parser.add_argument("--memory-gb", type=float, default=1.0, help="as build_trigrams has it")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -139,12 +151,16 @@ def main() -> None:
         shutil.rmtree(args.work, ignore_errors=True)
     from inference.evaluate.report import describe_machine  # only now: it loads torch, which builds no table
 
-    result = {
-        "copies": args.copies, "replaced": REPLACED, "memory_gb": args.memory_gb, "machine": describe_machine("cpu"),
-        "results": found,
-    }  # fmt: skip
+    conditions = {"copies": args.copies, "replaced": REPLACED, "memory_gb": args.memory_gb}
+    conditions["machine"] = describe_machine("cpu")
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "ngram_scale.json").write_text(json.dumps(result, indent=1) + "\n")
+    file = args.out / "ngram_scale.json"
+    result = json.loads(file.read_text()) if file.exists() else {}
+    if args.parts > 1:
+        result["merging"] = {"parts": args.parts, **conditions, "results": found}
+    else:
+        result |= {**conditions, "results": found}
+    file.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
 

@@ -138,12 +138,12 @@ class TrigramConfig(RehearsedConfig):
     min_count: Count = 2  # n-grams of fewer occurrences are left out
     max_successors: Count | None = None  # only this many successors of a context, the most frequent; null: all
     suffixes: bool = False  # keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory
-    # finished tables whose counts are added to the corpus's own, in memory, before min_count and max_successors apply
+    # finished tables whose counts are added to the corpus's own, before min_count and max_successors apply
     merge: tuple[str, ...] = ()
-    # leave the rarest n-grams out until their arrays take no more, suffixes not counted; in memory; null: all stay
+    # leave the rarest n-grams out until their arrays take no more, suffixes not counted; null: all stay
     max_mb: Annotated[float, above(0)] | None = None
     workers: Count | None = free(None)  # tokenising processes; null: one for each CPU core
-    # what counting may take, beside the program and the text of the largest record
+    # what counting and merging may take, beside the program and the text of the largest record
     memory_gb: Annotated[float, at_least(0.1)] = free(1.0)
     out_dir: str = free("runs/trigrams")  # where everything goes
 

@@ -4,16 +4,19 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep.ngrams.counting import count_order
+import numpy as np
+
+from data_prep.ngrams.counting import count_order, write_level
+from data_prep.ngrams.merging import kept_from, merged_level
 from data_prep.ngrams.token_shards import Encoder, Shards, open_encoder, passages, tokenise, whole_documents
 from data_prep.settings import TrigramConfig
 from data_prep.text.sources import read_records
 from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
-from draft_models.ngrams.table import TrigramTable, merge, prune, prune_to, write_suffixes
+from draft_models.ngrams.table import TrigramTable, merged_facts, write_suffixes
 from draft_models.ngrams.table_files import TABLE_FILE, publish, read_header, require_no_table, require_vocabulary
 from draft_models.rehearsal import rehearsable
 from draft_models.target.vocabulary import vocabulary_digest
@@ -96,24 +99,45 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
         order: count_order(shards, order, encoder.vocabulary, work, *limits) for order in sorted(config.orders)
     }
     _require_some(config, shards.tokens, [arrays["keys"][1] for arrays in described.values()])
-    digest, facts, kept = vocabulary_digest(encoder.pieces), _facts(config, shards), {}
+    facts, kept = _facts(config, shards), {}
     if config.suffixes:
         tokens = separated(whole_documents(shards), encoder.vocabulary)
         kept = write_suffixes(sort_suffixes(tokens, encoder.vocabulary), table)
-    if others or config.max_mb is not None:
-        own = work / "runs" / "own"
-        publish(table, own, encoder.vocabulary, digest, described, facts, kept)
-        _shrunk(config, TrigramTable.open(own), others).save(config.out_dir)
-    else:
-        publish(table, Path(config.out_dir), encoder.vocabulary, digest, described, facts, kept)
+    whole: tuple[Any, ...] = (encoder.vocabulary, vocabulary_digest(encoder.pieces), described, facts, kept)
+    if others:
+        tables = [_published(work, "own", *whole), *others]
+        whole = _joined(tables, config.min_count, config.max_successors, merged_facts(tables), work, memory)
+        _require_some(config, whole[3]["tokens"], [arrays["keys"][1] for arrays in whole[2].values()])
+    if config.max_mb is not None:
+        large = _published(work, "large", *whole)
+        count = kept_from(large, config.max_mb)
+        facts = {**large.facts, "max_mb": config.max_mb, "kept_from": count}
+        whole = _joined([large], count, None, facts, work, memory)
+    publish(table, Path(config.out_dir), *whole)
     _report(config.out_dir, counts, tokenised - began, time.perf_counter() - tokenised)
 
 
-def _shrunk(config: TrigramConfig, own: TrigramTable, others: list[TrigramTable]) -> TrigramTable:
-    """The table of all counts, without what is rare in it."""
-    table = prune(merge([own, *others]), config.min_count, config.max_successors) if others else own
-    _require_some(config, table.facts["tokens"], [len(level.keys) for level in table.levels.values()])
-    return table if config.max_mb is None else prune_to(table, config.max_mb)
+def _published(work: Path, name: str, *whole: Any) -> TrigramTable:
+    """What was written to work/table, opened from work/runs; another one may be written there."""
+    publish(work / "table", work / "runs" / name, *whole)
+    (work / "table").mkdir()
+    return TrigramTable.open(work / "runs" / name)
+
+
+def _joined(
+    tables: Sequence[TrigramTable], min_count: int, max_successors: int | None, facts: Mapping[str, Any], work: Path,
+    memory: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Write tables, added up and without what is rare, to work/table. Returns what `publish` wants to know of them."""
+    first, described = tables[0], {}
+    for order in sorted(first.levels):
+        levels = [table.levels[order] for table in tables]
+        parts = merged_level(levels, first.vocabulary, min_count, max_successors, memory)
+        described[order] = write_level(parts, order, first.vocabulary, work)
+    kept = [table.suffixes for table in tables if table.suffixes is not None]
+    if len(kept) > 1:
+        kept = [sort_suffixes(np.concatenate([each.tokens for each in kept]), first.vocabulary)]
+    return first.vocabulary, first.tokenizer, described, facts, write_suffixes(kept[0], work / "table") if kept else {}
 
 
 def _where(config: TrigramConfig) -> str:

@@ -7,7 +7,7 @@ on the size of blocks and ranges.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -52,22 +52,33 @@ def count_order(
     Temporary files come and go in work/runs.
     """
     runs = _write_runs(shards, order, vocabulary, memory, work / "runs")
+    limits = (min_count, max_successors or vocabulary)
+    grouped = (group(*grams, *limits) for grams in _merged(runs, memory, f"merging order {order}"))
+    found = write_level(grouped, order, vocabulary, work)
+    for file in (work / "runs").iterdir():
+        file.unlink()
+    return found
+
+
+def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocabulary: int, work: Path) -> dict[str, Described]:
+    """Write the array files of one order, given as parts of `Grouped` by ascending keys, to work/table.
+
+    Returns what table.json says of them, by name. A temporary file comes and goes in work/runs.
+    """
     table, lengths = work / "table", work / "runs" / "lengths"
     paths = {name: table / array_file(order, name) for name in ("keys", "totals", "tokens", "counts")}
     types = {"keys": _U8, "lengths": _U4, "totals": _U4, "tokens": token_type(vocabulary), "counts": _U4}
     with _Files({**paths, "lengths": lengths}, types, described=paths) as files:
-        for grams in _merged(runs, memory, f"merging order {order}"):
-            grouped = group(*grams, min_count, max_successors or vocabulary)
+        for grouped in parts:
             for name, array in zip(("keys", "lengths", "totals", "tokens", "counts"), grouped, strict=True):
                 files.append(name, array)
         found, contexts, successors = files.described(), files.sizes["keys"], files.sizes["tokens"]
     found |= _write_starts(lengths, table / array_file(order, "starts"), start_type(successors))
+    lengths.unlink()
     buckets = count_buckets(_chunks(paths["keys"], _U8), contexts, order, vocabulary)
     with _Files.of_one("buckets", table / array_file(order, "buckets"), buckets.dtype) as files:
         files.append("buckets", buckets)
         found |= files.described()
-    for file in (work / "runs").iterdir():
-        file.unlink()
     return found
 
 

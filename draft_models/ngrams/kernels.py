@@ -3,17 +3,27 @@
 A context of n−1 tokens is an integer of (n−1)·bits bits, the latest token lowest; its key is `mix` of it.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import njit, typeof
 
 _LARGEST = np.uint64(2**32 - 1)  # counts saturate here
 
 # For what runs every round: compiled without counting references to arrays, which would take 40 % of its time. It can
 # make no array.
 lean = njit(cache=True, nogil=True, _nrt=False)  # type: ignore[call-overload]
+
+
+def compiled_for(function: Any, arguments: Sequence[Any]) -> Callable[..., Any]:
+    """`function`, which numba compiles, for arguments of the types of these.
+
+    It does not look at their types again. That takes 15 µs a call where there are many arrays. So it may be called with
+    no others.
+    """
+    compiled: Callable[..., Any] = function.compile(tuple(map(typeof, arguments)))
+    return compiled
 
 
 class Grams(NamedTuple):

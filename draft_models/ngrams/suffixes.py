@@ -18,6 +18,7 @@ LEAST, REACH = 4, 12  # tokens of a context; n-grams have the shorter ones
 SAMPLE = 64  # places of a context that are looked at, evenly spread, where there are many
 FEW = 2 * SAMPLE  # so many are looked at one by one
 SORT_BYTES = 60  # memory that sorting takes, for each token
+_REMEMBERED = 10  # contexts are remembered at 2^10 places
 
 
 class Suffixes(NamedTuple):
@@ -36,22 +37,28 @@ class Places(NamedTuple):
     """Room for the places of a text's last tokens.
 
     By the number of tokens, int64 [REACH + 1]: first, where they begin in `Suffixes.order`, and number, how many there
-    are. near: int64 [2, FEW], of each place what follows it and how many tokens agree before that. tokens, counts:
-    int64 [FEW], see `successors_at`.
+    are. near: int64 [2, FEW], of each place what follows it and how many tokens agree before that. followers, tokens,
+    counts: int64 [FEW], see `successors_at`.
+
+    begun: int64 [2^`_REMEMBERED`, 3], contexts of `LEAST` − 1 tokens, and where their places begin and end. It holds
+    for one corpus. A draft asks for many contexts that differ in their last token alone.
     """
 
     first: np.ndarray
     number: np.ndarray
     near: np.ndarray
+    followers: np.ndarray
     tokens: np.ndarray
     counts: np.ndarray
+    begun: np.ndarray
 
 
 def new_places() -> Places:
     """Empty ones."""
     first, number = np.zeros((2, REACH + 1), np.int64)
-    tokens, counts = np.zeros((2, FEW), np.int64)
-    return Places(first, number, np.zeros((2, FEW), np.int64), tokens, counts)
+    followers, tokens, counts = np.zeros((3, FEW), np.int64)
+    begun = np.full((2**_REMEMBERED, 3), -1, np.int64)
+    return Places(first, number, np.zeros((2, FEW), np.int64), followers, tokens, counts, begun)
 
 
 def no_suffixes(vocabulary: int) -> Suffixes:
@@ -110,41 +117,84 @@ def fault_of_suffixes(suffixes: Suffixes) -> str:
 
 
 @lean
-def _after(suffixes, place, recent, size):  # type: ignore[no-untyped-def]
-    """Whether the corpus from `place` on comes after the last `size` tokens (1), before them (−1), or begins so (0)."""
+def _token_at(suffixes, place):  # type: ignore[no-untyped-def]
+    """The corpus's token at `place`; beyond it, what separates documents."""
+    return np.int64(suffixes.tokens[place]) if place < len(suffixes.tokens) else len(suffixes.starts) - 1
+
+
+@lean
+def _after(suffixes, place, recent, skip, size):  # type: ignore[no-untyped-def]
+    """Whether the corpus from `place` on comes after the context (1), before it (−1), or begins so (0)."""
     for i in range(1, size):
-        wanted = recent[size - 1 - i]
-        found = np.int64(suffixes.tokens[place + i]) if place + i < len(suffixes.tokens) else wanted + 1
+        wanted = recent[skip + size - 1 - i]
+        found = _token_at(suffixes, place + i)
         if found != wanted:
             return 1 if found > wanted else -1
     return 0
 
 
 @lean
-def places_of(suffixes, recent, size):  # type: ignore[no-untyped-def]
-    """First and end, in `order`, of the places where the last `size` tokens stand; recent[0] is the latest."""
-    token = recent[size - 1]
+def places_of(suffixes, recent, skip, size):  # type: ignore[no-untyped-def]
+    """First and end, in `order`, of the places where the last `size` tokens stand, once `skip` are taken away.
+
+    recent[0] is the latest.
+    """
+    token = recent[skip + size - 1]
     if token + 1 >= len(suffixes.starts):
-        return 0, 0
+        return np.int64(0), np.int64(0)
     low, most = np.int64(suffixes.starts[token]), np.int64(suffixes.starts[token + 1])
     high = most
     while low < high:
         middle = (low + high) // 2
-        if _after(suffixes, np.int64(suffixes.order[middle]), recent, size) < 0:
+        if _after(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) < 0:
             low = middle + 1
         else:
             high = middle
     first, step = low, 1
-    while low + step < most and _after(suffixes, np.int64(suffixes.order[low + step]), recent, size) <= 0:
+    while low + step < most and _after(suffixes, np.int64(suffixes.order[low + step]), recent, skip, size) <= 0:
         low, step = low + step, 2 * step  # most contexts have few places
     high = min(low + step, most)
     while low < high:
         middle = (low + high) // 2
-        if _after(suffixes, np.int64(suffixes.order[middle]), recent, size) <= 0:
+        if _after(suffixes, np.int64(suffixes.order[middle]), recent, skip, size) <= 0:
             low = middle + 1
         else:
             high = middle
     return first, low
+
+
+@lean
+def _bound(suffixes, low, high, ahead, token):  # type: ignore[no-untyped-def]
+    """The first place in order[low : high] that has `token` or a larger one `ahead` tokens on; they ascend by that."""
+    while low < high:
+        middle = (low + high) // 2
+        if _token_at(suffixes, np.int64(suffixes.order[middle]) + ahead) < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@lean
+def _least_places(suffixes, recent, places):  # type: ignore[no-untyped-def]
+    """`places_of` the last `LEAST` tokens, found among the places of all of them but the latest."""
+    ahead, key = LEAST - 1, np.int64(0)
+    for i in range(ahead, 0, -1):
+        key = (key << 21) | recent[i]  # all ids are below 2^21
+    slot = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _REMEMBERED)
+    if places.begun[slot, 0] != key:
+        places.begun[slot, 1], places.begun[slot, 2] = places_of(suffixes, recent, 1, ahead)
+        places.begun[slot, 0] = key
+    most, number = places.begun[slot, 2], 0
+    first = _bound(suffixes, places.begun[slot, 1], most, ahead, recent[0])
+    last = first + FEW - 1
+    if last < most and _token_at(suffixes, np.int64(suffixes.order[last]) + ahead) == recent[0]:
+        return first, _bound(suffixes, last + 1, most, ahead, recent[0] + 1)
+    while first + number < most and (
+        _token_at(suffixes, np.int64(suffixes.order[first + number]) + ahead) == recent[0]
+    ):
+        number += 1  # few are read anyway, and here none of them waits for another
+    return first, first + number
 
 
 @lean
@@ -158,7 +208,10 @@ def known_suffixes(suffixes, recent, length, places):  # type: ignore[no-untyped
     while reach < min(REACH, length) and recent[reach] < vocabulary:
         reach += 1
     while len(suffixes.order) > 0 and size < reach:
-        first, end = places_of(suffixes, recent, size + 1)
+        if size < LEAST:
+            first, end = _least_places(suffixes, recent, places)
+        else:
+            first, end = places_of(suffixes, recent, 0, size + 1)
         if first == end:
             break
         size += 1
@@ -173,13 +226,13 @@ def _look_closer(suffixes, recent, reach, first, end, size, places):  # type: ig
     """Fill `places.near` with order[first : end], of a context of `size` tokens; the most tokens that agree there."""
     places.number[size + 1 :] = 0
     longest = size
+    for i in range(end - first):  # a loop of its own: the corpus is far, and what does not wait is read at once
+        places.near[0, i] = _token_at(suffixes, np.int64(suffixes.order[first + i]) + size)
     for i in range(end - first):
-        place, agree = np.int64(suffixes.order[first + i]), size
-        before, after = place - 1, place + size
+        before, agree = np.int64(suffixes.order[first + i]) - 1, size
         while agree < reach and before >= 0 and suffixes.tokens[before] == recent[agree]:
             agree, before = agree + 1, before - 1
             places.number[agree] += 1
-        places.near[0, i] = suffixes.tokens[after] if after < len(suffixes.tokens) else len(suffixes.starts) - 1
         places.near[1, i] = agree
         longest = max(longest, agree)
     return longest
@@ -189,24 +242,26 @@ def _look_closer(suffixes, recent, reach, first, end, size, places):  # type: ig
 def successors_at(suffixes, size, narrow, places):  # type: ignore[no-untyped-def]
     """What follows a context of `size` tokens that `known_suffixes` has found, with its second answer as `narrow`.
 
-    `places.tokens` and `places.counts` get the distinct successors and how often each came. Returns how many there are,
-    the largest count, and the number of places looked at, ends of documents among them.
+    `places.followers` gets what follows each place that is looked at, `places.tokens` and `places.counts` the distinct
+    successors and how often each came. Returns how many there are, the largest count, and the number of places looked
+    at, ends of documents among them.
     """
-    found, largest, seen = 0, 0, 0
-    near = size >= narrow
-    total = places.number[narrow] if near else places.number[size]
-    for i in range(0, total, 1 if near else max(1, total // SAMPLE)):
-        if near:
-            if places.near[1, i] < size:
-                continue
-            token = places.near[0, i]
-        else:
-            place = np.int64(suffixes.order[places.first[size] + i]) + size
-            token = np.int64(suffixes.tokens[place]) if place < len(suffixes.tokens) else len(suffixes.starts) - 1
-        seen += 1
+    found, largest, seen, followers = 0, 0, 0, places.followers
+    if size >= narrow:
+        for i in range(places.number[narrow]):
+            if places.near[1, i] >= size:
+                followers[seen] = places.near[0, i]
+                seen += 1
+    else:
+        for i in range(0, places.number[size], max(1, places.number[size] // SAMPLE)):
+            followers[seen] = _token_at(suffixes, np.int64(suffixes.order[places.first[size] + i]) + size)
+            seen += 1
+    ascend = min(size, narrow) < REACH  # by what is beyond it, places are not sorted
+    for i in range(seen):
+        token = followers[i]
         if token >= len(suffixes.starts) - 1:
             continue
-        at = 0
+        at = max(0, found - 1) if ascend else 0
         while at < found and places.tokens[at] != token:
             at += 1
         if at == found:

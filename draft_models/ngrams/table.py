@@ -227,11 +227,15 @@ def merge(tables: Sequence[TrigramTable]) -> TrigramTable:
     levels = {
         order: _merge_levels([table.levels[order] for table in tables], first.vocabulary) for order in first.levels
     }
-    facts: dict[str, Any] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
-    facts["merged"] = [table.facts for table in tables]
     kept = [table.suffixes.tokens for table in tables if table.suffixes is not None]
     suffixes = sort_suffixes(np.concatenate(kept), first.vocabulary) if kept else None
-    return TrigramTable(first.vocabulary, first.tokenizer, levels, facts, suffixes)
+    return TrigramTable(first.vocabulary, first.tokenizer, levels, merged_facts(tables), suffixes)
+
+
+def merged_facts(tables: Sequence[TrigramTable]) -> dict[str, Any]:
+    """`TrigramTable.facts` of `tables`, merged."""
+    facts: dict[str, Any] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
+    return {**facts, "merged": [table.facts for table in tables]}
 
 
 def prune(table: TrigramTable, min_count: int, max_successors: int | None = None) -> TrigramTable:

@@ -220,6 +220,12 @@ def _expected(order: int, vocabulary: int, contexts: int, successors: int) -> di
     }
 
 
+def level_bytes(order: int, vocabulary: int, contexts: int, successors: int) -> int:
+    """Bytes of the arrays of a level."""
+    expected = _expected(order, vocabulary, contexts, successors)
+    return sum(np.dtype(kind).itemsize * length for kind, length in expected.values())
+
+
 def _suffix_types(vocabulary: int, tokens: int) -> dict[str, tuple[str, int]]:
     """Type and length of each array of the suffix array."""
     u4 = np.dtype(np.uint32).str

@@ -4,7 +4,7 @@ Neither runs a model, and both see nothing but tokens.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draft_models.ngrams.kernels import compiled_for
 from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, with_room
 from draft_models.ngrams.recycled import recycle
 from draft_models.ngrams.suffixes import no_suffixes, read_only
@@ -215,6 +216,7 @@ class MixedDrafter(_OverText):
 
     def _reset(self, learnt: Learnt) -> None:
         self._verified = None
+        self._compiled: dict[Any, Callable[..., Any]] = {}
         self.index = TextIndex(self.config.longest, self.config.decay)
         self.index.known, self.recycled = learnt.known, learnt.recycled
         self.weights = weights_from(learnt.shares)
@@ -228,9 +230,9 @@ class MixedDrafter(_OverText):
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         index, config = self.index, self.config
         index.known = with_room(index.known, config.longest * (stop - start))
-        learn_text(
-            self._levels, index.known, config.longest, config.decay, self.recycled, self._suffixes, self.weights,
-            config.strength, self.table.vocabulary, ids, start, stop, self._scratch,
+        self._call(
+            learn_text, self._levels, index.known, config.longest, config.decay, self.recycled, self._suffixes,
+            self.weights, config.strength, self.table.vocabulary, ids, start, stop, self._scratch,
         )  # fmt: skip
         if self._verified is not None:  # only now: its rows are what these very tokens were chosen by
             recycle(self.recycled, ids, *self._verified)
@@ -238,11 +240,17 @@ class MixedDrafter(_OverText):
 
     def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
         config = self.config
-        count = mixed_best_first(
-            self._levels, self.index.known, config.longest, self.recycled, self._suffixes, self.weights,
-            self.table.vocabulary, ids, stop, min(limit, config.depth), nodes, self._scratch,
+        count = self._call(
+            mixed_best_first, self._levels, self.index.known, config.longest, self.recycled, self._suffixes,
+            self.weights, self.table.vocabulary, ids, stop, min(limit, config.depth), nodes, self._scratch,
         )  # fmt: skip
         return _found(nodes, count)
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        """Of a text, all calls of a function have arguments of the same types."""
+        if function not in self._compiled:
+            self._compiled[function] = compiled_for(function, arguments)
+        return self._compiled[function](*arguments)
 
 
 def _found(nodes: Nodes, count: int) -> _Found:

@@ -40,6 +40,14 @@ def test_a_build_at_scale_counts_every_copy(tmp_path: Path, monkeypatch: pytest.
     found = json.loads((tmp_path / "ngram_scale.json").read_text())["results"]
     assert found["tokens"] == 3 * sum(map(len, documents))
     assert found["documents"] == 150
+    whole = (tmp_path / "ngram_scale.json").read_bytes()
+    run(monkeypatch, bench_scale_ngrams, *arguments[:2], "--copies", 1, "--parts", 3, *arguments[4:])
+    both = json.loads((tmp_path / "ngram_scale.json").read_text())
+    merging = both.pop("merging")
+    assert both == json.loads(whole)
+    assert {key: merging["results"][key] for key in ("tokens", "documents", "ngrams", "table_mb")} == {
+        key: found[key] for key in ("tokens", "documents", "ngrams", "table_mb")
+    }
     assert not (tmp_path / "work").exists()
 
 

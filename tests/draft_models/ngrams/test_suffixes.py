@@ -12,6 +12,7 @@ from draft_models.ngrams.suffixes import (
     LEAST,
     REACH,
     SAMPLE,
+    Suffixes,
     fault_of_suffixes,
     known_suffixes,
     new_places,
@@ -78,6 +79,58 @@ def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], 
             after = dict(zip(places.tokens[:found].tolist(), places.counts[:found].tolist(), strict=True))
             assert after == {token: known.count(token) for token in known}
             assert largest == max(map(known.count, known), default=0)
+
+
+def slow_look_up(kept: Suffixes, text: list[int]) -> dict[int, tuple[int, dict[int, int], int]]:
+    """By size of the context that ends `text`: its places, what follows those looked at (in order), and their number.
+
+    Contexts of FEW places and more are sampled; those longer than the first with fewer are looked for among its places.
+    """
+    tokens, vocabulary, among = kept.tokens.tolist(), len(kept.starts) - 1, kept.order.tolist()
+    found: dict[int, tuple[int, dict[int, int], int]] = {}
+    few = False
+    for size in range(LEAST, min(REACH, len(text)) + 1):
+        context = text[-size:]
+        ends = [at + size for at in kept.order.tolist() if tokens[at : at + size] == context]
+        if few:
+            ends = [end for end in among if tokens[max(0, end - size) : end] == context]
+        if not ends or max(context) >= vocabulary:
+            break
+        few = few or len(ends) < FEW
+        among = ends
+        seen = ends if few else ends[:: len(ends) // SAMPLE]
+        after = [tokens[end] for end in seen if tokens[end] < vocabulary]
+        found[size] = len(ends), {token: after.count(token) for token in dict.fromkeys(after)}, len(seen)
+    return found
+
+
+@pytest.mark.parametrize("shares", [[0.75, 0.15, 0.1], np.full(80, 1 / 80)])
+def test_look_up_after_many_texts_equals_the_slow_one(shares: list[float]) -> None:
+    """Of few tokens, whose contexts have very many places, and of many; what is remembered of other texts stays true.
+
+    Texts are of the corpus, of chance, or have an id beyond it.
+    """
+    random, vocabulary = np.random.default_rng(1), len(shares)
+    documents = [random.choice(vocabulary, size, p=shares).tolist() for size in (1500, 1000, 3, 0, 400)]
+    documents.append(documents[0][200:700])
+    kept, places = read_only(made(documents, vocabulary).suffixes), new_places()
+    sizes = set()
+    for number in range(vocabulary + 100):
+        document = documents[random.choice([0, 1, 4, 5])]
+        end = int(random.integers(LEAST, len(document) + 1))
+        text = document[max(0, end - random.integers(LEAST, 20)) : end] if number % 4 else [0] * (number % 15)
+        text += [[], [int(random.integers(vocabulary))], [vocabulary], [0]][number % 4 if number % 3 == 0 else 0]
+        expected = slow_look_up(kept, text)
+        longest, narrow = known_suffixes(kept, np.array(text[::-1], np.int64), len(text), places)
+        assert longest == max(expected, default=LEAST - 1)
+        for size, (total, after, looked_at) in expected.items():
+            found, largest, seen = successors_at(kept, size, narrow, places)
+            assert (places.number[size], seen) == (total, looked_at)
+            assert list(zip(places.tokens[:found], places.counts[:found], strict=True)) == list(after.items())
+            assert largest == max(after.values(), default=0)
+            sizes.add((size, total >= FEW))
+    assert {(size, False) for size in range(LEAST, REACH + 1)} <= sizes
+    assert vocabulary > 3 or {(LEAST, True), (REACH, True)} <= sizes
 
 
 def test_no_context_reaches_over_two_documents() -> None:
