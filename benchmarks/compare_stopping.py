@@ -41,7 +41,7 @@ from draft_models.checkpoint import provenance
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.decode import Round, speculative
-from inference.drafters.early_exit import Calibrated
+from inference.drafters.calibrated import Calibrated
 from inference.drafters.registry import KINDS
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import PromptResult, new_drafter

@@ -22,7 +22,7 @@ from draft_models.ngrams.table import TrigramTable
 from inference import acceptance, verify
 from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
-from inference.drafters.early_exit import Calibrated
+from inference.drafters.calibrated import Calibrated
 from inference.drafters.fused import Fused
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, make_arms
 from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig

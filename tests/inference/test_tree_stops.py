@@ -16,7 +16,8 @@ from draft_models.calibration import CalibrationHead
 from draft_models.target.stack import LayerStack
 from inference import cuda_graphs
 from inference.decode import speculative
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
@@ -308,7 +309,7 @@ def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack
         observe(tree, accepted)
 
     drafting.observe = noted  # type: ignore[method-assign]
-    source = EarlyExitSource(drafters["early_exit"].exit)
+    source = EarlyExitSource(drafters["early_exit"].drafter)
     rounds = list(speculative(stack, Shaped(source, drafting), random_prompt(20), max_new_tokens=30))
     assert rule.told == expected == [(r.depth, r.accepted) for r in rounds[1:]]
     assert {depth for depth, _ in expected} >= {3}
@@ -327,8 +328,8 @@ def test_real_hidden_states_are_those_behind_the_logits(
 ) -> None:
     """What a rule sees of a source's hidden states gives, through the source's head, the logits it sees."""
     stack, drafters = models
-    source = EarlyExitSource(drafters["early_exit"].exit) if kind == "early_exit" else SmallLMSource(stack)
-    logits_of = drafters["early_exit"].exit.logits if kind == "early_exit" else stack.logits
+    source = EarlyExitSource(drafters["early_exit"].drafter) if kind == "early_exit" else SmallLMSource(stack)
+    logits_of = drafters["early_exit"].drafter.logits if kind == "early_exit" else stack.logits
     rows: list[int] = []
 
     def compare(step: Step) -> bool:

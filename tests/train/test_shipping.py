@@ -73,7 +73,7 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
     ship(run, out_dir)
     before, shipped = load(run, run / TARGET, torch.bfloat16), load(out_dir, run / TARGET, torch.bfloat16)
     for expected, got in (
-        (before["early_exit"].exit, shipped["early_exit"].exit),
+        (before["early_exit"].drafter, shipped["early_exit"].drafter),
         (before["early_exit"].head, shipped["early_exit"].head),
         (before["small_lm"], shipped["small_lm"]),
     ):
