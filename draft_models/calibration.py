@@ -1,4 +1,8 @@
-"""EESD's calibration head: how likely is the token just drafted to be right? And its file beside the drafter's."""
+"""EESD's calibration head: how likely is the token just drafted to be right? And its file in the drafter's directory.
+
+The paper has it for early exits. It reads a hidden state of any drafter that has one: an early exit's, a small LM's
+last one, what an EAGLE-3 head gives for its next step.
+"""
 
 import hashlib
 import json

@@ -30,7 +30,10 @@ class Examples:
 
 
 class CalibrationModel(nn.Module):
-    """The head on standardised inputs, which makes one learning rate fit any model; see `folded`."""
+    """The head on standardised inputs, which makes one learning rate fit any model; see `folded`.
+
+    It starts from the draft's own odds, shifted to the share that was accepted: few steps take it from there.
+    """
 
     mean_target: Tensor
     mean_draft: Tensor
@@ -52,6 +55,7 @@ class CalibrationModel(nn.Module):
         self.head = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0])
         accepted = captured["label"].float().mean().clamp(0.01, 0.99)
         nn.init.constant_(self.head.bias, float(accepted.logit()))
+        nn.init.constant_(self.head.odds, float(self.scale_odds))
 
     def forward(
         self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, confidence: Tensor, labels: Tensor
