@@ -33,7 +33,8 @@ from torch import Tensor
 from draft_models.target.open_target import pick_device
 from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive, speculative
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.evaluate.arms import new_drafter
 from inference.evaluate.report import describe_machine
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig

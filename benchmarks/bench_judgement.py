@@ -23,7 +23,8 @@ from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target.open_target import open_target
 from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import AUTOREGRESSIVE, prepare, transformers_generate

@@ -25,7 +25,7 @@ from draft_models.checkpoint import from_pretrained, provenance, read_meta
 from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
-from inference.drafters.early_exit import Calibrated
+from inference.drafters.calibrated import Calibrated
 from inference.evaluate.arms import Drafters, Generation, make_arms, prepare
 from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_candidates

@@ -12,8 +12,9 @@ hindsight, the best K of a category, what is lost token by token from a cold sta
 in another, and all of it at other costs of a draft step. Nothing in the second part depends on what else the machine
 does, but for the costs at its start.
 
-KEY=VALUE are options of evaluate-checkpoint. checkpoint and small_lm are compared if given, each by itself. What is
-measured already is kept in --work, so the same command goes on after --minutes. --out takes one entry more each time.
+KEY=VALUE are options of evaluate-checkpoint. checkpoint (an early exit), small_lm and eagle3 are compared if given,
+each by itself. Rules that ask a calibration head are among them where it has one (train/calibrate.py). What is measured
+already is kept in --work, so the same command goes on after --minutes. --out takes one entry more each time.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from draft_models.checkpoint import provenance
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.decode import Round, speculative
-from inference.drafters.early_exit import Calibrated
+from inference.drafters.calibrated import head_identity, head_of
 from inference.drafters.registry import KINDS
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import PromptResult, new_drafter
@@ -77,7 +78,7 @@ def rules_of(head: bool) -> dict[str, StopConfig]:
     return {**stops, "survival, head": StopConfig(rule="survival", score="head")} if head else stops
 
 
-PRESETS = {"checkpoint": "eesd_fixed", "small_lm": "vanilla"}  # that need them
+PRESETS = {"checkpoint": "eesd_fixed", "small_lm": "vanilla", "eagle3": "eagle3"}  # that need them
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
@@ -187,9 +188,7 @@ def record_one(
         return speculative(models.stack, watched, ids, chooser=chooser, runtime=models.runtime, **options)
 
     chooser = Chooser(sampler, streams.of("verify") if sampled else None)
-    model = models.drafters[source]
-    head = model.head if isinstance(model, Calibrated) else None
-    return Text(prompt.id, prompt.category, record(rounds, drafter, chooser, head))
+    return Text(prompt.id, prompt.category, record(rounds, drafter, chooser, head_of(models.drafters[source])))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -200,7 +199,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     keys = {option.partition("=")[0] for option in options.options}
     presets = [preset for key, preset in PRESETS.items() if key in keys]
     if not presets:
-        raise UserError("no drafter: give checkpoint=… or small_lm=…")
+        raise UserError("no drafter: give checkpoint=…, small_lm=… or eagle3=…")
     config = evaluation([*options.options, f"method=[{','.join(presets)}]"], sampled=True)
     prompts = read_categories(options.prompts, options.per_category)
     given = [source for source in LABELS if config.where(KINDS[source]) is not None]
@@ -239,8 +238,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
 
 def has_head(config: EvaluateConfig, source: str) -> bool:
     """Whether the drafter of `source` has a calibration head beside it."""
-    where = config.where(KINDS[source])
-    return KINDS[source].hidden and where is not None and (Path(where) / "calibration.json").is_file()
+    return head_identity(source, config.where(KINDS[source])) is not None
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 Entry = Mapping[str, Any]
-LABELS = {"early_exit": "early exit", "small_lm": "small LM"}
+LABELS = {"early_exit": "early exit", "small_lm": "small LM", "eagle3": "EAGLE-3"}
 
 
 def stopping(entry: Entry) -> str:

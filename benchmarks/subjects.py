@@ -21,7 +21,7 @@ from draft_models.target.empty_models import decoder_layers, final_norm
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive
-from inference.drafters.early_exit import Calibrated
+from inference.drafters.calibrated import Calibrated
 from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.subject import load_plain
 from inference.packing import can_pack
@@ -146,7 +146,7 @@ def _make_subject(
 ) -> Subject:  # fmt: skip
     """Everything loaded and laid out as evaluate-checkpoint does it, and transformers' own copies beside it."""
     plain, assistant = (load_plain(open_target(source), dtype, device) for source in (target, drafter))
-    exit_model = as_model(target, drafters["early_exit"].exit, device, dtype)
+    exit_model = as_model(target, drafters["early_exit"].drafter, device, dtype)
     stack = LayerStack(_load(target, device, dtype) if can_pack(device, dtype) else plain)
     prepare(stack, drafters)
     return Subject(name, stack, drafters, plain, assistant, exit_model, prompts)

@@ -1,6 +1,11 @@
-"""EESD's calibration head: how likely is the token just drafted to be right? And its file beside the drafter's."""
+"""EESD's calibration head: how likely is the token just drafted to be right? And its file in the drafter's directory.
+
+The paper has it for early exits. It reads a hidden state of any drafter that has one: an early exit's, a small LM's
+last one, what an EAGLE-3 head gives for its next step.
+"""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from draft_models.target.model_identity import model_differences
+from draft_models.target.model_identity import model_differences, model_identity
+from draft_models.target.tensor_files import TensorFiles
 from outrider.errors import UserError, warn
 from outrider.files import read_json, write_atomically, write_json
 
@@ -63,8 +69,18 @@ def log_odds(log_probability: Tensor) -> Tensor:
     return (below - (-below.expm1()).log()).clamp(-SURE, SURE)
 
 
+def drafter_digest(files: TensorFiles, reading: Mapping[str, Any] | None = None) -> str:
+    """What a head is bound to where a drafter's weights carry no digest: config and a sample of every tensor.
+
+    reading: what is changed of how an EAGLE-3 head is read, as it then drafts otherwise. Raises `UserError` where the
+    weights cannot be read.
+    """
+    facts = {**model_identity(files), **({"reading": reading} if reading else {})}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, Any]) -> None:
-    """Store `head` in the drafter's directory `path`, bound to the weights whose digest is `drafter_sha256`.
+    """Store `head` in the directory `path`, the drafter's or one in it, bound to weights of digest `drafter_sha256`.
 
     facts: how it was made and how good it is; kept as it is. A crash leaves the previous head or none.
     """
@@ -86,36 +102,39 @@ def load_calibration(
     target: Mapping[str, Any] | None = None,
     *,
     hidden_size: int | None = None,
+    folder: str = "",
 ) -> CalibrationHead:
-    """The head stored in the drafter's directory `path`, in float32.
+    """The head stored in the drafter's directory `path`, or in that `folder` of it, in float32.
 
-    target: the `model_identity` of the target it is to calibrate for. hidden_size: the width of target and drafter.
+    target: the `model_identity` of the target it is to calibrate for. hidden_size: the width of target and drafter,
+    where they are of one.
 
     Raises `UserError` when there is no head; when it was trained on other weights than `drafter_sha256`, or on another
     target; when it is of another width; when its files are damaged. Earlier versions did not record the target: a
     warning then says that it is not checked.
     """
     remedy = f"run train/calibrate.py checkpoint={path}"
+    weights_file, meta_file = (Path(path) / folder / name for name in (WEIGHTS_FILE, META_FILE))
     try:
-        blob = (Path(path) / WEIGHTS_FILE).read_bytes()
+        blob = weights_file.read_bytes()
     except OSError as error:
         raise UserError(f"checkpoint={path}: no calibration head there ({error.strerror}); {remedy}") from None
-    meta = read_json(Path(path) / META_FILE, "description of a calibration head", remedy)
+    meta = read_json(meta_file, "description of a calibration head", remedy)
     if not isinstance(meta, dict) or not {"drafter_sha256", "weights_sha256"} <= meta.keys():
-        raise UserError(f"{Path(path) / META_FILE}: damaged (it names no digests); {remedy}")
+        raise UserError(f"{meta_file}: damaged (it names no digests); {remedy}")
     if meta.get("format", 1) not in range(1, FORMAT + 1):
         raise UserError(f"checkpoint={path}: its calibration head has the unknown format {meta['format']}; {remedy}")
     if meta["drafter_sha256"] != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
     made_on = meta.get("target")
     if made_on is not None and not _is_identity(made_on):
-        raise UserError(f"{Path(path) / META_FILE}: does not say for which target; {remedy}")
+        raise UserError(f"{meta_file}: does not say for which target; {remedy}")
     if made_on is not None and target is not None and (wrong := model_differences(made_on, target)):
         raise UserError(f"checkpoint={path}: its calibration head is of another target: {'; '.join(wrong)}; {remedy}")
     if made_on is None and target is not None:
         warn(f"checkpoint={path}: its calibration head was made when targets were not recorded, so its is not checked")
     if hashlib.sha256(blob).hexdigest() != meta.get("weights_sha256"):
-        raise UserError(f"{Path(path) / WEIGHTS_FILE}: truncated or altered; {remedy}")
+        raise UserError(f"{weights_file}: truncated or altered; {remedy}")
     try:
         weights = load(blob)
         head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
@@ -123,7 +142,7 @@ def load_calibration(
             weights = {**weights, "odds": head.odds.detach(), "temperature": head.temperature}
         head.load_state_dict(weights)
     except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
-        raise UserError(f"{Path(path) / WEIGHTS_FILE}: not a calibration head ({error}); {remedy}") from None
+        raise UserError(f"{weights_file}: not a calibration head ({error}); {remedy}") from None
     widths = {head.target.shape[1], head.draft.shape[0]}
     if hidden_size is not None and widths != {hidden_size}:
         raise UserError(f"checkpoint={path}: a calibration head for another width than {hidden_size}; {remedy}")

@@ -17,6 +17,7 @@ Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3
 Model = Annotated[str, Named("a model directory or Hub name")]
 # see `save_tiny_models`
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
+HEAD_FOLDER = "calibration"  # of a calibration head, in the directory of a drafter that other engines read too
 
 
 @dataclass(frozen=True, kw_only=True)

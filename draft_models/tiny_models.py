@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from draft_models.calibration import CalibrationHead, save_calibration
+from draft_models.calibration import CalibrationHead, drafter_digest, save_calibration
 from draft_models.checkpoint import read_meta, save_pretrained
 from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
 from draft_models.eagle3.export import save_head
@@ -16,9 +16,10 @@ from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.ngrams.table import TrigramTable
-from draft_models.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from draft_models.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TABLE, TARGET
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import open_target
+from draft_models.target.tensor_files import open_tensors
 from draft_models.target.vocabulary import vocabulary_digest
 from draft_models.tiny_architectures import tiny_settings
 
@@ -29,7 +30,8 @@ def save_tiny_models(folder: Path, architecture: str) -> None:
     """Random models in `folder`, always the same ones: `TARGET`, and what can draft for it.
 
     `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with one tokenizer, `EARLY_EXIT` is an early-exit
-    drafter's with a calibration head, `EAGLE3` an EAGLE-3 head's, `TABLE` an n-gram table's.
+    drafter's, `EAGLE3` an EAGLE-3 head's, `TABLE` an n-gram table's. Those three that draft by hidden states have
+    calibration heads.
     """
     transformers_logging.disable_progress_bar()
     shutil.rmtree(folder, ignore_errors=True)
@@ -44,6 +46,10 @@ def save_tiny_models(folder: Path, architecture: str) -> None:
     facts = {"target": model_identity(target.files)}
     save_calibration(folder / EARLY_EXIT, head, read_meta(folder / EARLY_EXIT).weights_sha256, facts)
     save_head(folder / EAGLE3, tiny_head(config), "specforge", config, TARGET)
+    for name in (SMALL_LM, EAGLE3):
+        (folder / name / HEAD_FOLDER).mkdir()
+        digest = drafter_digest(open_tensors(str(folder / name)))
+        save_calibration(folder / name / HEAD_FOLDER, head, digest, facts)
     text = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
     digest = vocabulary_digest(tokenizer.get_vocab())
     TrigramTable.from_documents([text], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)

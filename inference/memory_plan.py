@@ -12,7 +12,7 @@ from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy, empty_model
 from draft_models.target.open_target import pick_dtype
 from draft_models.target.tensor_parallel import own_heads, own_layer, split_model
-from inference.drafters.registry import KINDS
+from inference.drafters.registry import KINDS, Kind
 from inference.fixed_shapes import WIDTHS
 from inference.settings import EvaluateConfig
 from outrider.groups import Group
@@ -88,11 +88,14 @@ def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
     return describe(held, place, dtype)
 
 
-def plan_capture(config: Decoding, checkpoint: str, target: PreTrainedConfig, positions: int) -> str:
-    """The same of capturing what a calibration head learns from, on texts of up to `positions` tokens."""
+def plan_capture(config: Decoding, kind: Kind, checkpoint: str, target: PreTrainedConfig, positions: int) -> str:
+    """The same of capturing what a calibration head learns from, on texts of up to `positions` tokens.
+
+    checkpoint: where the drafter lies, which is of `kind`.
+    """
     place, dtype = place_of(config, target, positions)
     held = {"target's weights": weight_bytes(target, place)}
-    held |= KINDS["early_exit"].load_maker().held(checkpoint, target, place)
+    held |= kind.load_maker().held(checkpoint, target, place)
     return describe(held, place, dtype)
 
 

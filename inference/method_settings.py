@@ -221,10 +221,11 @@ class MethodConfig(Settings):
         require_choice("source", self.source, tuple(KINDS))
         kind = KINDS[self.source]
         require(
-            not self.stop.needs_head or kind.hidden,
+            not self.stop.needs_head or kind.calibration is not None,
             "stop.rule",
             self.stop.rule,
-            f"another rule for source={self.source}: the calibration head belongs to an early-exit drafter",
+            f"another rule for source={self.source}: a calibration head belongs to a drafter of "
+            + ", ".join(name for name, other in KINDS.items() if other.calibration is not None),
         )
         modelled, tree = kind.shaped, self.structure
         shape = tree.kind

@@ -22,7 +22,8 @@ from draft_models.target.tensor_files import open_tensors
 from inference import cuda_graphs
 from inference.attention_kernels import KernelChoice, attention_shape
 from inference.decode import autoregressive, speculative
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import (

@@ -1,6 +1,7 @@
-"""Train the calibration head of an early-exit drafter (EESD §3.3) and store it in the drafter's checkpoint.
+"""Train the calibration head of a drafter (EESD §3.3) and store it in the drafter's checkpoint.
 
 accelerate launch train/calibrate.py checkpoint=runs/eesd data=ultrachat
+accelerate launch train/calibrate.py checkpoint=runs/small_lm target=runs/target data=ultrachat
 """
 
 from conf import entry

@@ -12,26 +12,27 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from data_prep.responses.directory import SECONDS_FILE, seconds_spent
 from data_prep.text.rows import load_rows
 from data_prep.text.sources import Split
-from draft_models.calibration import CalibrationHead, log_odds, save_calibration
-from draft_models.checkpoint import from_pretrained, open_target_of, read_meta
-from draft_models.early_exit import EarlyExit
-from draft_models.losses import IGNORE
+from draft_models.calibration import save_calibration
+from draft_models.checkpoint import open_target_of
 from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
-from draft_models.target.open_target import pick_dtype
+from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from draft_models.target.stack import LayerStack
 from inference.decode import speculative
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.interface import DraftModel
+from inference.drafters.registry import KINDS, Kind, kind_in
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
+from inference.evaluate.subject import load_stack
 from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.memory_plan import plan_capture
+from inference.method_settings import MethodConfig
 from inference.stopping.interface import Step
 from inference.structures.factory import Chain
 from outrider.errors import UserError
@@ -40,12 +41,12 @@ from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.settings import keyed
 from train import run_dir
+from train.calibration_model import CalibrationModel, Examples
 from train.calibration_scores import Batch, brier, judge, plot_reliability, predict, temper
 from train.fit import fit
 from train.settings import CalibrateConfig
 from train.watch import heldout_prompt
 
-EXAMPLES = 64  # drafted tokens in one row of `fit`
 SHARD_PROMPTS = 8
 
 
@@ -55,52 +56,83 @@ def calibrate(config: CalibrateConfig) -> None:
 
     Raises `UserError` before a target is loaded when checkpoint, target or directory are unusable.
     """
+    kind = kind_to_calibrate(config)
     if config.plan:
-        target = open_target_of(config.checkpoint, config.target, config.revision).config
+        target = find_target(config, kind).config
         positions = min(config.seq_len + config.new_tokens, context_limit(target))
-        print(plan_capture(config, config.checkpoint, target, positions), flush=True)
+        print(plan_capture(config, kind, config.checkpoint, target, positions), flush=True)
         return
     with ExitStack() as held:
         state = join_processes()
-        read_meta(config.checkpoint)  # before anything is made there
+        digest = kind.load_maker().reading(config.reading).digest(config.checkpoint)  # before anything is made there
         for folder in {Path(path).resolve(): path for path in (config.out_dir, config.checkpoint)}.values():
             held.enter_context(only_run_of(state, require_writable(folder), "a training"))
-        _calibrate(config, state)
+        _calibrate(config, kind, digest, state)
 
 
-def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
+def kind_to_calibrate(config: CalibrateConfig) -> Kind:
+    """The kind of drafter in `config.checkpoint`. Raises `UserError` where it is none that a head can read."""
+    kind = kind_in(config.checkpoint)
+    if kind is None or kind.calibration is None:
+        known = ", ".join(f"{one.name} ({one.file})" for one in KINDS.values() if one.calibration is not None)
+        found = "no drafter there" if kind is None else f"{kind.name} has no hidden states that a head could read"
+        raise UserError(
+            f"checkpoint={config.checkpoint}: {found}; expected the directory of one of {known}. Fetch one that is on "
+            "the Hub: hf download NAME --local-dir FOLDER"
+        )
+    if kind != KINDS["eagle3"] and config.reading.given():
+        raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
+    if kind != KINDS["early_exit"] and config.target is None:
+        raise UserError(
+            f"target=null: expected the model that the {kind.name} in checkpoint={config.checkpoint} is for"
+        )
+    return kind
+
+
+def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
+    """The target of `config`; an early exit knows its own. Raises `UserError`."""
+    if kind == KINDS["early_exit"]:
+        return open_target_of(config.checkpoint, config.target, config.revision)
+    assert config.target is not None
+    return open_target(config.target, config.revision, by_layers=kind.layers)
+
+
+def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialState) -> None:
     out_dir = Path(config.out_dir)
     run_dir.require_free(out_dir, config.resume)
-    meta = read_meta(config.checkpoint)
-    target = open_target_of(config.checkpoint, config.target, config.revision)
+    maker, target = kind.load_maker().reading(config.reading), find_target(config, kind)
     tokenizer = target.tokenizer
     dtype = pick_dtype(config.dtype, target.config, state.device)
     fingerprint = from_main(state, lambda: target.fingerprint)
-    drafter = from_pretrained(config.checkpoint, target.config, fingerprint, dtype=dtype, device=state.device)
+    model = maker.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
 
     group = join_group(state, config.tensor_parallel)
 
     @functools.cache
     def stack() -> LayerStack:  # only where something is left to capture
-        whole = target.stack(dtype=dtype, device=state.device, group=group)
-        prepare(whole, {"early_exit": Calibrated(drafter)})
+        if group.size > 1:
+            whole = target.stack(dtype=dtype, device=state.device, group=group)
+        else:
+            whole = load_stack(target, None, dtype, state.device, by_layers=kind.layers)
+        prepare(whole, {kind.name: model})
         return whole
+
+    def draft_model() -> DraftModel:
+        return maker.draft_model(model, MethodConfig(kind.name))
 
     target_model = {"config": fingerprint.config, "tensors": fingerprint.tensors}
     decided = keyed(config, ("dtype", "new_tokens", "max_draft"))
     settings = {key: value for key, value in decided.items() if key not in ("fit", "l2")} | {
-        "drafter": meta.weights_sha256,
+        "drafter": digest,
         "target": _digest(target_model),
         "dtype": str(dtype),
         "shard_prompts": SHARD_PROMPTS,
         "whole": True,  # rounds of held-out text
     }
-    room = min(config.seq_len, context_limit(target.config) - config.new_tokens)
+    context = min(filter(None, (context_limit(target.config), maker.context(model))))
+    room = min(config.seq_len, context - config.new_tokens)
     if room < 1:
-        raise UserError(
-            f"new_tokens={config.new_tokens}: expected less than the target's context of "
-            f"{context_limit(target.config)} tokens"
-        )
+        raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
     captured: dict[str, Batch] = {}
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
     for split, count in counts.items():
@@ -108,7 +140,7 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         prompts = [heldout_prompt(rows[i])[-room:] for i in range(len(rows))]
         folder = require_writable(out_dir / "captured" / f"{split}-{_digest([settings, prompts])}")
         limit = TimeLimit(config.minutes and config.minutes * count / sum(counts.values()))
-        capture_shards(config, folder, prompts, stack, drafter, group, limit, whole=split == "heldout")
+        capture_shards(config, folder, prompts, stack, draft_model, group, limit, whole=split == "heldout")
         state.wait_for_everyone()
         starts = range(0, len(prompts), SHARD_PROMPTS)
         there = [start for start in starts if limit.minutes is None or _shard(folder, start).exists()]
@@ -124,28 +156,29 @@ def _calibrate(config: CalibrateConfig, state: PartialState) -> None:
         assert isinstance(fitted, CalibrationModel)
         return {"brier": brier(predict(fitted.folded(), heldout), heldout["label"])}
 
-    model = CalibrationModel(captured["train"], config.l2)
+    learner = CalibrationModel(captured["train"], config.l2)
     recipe = {"capture": settings, "l2": config.l2, "examples": len(captured["train"]["label"])}
     identity = {**recipe, "labels": _digest(captured["train"]["label"].tolist())}
     result = fit(
-        model, Examples(captured["train"]), config.fit, out_dir, resume=config.resume, identity=identity,
+        learner, Examples(captured["train"]), config.fit, out_dir, resume=config.resume, identity=identity,
         settings=config, evaluate=evaluate,
     )  # fmt: skip
     if state.is_main_process:
-        head = model.cpu().folded()
+        head = learner.cpu().folded()
         judged = judge(head, captured["train"], only_tested(captured["heldout"]))
         judged["survival"] = temper(head, captured["heldout"])
         write_json(out_dir / "calibration.json", judged)
         write_atomically(out_dir / "reliability.png", plot_reliability(judged))
         facts = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": result.steps}
         facts |= {"target": target_model}
-        save_calibration(Path(config.checkpoint), head, meta.weights_sha256, {**facts, "heldout": judged})
+        folder = require_writable(Path(config.checkpoint) / str(kind.calibration))
+        save_calibration(folder, head, digest, {**facts, "heldout": judged})
         for name, row in judged["predictors"].items():
             print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
         survival = judged["survival"]
         print(f"calibration survival ece_before={survival['ece_before']:.4f} ece_after={survival['ece_after']:.4f}",
               flush=True)  # fmt: skip
-        print(f"saved calibration={config.checkpoint} examples={recipe['examples']}", flush=True)
+        print(f"saved calibration={folder} examples={recipe['examples']}", flush=True)
     state.wait_for_everyone()
 
 
@@ -154,7 +187,7 @@ def capture_shards(
     folder: Path,
     prompts: Sequence[list[int]],
     stack: Callable[[], LayerStack],
-    drafter: EarlyExit,
+    draft_model: Callable[[], DraftModel],
     group: Group,
     limit: TimeLimit,
     whole: bool = False,
@@ -170,7 +203,7 @@ def capture_shards(
         if start > 0 and group.agreed(limit.is_over(limit.spent())):
             break
         texts = prompts[start : start + SHARD_PROMPTS]
-        shard = capture(stack(), drafter, texts, config.new_tokens, config.max_draft, whole)
+        shard = capture(stack(), draft_model, texts, config.new_tokens, config.max_draft, whole)
         if group.leads:
             write_atomically(_shard(folder, start), save(shard))
         if group.leads and group.is_first:
@@ -219,7 +252,7 @@ class Recorder:
 
 def capture(
     stack: LayerStack,
-    drafter: EarlyExit,
+    draft_model: Callable[[], DraftModel],
     prompts: Sequence[list[int]],
     new_tokens: int,
     max_draft: int,
@@ -227,14 +260,14 @@ def capture(
 ) -> Batch:
     """Continue `prompts` greedily, drafting `max_draft` tokens a round, and keep every tested token; whole: every one.
 
-    Returns target_hidden [n, d], draft_hidden [n, d] in the model's dtype, and position (from 1), confidence (q of
+    draft_model: makes one, fresh for a generation.
+
+    Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n].
     """
     recorder = Recorder(max_draft, whole)
     for prompt in prompts:
-        for _ in speculative(
-            stack, Shaped(EarlyExitSource(drafter), Chain(recorder)), prompt, max_new_tokens=new_tokens
-        ):
+        for _ in speculative(stack, Shaped(draft_model(), Chain(recorder)), prompt, max_new_tokens=new_tokens):
             pass
     names = ("target_hidden", "draft_hidden", "position", "confidence", "label")
     return {name: torch.cat([example[name].cpu() for example in recorder.kept]) for name in names}
@@ -245,79 +278,6 @@ def only_tested(captured: Batch) -> Batch:
     position, label = captured["position"], captured["label"]
     kept = (position == 1) | (label.roll(1) == 1)
     return {name: value[kept] for name, value in captured.items()}
-
-
-class Examples:
-    """Captured tokens as rows of `EXAMPLES` for `fit`; the last row is filled up with tokens that do not count."""
-
-    def __init__(self, captured: Batch):
-        self.captured = captured
-
-    def __len__(self) -> int:
-        return -(-len(self.captured["label"]) // EXAMPLES)
-
-    def __getitem__(self, index: int) -> Batch:
-        part = {name: value[index * EXAMPLES : (index + 1) * EXAMPLES] for name, value in self.captured.items()}
-        part = {name: part[name] for name in ("target_hidden", "draft_hidden", "position", "confidence", "label")}
-        missing = EXAMPLES - len(part["label"])
-        row = {name: nn.functional.pad(v, (0, 0) * (v.ndim - 1) + (0, missing)) for name, v in part.items()}
-        labels = row.pop("label").long()
-        labels[EXAMPLES - missing :] = IGNORE
-        return {**row, "labels": labels}
-
-
-class CalibrationModel(nn.Module):
-    """The head on standardised inputs, which makes one learning rate fit any model; see `folded`."""
-
-    mean_target: Tensor
-    mean_draft: Tensor
-    scale_target: Tensor
-    scale_draft: Tensor
-    mean_odds: Tensor
-    scale_odds: Tensor
-
-    def __init__(self, captured: Batch, l2: float):
-        super().__init__()
-        self.l2 = l2 / len(captured["label"])
-        odds = log_odds(captured["confidence"].log())
-        self.register_buffer("mean_odds", odds.mean(), persistent=False)
-        self.register_buffer("scale_odds", odds.std().clamp_min(1e-6), persistent=False)
-        for name in ("target", "draft"):
-            values = captured[f"{name}_hidden"].float()
-            self.register_buffer(f"mean_{name}", values.mean(0), persistent=False)
-            self.register_buffer(f"scale_{name}", values.std(0).clamp_min(1e-6), persistent=False)
-        self.head = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0])
-        accepted = captured["label"].float().mean().clamp(0.01, 0.99)
-        nn.init.constant_(self.head.bias, float(accepted.logit()))
-
-    def forward(
-        self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, confidence: Tensor, labels: Tensor
-    ) -> Batch:
-        """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy, and each one's share of
-        l2 · ‖weights‖². A convex problem.
-
-        Inputs are rows of `Examples`. Thousands of weights stand against thousands of tokens. So without l2 a head is
-        surer than it should be. What weighs the draft's own odds is free.
-        """
-        keep = labels != IGNORE
-        target = (target_hidden[keep].float() - self.mean_target) / self.scale_target
-        draft = (draft_hidden[keep].float() - self.mean_draft) / self.scale_draft
-        odds = (log_odds(confidence[keep].log()) - self.mean_odds) / self.scale_odds
-        logits = self.head.weigh(target, draft, position[keep], odds)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[keep].float(), reduction="sum")
-        penalty = self.head.target.square().sum() + self.head.draft.square().sum()
-        return {"loss_sum": loss + self.l2 * len(logits) * penalty}
-
-    @torch.no_grad()
-    def folded(self) -> CalibrationHead:
-        """The same head for inputs as they come: the standardisation goes into its weights."""
-        plain = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0]).to(self.mean_target.device)
-        plain.target.copy_(self.head.target / self.scale_target)
-        plain.draft.copy_(self.head.draft / self.scale_draft)
-        plain.odds.copy_(self.head.odds / self.scale_odds)
-        shift = plain.target @ self.mean_target + plain.draft @ self.mean_draft + plain.odds * self.mean_odds
-        plain.bias.copy_(self.head.bias - shift)
-        return plain.requires_grad_(False)
 
 
 def _shard(folder: Path, start: int) -> Path:

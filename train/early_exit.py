@@ -23,7 +23,8 @@ from draft_models.target.fingerprint import Fingerprint
 from draft_models.target.open_target import OpenTarget, fast_dtype, open_target, pick_dtype
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.evaluate.arms import prepare
 from outrider.errors import UserError
 from outrider.files import require_writable

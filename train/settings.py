@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from data_prep.settings import DataConfig
+from draft_models.eagle3.changes import ReadingChanges
 from draft_models.settings import (
-    EARLY_EXIT,
     SMALL_LM,
     TARGET,
     Divergence,
@@ -16,6 +16,7 @@ from draft_models.settings import (
     RunDtype,
     TargetConfig,
 )
+from inference.drafters.registry import KINDS, kind_in
 from outrider.errors import require
 from outrider.settings import Count, Named, Positive, RunConfig, Settings, Share, at_least, free
 from train.fit_settings import FitConfig
@@ -164,17 +165,19 @@ class EesdConfig(TargetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(RehearsedConfig):
-    """Train the calibration head of an early-exit drafter on what became of the tokens it drafted.
+    """Train the calibration head of a drafter on what became of the tokens it drafted.
 
     The texts that are continued are known by what is captured of them, drafter and target by their digests.
     """
 
-    # early-exit drafter directory; the head is stored there
-    checkpoint: Annotated[str, Named("a drafter directory (train/eesd.py)")] = free()
+    # directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there
+    checkpoint: Annotated[str, Named("a drafter directory (train/eesd.py, finetune_drafter.py, eagle3.py)")] = free()
     data: DataConfig = free()
     fit: FitConfig  # a row is `EXAMPLES` drafted tokens
-    target: str | None = free(None)  # null: the one `checkpoint` was trained for
+    target: str | None = free(None)  # null: the one the early exit in `checkpoint` was trained for
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
+    # how an EAGLE-3 head is read where its config.json is wrong; evaluate-checkpoint is to read it so too
+    reading: ReadingChanges = free(factory=ReadingChanges)
     prompts: Count = free(400)  # texts continued to learn from; a row's start each
     heldout_prompts: Count = free(64)  # texts continued to report on
     # continue texts until this time is over, of all runs in out_dir together, but at least 8 of either kind; those to
@@ -201,7 +204,9 @@ class CalibrateConfig(RehearsedConfig):
             tensor_parallel=1, prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4
         )
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
-        return replace(self, checkpoint=str(models / EARLY_EXIT), target=None, revision=None, **given)
+        kind = kind_in(self.checkpoint) or KINDS["early_exit"]
+        given |= {"checkpoint": str(models / str(kind.tiny)), "target": str(models / TARGET), "revision": None}
+        return replace(self, reading=ReadingChanges(), **given)
 
 
 @dataclass(frozen=True)

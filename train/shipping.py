@@ -1,7 +1,8 @@
 """Drafters to hand on: what a pipeline trained, in 16 bits and without what only training needs.
 
 eesd/       an early-exit drafter with its card and, where it has one, its calibration head
-small_lm/   a small LM with its card, tokenizer and record of training, and what its ids stand for if they are its own
+small_lm/   a small LM with its card, tokenizer and record of training, and what its ids stand for if they are its own;
+            its calibration head too, where it has one
 trigrams/   an n-gram table
 """
 
@@ -14,15 +15,17 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from draft_models.calibration import META_FILE as CALIBRATION_FILE
-from draft_models.calibration import load_calibration, save_calibration
+from draft_models.calibration import CalibrationHead, drafter_digest, load_calibration, save_calibration
 from draft_models.card import CARD_FILE
 from draft_models.checkpoint import read_meta, recast
 from draft_models.draft_vocabulary import read_own_tokens, save_tokens
 from draft_models.ngrams.table import TrigramTable
+from draft_models.settings import HEAD_FOLDER
 from draft_models.small_lm import TRAINING_FILE
 from draft_models.target.architectures import read_config
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import load_tokenizer
+from draft_models.target.tensor_files import open_tensors
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable
 from outrider.processes import from_main, join_processes, only_run_of
@@ -76,13 +79,14 @@ def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:
     """The drafter in `source`, in `dtype`; a calibration head stays in float32 and is bound to the new weights."""
     meta = recast(source, to, dtype)
     if (source / CALIBRATION_FILE).exists():
-        head = load_calibration(source, read_meta(source).weights_sha256)
-        facts = read_json(source / CALIBRATION_FILE, "description of a calibration head", _AGAIN)
-        save_calibration(to, head, meta.weights_sha256, facts)
+        ship_head(load_calibration(source, read_meta(source).weights_sha256), source, to, meta.weights_sha256)
 
 
 def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
-    """The causal LM in `source`, in `dtype`, with its tokenizer and what its training has left about itself."""
+    """The causal LM in `source`, in `dtype`, with its tokenizer and what its training has left about itself.
+
+    A calibration head goes along as an early exit's does.
+    """
     load_causal_lm(str(source), None, role="small_lm", dtype=dtype).save_pretrained(to)
     load_tokenizer(str(source), None, role="small_lm").save_pretrained(to)
     own = read_own_tokens(str(source), None, read_config(str(source), role="small_lm"))
@@ -94,6 +98,16 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
         file.write_text(json.dumps(plain, ensure_ascii=False, separators=(",", ":")))
     if (source / TRAINING_FILE).exists():
         shutil.copyfile(source / TRAINING_FILE, to / TRAINING_FILE)
+    if (source / HEAD_FOLDER / CALIBRATION_FILE).exists():
+        before, after = (drafter_digest(open_tensors(str(folder))) for folder in (source, to))
+        head = load_calibration(source, before, folder=HEAD_FOLDER)
+        ship_head(head, source / HEAD_FOLDER, require_writable(to / HEAD_FOLDER), after)
+
+
+def ship_head(head: CalibrationHead, source: Path, to: Path, drafter_sha256: str) -> None:
+    """The calibration head in `source` with all that is known of it, bound to other weights."""
+    facts = read_json(source / CALIBRATION_FILE, "description of a calibration head", _AGAIN)
+    save_calibration(to, head, drafter_sha256, facts)
 
 
 def ship_table(source: Path, to: Path, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from draft_models.calibration import drafter_digest
 from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import AS_DECLARED, head_shapes, holds_head, load_head, open_head, stored_tokens
@@ -20,6 +21,7 @@ from draft_models.target.tensor_parallel import whole_embedding, whole_head
 from inference.auto.policy import Tuning
 from inference.doctor.head_ways import patient_of
 from inference.doctor.patient import Patient
+from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped
@@ -120,8 +122,14 @@ class Eagle3Source:
         self._tokens = torch.cat([self._tokens, known])
 
 
+Model = Eagle3 | Calibrated
+
+
 class Eagle3Maker(Maker):
-    """The model is an `Eagle3`. changes: of the reading that a head's config declares."""
+    """The model is an `Eagle3`, one that is `Calibrated` where a method asks its calibration head.
+
+    changes: of the reading that a head's config declares.
+    """
 
     def __init__(self, changes: ReadingChanges = AS_DECLARED):
         self.changes = changes
@@ -132,27 +140,35 @@ class Eagle3Maker(Maker):
     def foreign(self, where: str, target: OpenTarget) -> bool:
         return not open_head(where, target.config, changes=self.changes).made_here
 
-    def patient(self, model: Eagle3, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
+    def patient(self, model: Model, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
         whole = stack.embed_tokens.weight if stack.group.size == 1 else None
-        shared = model.shared_embedding[0] if model.shared_embedding else whole
+        own: list[Tensor] = bare(model).shared_embedding
+        shared = own[0] if own else whole
         return patient_of(open_head(where, target.config, changes=self.changes), target, stack, shared)
 
     def lies_in(self, folder: str) -> bool:
         return holds_head(folder)
 
     def identity(self, where: str | None) -> dict[str, Any]:
-        return {"eagle3": None if where is None else model_identity(open_tensors(where))}
+        weights = None if where is None else model_identity(open_tensors(where))
+        return {"eagle3": weights, "eagle3_calibration": head_identity("eagle3", where)}
 
-    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Eagle3:
-        return load_head(where, target.config, changes=self.changes, **placed)
+    def digest(self, where: str) -> str:
+        return drafter_digest(open_tensors(where), self.changes.given())
 
-    def prepare(self, model: Eagle3, stack: LayerStack) -> None:
+    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Model:
+        asked = head_asked("eagle3", self, where, target, methods, placed["device"])  # before any weights
+        drafter = load_head(where, target.config, changes=self.changes, **placed)
+        return drafter if asked is None else Calibrated(drafter, asked)
+
+    def prepare(self, model: Model, stack: LayerStack) -> None:
         """Of a target that is split, every process gets the whole embedding, as it has the whole head."""
-        if not model.reading.own_embedding:
-            model.use_embedding(whole_embedding(stack.embed_tokens, model.reading.vocabulary))
-        if not model.reading.own_head:
-            model.use_head(whole_head(stack.head)[0])
-        lay_out(model, stack)
+        drafter: Eagle3 = bare(model)
+        if not drafter.reading.own_embedding:
+            drafter.use_embedding(whole_embedding(stack.embed_tokens, drafter.reading.vocabulary))
+        if not drafter.reading.own_head:
+            drafter.use_head(whole_head(stack.head)[0])
+        lay_out(drafter, stack)
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_record(where, TRAINING_FILE))
@@ -177,13 +193,13 @@ class Eagle3Maker(Maker):
             "its caches": (cache + passes) * place.itemsize,
         }
 
-    def draft_model(self, model: Eagle3, method: MethodConfig) -> DraftModel:
-        return Eagle3Source(model)
+    def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
+        return Eagle3Source(bare(model))
 
     def make(
-        self, model: Eagle3, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+        self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, None, tuning))
+        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, head_of(model), tuning))
 
 
 MAKER = Eagle3Maker()

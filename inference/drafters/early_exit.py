@@ -1,16 +1,13 @@
 """An early exit drafts: a layer on the hidden states of the target's first layers (EESD)."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draft_models.calibration import META_FILE, CalibrationHead, load_calibration
 from draft_models.checkpoint import empty_drafter, from_pretrained, read_draft_tokens, read_meta
 from draft_models.early_exit import EarlyExit
 from draft_models.target.open_target import OpenTarget
@@ -18,6 +15,7 @@ from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
 from inference.doctor.lm_ways import patient_of_exit
 from inference.doctor.patient import Patient
+from inference.drafters.calibrated import Calibrated, head_asked, head_identity
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped
@@ -91,36 +89,25 @@ class EarlyExitSource:
             self.cache.keep(base, known)
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """An early exit and its calibration head, which some stop rules need."""
-
-    exit: EarlyExit
-    head: CalibrationHead | None = None
-
-
 class EarlyExitMaker(Maker):
     """The model is a `Calibrated`."""
 
     def identity(self, where: str | None) -> dict[str, Any]:
-        if where is None:
-            return {"checkpoint": None, "calibration": None}
-        head = Path(where) / META_FILE
-        calibration = hashlib.sha256(head.read_bytes()).hexdigest()[:16] if head.is_file() else None
-        return {"checkpoint": read_meta(where).weights_sha256[:16], "calibration": calibration}
+        weights = None if where is None else self.digest(where)[:16]
+        return {"checkpoint": weights, "calibration": head_identity("early_exit", where)}
+
+    def digest(self, where: str) -> str:
+        return read_meta(where).weights_sha256
 
     def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Calibrated:
         early_exit = from_pretrained(where, target.config, target.fingerprint, **placed)
-        if not any(method.source == "early_exit" and method.stop.needs_head for method in methods.values()):
-            return Calibrated(early_exit)
-        width, weights = target.config.hidden_size, read_meta(where).weights_sha256
+        width = target.config.hidden_size
         return Calibrated(
-            early_exit,
-            load_calibration(where, weights, placed["device"], asdict(target.fingerprint), hidden_size=width),
+            early_exit, head_asked("early_exit", self, where, target, methods, placed["device"], hidden_size=width)
         )
 
     def patient(self, model: Calibrated, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
-        return patient_of_exit(model.exit, where, stack, self.known_tokens(where))
+        return patient_of_exit(model.drafter, where, stack, self.known_tokens(where))
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_meta(where).training)
@@ -129,7 +116,7 @@ class EarlyExitMaker(Maker):
         return recorded_data(read_meta(where).training)
 
     def prepare(self, model: Calibrated, stack: LayerStack) -> None:
-        drafter = model.exit
+        drafter = model.drafter
         lay_out(drafter, stack)
         if drafter.head is not None:
             return
@@ -152,7 +139,7 @@ class EarlyExitMaker(Maker):
         return {"early exit's weights": (count(drafter) + rows) * place.itemsize, "caches of decoding with it": caches}
 
     def draft_model(self, model: Calibrated, method: MethodConfig) -> DraftModel:
-        return EarlyExitSource(model.exit)
+        return EarlyExitSource(model.drafter)
 
     def make(
         self, model: Calibrated, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draft_models.settings import HEAD_FOLDER
 from outrider.files import read_json
 
 if TYPE_CHECKING:
@@ -100,6 +101,13 @@ class Maker(ABC):
         """Raise `UserError` where `method` means nothing for a target of `layers` layers; asked where `Kind.layers`."""
         return
 
+    def digest(self, where: str) -> str:
+        """Of the weights in `where`, and of how they are read: what a calibration head is bound to.
+
+        Asked where `Kind.calibration` is given. Raises `UserError` where they cannot be read.
+        """
+        raise TypeError(f"{type(self).__name__}: a kind that a calibration head belongs to needs a `digest` of its own")
+
     def draft_model(self, model: Any, method: "MethodConfig") -> "DraftModel":
         """A `DraftModel`, fresh for one generation; asked where `Kind.shaped`."""
         raise TypeError(f"{type(self).__name__}: a kind that a structure shapes needs a `draft_model` of its own")
@@ -145,7 +153,9 @@ class Kind:
     shaped: a structure and a stop rule shape its drafts.
     own: the fields of a method, or of its stop rule as "stop.max_draft", that it reads besides. No kind reads
     another's.
-    hidden: it has hidden states that a calibration head can read.
+    calibration: the folder in its model's directory where a calibration head lies, "" the directory itself; None: it
+    has no hidden states that a head could read, or no directory. Other engines read every *.safetensors file that lies
+    beside a model's own, so a head beside one of theirs has a folder.
     card: its directory has a README.md.
     tiny: what `save_tiny_models` calls one of it. layers: it drafts on layers of the target, which must run by layers.
     """
@@ -158,7 +168,7 @@ class Kind:
     preset: str | None = None
     shaped: bool = True
     own: tuple[str, ...] = ()
-    hidden: bool = False
+    calibration: str | None = None
     card: bool = False
     tiny: str | None = None
     layers: bool = False
@@ -167,6 +177,10 @@ class Kind:
     def sees_tokens_only(self) -> bool:
         """Whether a recording can stand in for the target."""
         return not self.shaped
+
+    def head_folder(self, where: str) -> Path | None:
+        """Where a calibration head of the model in `where` lies, if there is one; None: it can have none."""
+        return None if self.calibration is None else Path(where) / self.calibration
 
     def load_maker(self) -> Maker:
         """Its `Maker`."""
@@ -203,7 +217,7 @@ register(
         needs="an early-exit drafter directory",
         file="drafter.json",
         preset="eesd_survival",
-        hidden=True,
+        calibration="",
         card=True,
         tiny="early_exit",
         layers=True,
@@ -217,6 +231,7 @@ register(
         needs="a causal LM directory or Hub name",
         file="config.json",
         preset="vanilla",
+        calibration=HEAD_FOLDER,
         card=True,
         tiny="small_lm",
     )
@@ -229,6 +244,7 @@ register(
         needs="a directory or Hub name of an EAGLE-3 head",
         file="config.json",
         preset="eagle3",
+        calibration=HEAD_FOLDER,
         card=True,
         tiny="eagle3",
         layers=True,

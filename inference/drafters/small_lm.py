@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from draft_models.calibration import drafter_digest
 from draft_models.draft_vocabulary import read_own_tokens
 from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm import TRAINING_FILE, SmallLM, load_small_lm
@@ -23,6 +24,7 @@ from draft_models.target.whole_model import PlainLM, RowCache
 from inference.auto.policy import Tuning
 from inference.doctor.lm_ways import patient_of_lm
 from inference.doctor.patient import Patient
+from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped
@@ -143,20 +145,29 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
 
 
+Model = SmallLM | Calibrated
+
+
 class SmallLMMaker(Maker):
-    """The model is a `SmallLM`."""
+    """The model is a `SmallLM`, one that is `Calibrated` where a method asks its head."""
 
     def lies_in(self, folder: str) -> bool:
         return not holds_head(folder)  # whose config may name a causal LM
 
     def identity(self, where: str | None) -> dict[str, Any]:
-        return {"small_lm": None if where is None else model_identity(open_tensors(where))}
+        weights = None if where is None else model_identity(open_tensors(where))
+        return {"small_lm": weights, "small_lm_calibration": head_identity("small_lm", where)}
 
-    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> SmallLM:
-        return load_small_lm(where, target.tokenizer, **placed)
+    def digest(self, where: str) -> str:
+        return drafter_digest(open_tensors(where))
 
-    def patient(self, model: SmallLM, where: str, target: OpenTarget, stack: Any) -> Patient:
-        return patient_of_lm(model, where, target, self.known_tokens(where))
+    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Model:
+        head = head_asked("small_lm", self, where, target, methods, placed["device"])  # before any weights
+        small = load_small_lm(where, target.tokenizer, **placed)
+        return small if head is None else Calibrated(small, head)
+
+    def patient(self, model: Model, where: str, target: OpenTarget, stack: Any) -> Patient:
+        return patient_of_lm(bare(model), where, target, self.known_tokens(where))
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_record(where, TRAINING_FILE))
@@ -164,14 +175,15 @@ class SmallLMMaker(Maker):
     def data_of(self, where: str) -> dict[str, Any] | None:
         return recorded_data(read_record(where, TRAINING_FILE).get("settings"))
 
-    def prepare(self, model: SmallLM, stack: LayerStack) -> None:
-        lay_out(model, stack)
+    def prepare(self, model: Model, stack: LayerStack) -> None:
+        lay_out(bare(model), stack)
 
-    def context(self, model: SmallLM) -> int | None:
-        return position_limit(model.config)
+    def context(self, model: Model) -> int | None:
+        return position_limit(bare(model).config)
 
-    def stacks(self, model: SmallLM) -> list[LayerStack]:
-        return [model] if isinstance(model, LayerStack) else []
+    def stacks(self, model: Model) -> list[LayerStack]:
+        small = bare(model)
+        return [small] if isinstance(small, LayerStack) else []
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         own = read_own_tokens(where, None, read_config(where, role="small_lm"))
@@ -184,13 +196,13 @@ class SmallLMMaker(Maker):
         caches = cache_bytes(config, whole) + pass_bytes(spread, whole)
         return {"small LM's weights": weight_bytes(config, whole), "its caches": caches}
 
-    def draft_model(self, model: SmallLM, method: MethodConfig) -> DraftModel:
-        return SmallLMSource(model)
+    def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
+        return SmallLMSource(bare(model))
 
     def make(
-        self, model: SmallLM, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+        self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, None, tuning))
+        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, head_of(model), tuning))
 
 
 MAKER = SmallLMMaker()

@@ -93,7 +93,8 @@ def test_the_command_measures_and_records(tmp_path: Path, tiny_models: Path) -> 
     places = ["--prompts", f"a={tmp_path / 'a.jsonl'}", "--prompts", f"b={tmp_path / 'b.jsonl'}", "--work",
               str(tmp_path / "work"), "--out", str(tmp_path / "out.json")]  # fmt: skip
     compare_stopping.main([*given, *places, "--entry", "greedy"])
-    compare_stopping.main([*given, "sampling.temperature=1", *places, "--entry", "sampled", "--recorded-only"])
+    head = f"eagle3={tiny_models / 'eagle3'}"
+    compare_stopping.main([*given, head, "sampling.temperature=1", *places, "--entry", "sampled", "--recorded-only"])
     entries = json.loads((tmp_path / "out.json").read_text())["entries"]
     found = entries["greedy"]["sources"]["small_lm"]
     assert set(found["live"]["arms"]) - {"autoregressive"} == set(found["recorded"]["rules"]) - {"oracle"}
@@ -102,7 +103,9 @@ def test_the_command_measures_and_records(tmp_path: Path, tiny_models: Path) -> 
     rules = found["recorded"]["rules"]
     assert all(rule["rate"] <= rules["oracle"]["rate"] * (1 + 1e-9) for rule in rules.values())
     assert max(rules[f"K = {k}"]["over_hindsight"]["a"] for k in (1, 2, 15)) <= 1
-    assert "live" not in entries["sampled"]["sources"]["small_lm"]
+    sampled = entries["sampled"]["sources"]
+    assert all("live" not in source and "survival, head" in source["recorded"]["rules"] for source in sampled.values())
+    assert sampled.keys() == {"small_lm", "eagle3"}
     page = "<!-- greedy stopping: begin -->\n<!-- greedy stopping: end -->\n"
     assert "| survival |" in fill_tables.fill_record(page, {"greedy": entries["greedy"]})
     assert (tmp_path / "out.png").stat().st_size > 0

@@ -16,7 +16,8 @@ from draft_models.early_exit import EarlyExit
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from inference.decode import Round, autoregressive, cut, speculative, until
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import make_arms
 from inference.method_settings import MethodConfig

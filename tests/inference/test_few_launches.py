@@ -13,7 +13,8 @@ from inference import cuda_graphs, fused_layers
 from inference.attention_kernels import KernelChoice, attention_shape
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive, speculative
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare
 from inference.fused_layers import FusedLayer

@@ -13,7 +13,8 @@ from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
 from inference import fused_layers
 from inference.decode import autoregressive, speculative
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations, prepare
 from inference.evaluate.lossless import judge

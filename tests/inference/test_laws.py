@@ -22,7 +22,7 @@ from draft_models.ngrams.table import TrigramTable
 from inference import acceptance, verify
 from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
-from inference.drafters.early_exit import Calibrated
+from inference.drafters.calibrated import Calibrated
 from inference.drafters.fused import Fused
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, make_arms
 from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
@@ -125,7 +125,7 @@ CASES = {
         Tables(TableWithLayers(MARKOV.p, MARKOV.q), MARKOV.q),
     ),
     "opt_tree, calibrated": Case(
-        tree("opt_tree", source="early_exit", stop="calibrated", nodes=6, max_depth=4, delta=0.0), 11
+        tree("opt_tree", source="eagle3", stop="calibrated", nodes=6, max_depth=4, delta=0.0), 11
     ),
     "k_config, some tokens": Case(
         tree("k_config", widths=(4, 1)), tables=Tables(MARKOV.p, OfSome(MARKOV.q.law.tolist()))
@@ -153,8 +153,9 @@ def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> A
         head.bias += 0.8
     q: Any = case.tables.q
     size = len(case.tables.p.law)
+    models = {"early_exit": q, "small_lm": q, "eagle3": TableHead(q.law.tolist())}
     table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
-    drafters = {"early_exit": Calibrated(q, head), "small_lm": q, "eagle3": TableHead(q.law.tolist()), "ngrams": table}
+    drafters = {name: Calibrated(model, head) for name, model in models.items()} | {"ngrams": table}
     options = {"max_new_tokens": case.tokens, "eos": (), "sampling": sampling, "runtime": TableRuntime()}
     options["tunings"] = {"m": DEAR} if case.method.adapts else {}
     return make_arms(case.tables.p, drafters, {"m": case.method}, None, **options)[name]  # type: ignore[arg-type]

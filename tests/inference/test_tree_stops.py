@@ -14,9 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from draft_models.calibration import CalibrationHead
 from draft_models.target.stack import LayerStack
+from draft_models.tiny_models import tiny_head
 from inference import cuda_graphs
 from inference.decode import speculative
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.eagle3 import MAKER as EAGLE3_MAKER
+from inference.drafters.eagle3 import Eagle3Source
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
@@ -308,7 +312,7 @@ def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack
         observe(tree, accepted)
 
     drafting.observe = noted  # type: ignore[method-assign]
-    source = EarlyExitSource(drafters["early_exit"].exit)
+    source = EarlyExitSource(drafters["early_exit"].drafter)
     rounds = list(speculative(stack, Shaped(source, drafting), random_prompt(20), max_new_tokens=30))
     assert rule.told == expected == [(r.depth, r.accepted) for r in rounds[1:]]
     assert {depth for depth, _ in expected} >= {3}
@@ -321,18 +325,24 @@ def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("structure", TREES)
-@pytest.mark.parametrize("kind", ["early_exit", "small_lm"])
+@pytest.mark.parametrize("kind", ["early_exit", "small_lm", "eagle3"])
 def test_real_hidden_states_are_those_behind_the_logits(
     models: tuple[LayerStack, Drafters], runtime: Any, structure: str, kind: str
 ) -> None:
     """What a rule sees of a source's hidden states gives, through the source's head, the logits it sees."""
     stack, drafters = models
-    source = EarlyExitSource(drafters["early_exit"].exit) if kind == "early_exit" else SmallLMSource(stack)
-    logits_of = drafters["early_exit"].exit.logits if kind == "early_exit" else stack.logits
+    exit_, head = drafters["early_exit"].drafter, tiny_head(stack.config)
+    EAGLE3_MAKER.prepare(head, stack)
+    made = {
+        "early_exit": (EarlyExitSource(exit_), exit_),
+        "small_lm": (SmallLMSource(stack), stack),
+        "eagle3": (Eagle3Source(head), head),
+    }
+    source, drafter = made[kind]
     rows: list[int] = []
 
     def compare(step: Step) -> bool:
-        torch.testing.assert_close(logits_of(step.hidden), step.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(drafter.logits(step.hidden), step.logits, rtol=1e-4, atol=1e-4)
         rows.append(step.row)
         return False
 

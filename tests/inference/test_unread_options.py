@@ -165,7 +165,7 @@ def of(source: str = "early_exit", verify: str = "exact", max_ngram: int = 3, **
         ({"stop": {"rule": "beta", "threshold": 0.1}}, "threshold=0.1: expected None, its default: rule=beta"),
         ({"stop": {"rule": "survival", "max_draft": 16}}, "max_draft=16: expected at most 15 with rule=survival"),
         ({"structure": {"kind": "k_config"}, "stop": {"rule": "survival"}}, "stop.rule='survival': expected another"),
-        ({"source": "small_lm", "stop": {"rule": "survival", "score": "head"}}, "calibration head"),
+        ({"source": "skip_layers", "stop": {"rule": "survival", "score": "head"}}, "calibration head .* eagle3"),
         ({"stop": {"rule": "calibrated", "evidence": "model", "prior": 0.1}}, "prior=0.1: .* evidence=model"),
         ({"stop": {"rule": "calibrated", "evidence": "sample", "model_sigma": 1.0}}, "model_sigma=1.0: .*=sample"),
         ({"structure": {"nodes": 9}}, "nodes=9: expected 25, its default: kind=chain does not read it"),
@@ -176,7 +176,10 @@ def of(source: str = "early_exit", verify: str = "exact", max_ngram: int = 3, **
         ({"structure": {"kind": "k_config", "draw": "top_k"}, "verify": "naive"}, "verify='naive': expected exact"),
         ({"source": "prompt_lookup", "verify": "naive"}, "verify='naive': expected exact where no candidate"),
         ({"structure": {"kind": "opt_tree", "max_depth": "auto"}, "stop": {"rule": "beta"}}, "stop.rule='beta'"),
-        ({"source": "small_lm", "structure": {"kind": "opt_tree"}, "stop": {"rule": "calibrated"}}, "calibration head"),
+        (
+            {"source": "skip_layers", "stop": {"rule": "calibrated"}},
+            "belongs to a drafter of early_exit",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused_with_its_name(given: dict[str, Any], message: str) -> None:

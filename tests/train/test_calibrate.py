@@ -5,6 +5,8 @@ import hashlib
 import itertools
 import json
 import resource
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,26 +15,37 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+import outrider.api
 from draft_models.calibration import META_FILE, WEIGHTS_FILE, CalibrationHead, load_calibration, save_calibration
 from draft_models.checkpoint import read_meta, save_pretrained
+from draft_models.eagle3.changes import ReadingChanges
 from draft_models.losses import IGNORE
+from draft_models.settings import HEAD_FOLDER, TARGET
 from draft_models.target.architectures import load_config
 from draft_models.target.fingerprint import fingerprint_target
 from draft_models.target.open_target import load_tokenizer
-from draft_models.target.tensor_files import open_tensors
-from inference.decode import speculative
+from draft_models.target.tensor_files import TensorFiles, open_tensors
+from inference.decode import autoregressive, speculative
+from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.interface import DraftModel
+from inference.drafters.registry import KINDS
 from inference.drafters.shaped import Shaped
+from inference.drafters.small_lm import SmallLMSource
+from inference.evaluate.command import evaluate
 from inference.evaluate.time_limit import TimeLimit, spread_order
+from inference.settings import EvaluateConfig
 from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.groups import Group
+from tests.fitted_heads import fitted_head
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, kill_when, launch, log, save_for_calibration
 from train import calibration
-from train.calibration import EXAMPLES, CalibrationModel, Examples, calibrate, capture, only_tested, own_shards
+from train.calibration import calibrate, capture, only_tested, own_shards
+from train.calibration_model import EXAMPLES, CalibrationModel, Examples
 from train.calibration_scores import brier, expected_calibration_error, judge, predict, reliability, temper
 from train.sequential_temperature import CANDIDATES, fit_temperatures, rounds_of, survivals
 
@@ -42,19 +55,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_for_calibration(tmp_path_factory.mktemp("calibrate"))
 
 
-def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
-    """Every tested token, in order, with its outcome; hidden states and confidence are those of plain decoding."""
-    path = save_target(tmp_path / "target")
+def drafting(kind: str, path: Path, prompt: list[int]) -> tuple[Callable[[], DraftModel], Callable[..., torch.Tensor]]:
+    """A drafter for the target in `path`, sometimes right after `prompt`, and its output head."""
+    if kind == "early_exit":
+        drafter = make_drafter(path, LAYERS - 1, noise=0.1)
+        return lambda: EarlyExitSource(drafter), drafter.logits
     _, stack = open_stack(path)
-    drafter = make_drafter(path, LAYERS - 1, noise=0.1)
-    prompt = random_prompt(12)
-    got = capture(stack, drafter, [prompt], 30, 4)
+    if kind == "eagle3":
+        answer = [token for r in autoregressive(stack, prompt, max_new_tokens=30) for token in r.tokens]
+        head = fitted_head(stack, [(prompt, answer)])
+        return lambda: Eagle3Source(head), head.logits
+    generator = torch.Generator().manual_seed(5)
+    for parameter in stack.layers[-1].parameters():
+        if parameter.ndim == 2:
+            parameter.data += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return lambda: SmallLMSource(stack), stack.logits
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "small_lm", "eagle3"])
+def test_what_is_captured_is_what_happened(tmp_path: Path, kind: str) -> None:
+    """Every tested token, in order, with its outcome; hidden states and confidence are those of plain decoding."""
+    path, prompt = save_target(tmp_path / "target"), random_prompt(12)
+    _, stack = open_stack(path)
+    draft_model, logits_of = drafting(kind, path, prompt)
+    got = capture(stack, draft_model, [prompt], 30, 4)
 
     labels: list[float] = []
     positions: list[int] = []
-    for r in list(
-        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=30)
-    )[1:]:
+    rounds = list(speculative(stack, Shaped(draft_model(), Chain(FixedLength(4))), prompt, max_new_tokens=30))
+    for r in rounds[1:]:
         tested = min(r.accepted + 1, r.drafted)
         labels += [1.0] * r.accepted + [0.0] * (tested - r.accepted)
         positions += range(1, tested + 1)
@@ -62,12 +91,9 @@ def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
     assert got["label"].tolist() == labels
     assert 0 < sum(labels) < len(labels)
     # The drafter's head on the captured state gives the captured confidence.
-    logits = drafter.logits(got["draft_hidden"])
+    logits = logits_of(got["draft_hidden"])
     torch.testing.assert_close(logits.softmax(-1).max(-1).values, got["confidence"])
     # The target's head on the state of each round's first token gives the token under which the round drafted.
-    rounds = list(
-        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=30)
-    )
     first = got["target_hidden"][got["position"] == 1]
     assert stack.logits(first[None])[0].argmax(-1).tolist() == [r.tokens[-1] for r in rounds[:-1]][: len(first)]
 
@@ -75,8 +101,9 @@ def test_what_is_captured_is_what_happened(tmp_path: Path) -> None:
 def test_whole_rounds_are_captured_with_what_nobody_tested(tmp_path: Path) -> None:
     path = save_target(tmp_path / "target")
     _, stack = open_stack(path)
-    drafter, prompt = make_drafter(path, LAYERS - 1, noise=0.1), random_prompt(12)
-    part, whole = (capture(stack, drafter, [prompt], 30, 4, all_of_it) for all_of_it in (False, True))
+    prompt = random_prompt(12)
+    draft_model, _ = drafting("early_exit", path, prompt)
+    part, whole = (capture(stack, draft_model, [prompt], 30, 4, all_of_it) for all_of_it in (False, True))
     assert len(whole["label"]) > len(part["label"])
     kept = only_tested(whole)
     assert all(torch.equal(kept[name], part[name]) for name in part)
@@ -242,7 +269,8 @@ def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> No
     captured = synthetic(200, 0)
     model = CalibrationModel(captured, l2=100)
     untrained = predict(model.folded(), captured)
-    torch.testing.assert_close(untrained, captured["label"].mean().expand(200))  # before it has learnt anything
+    odds = captured["confidence"].logit()  # before it has learnt anything it shifts the draft's own
+    torch.testing.assert_close(untrained, (odds - odds.mean() + captured["label"].mean().logit()).sigmoid())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -326,12 +354,63 @@ def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
     assert scores["confidence"]["brier"] == pytest.approx(brier(heldout["confidence"], heldout["label"]))
 
 
-def test_bad_input_is_refused_before_anything_is_captured(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "method"), [("small_lm", "vanilla_cali"), ("eagle3", "eagle3_cali")])
+def test_a_head_of_a_drafter_that_other_engines_read(
+    folder: Path, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str
+) -> None:
+    """It leaves their files alone, decodes losslessly, and is refused before weights are read: missing, or old."""
+    drafter, target = shutil.copytree(tiny_models / name, tmp_path / name), str(tiny_models / TARGET)
+    shutil.rmtree(drafter / HEAD_FOLDER)
+    before = {file: file.read_bytes() for file in drafter.iterdir()}
+    config = EvaluateConfig(
+        checkpoint=str(drafter), target=target, methods={"m": outrider.api.preset(method)}, max_new_tokens=12,
+        prompt_text=["the quick"], device="cpu", compare_transformers=False, out_dir=str(tmp_path / "report"),
+    )  # fmt: skip
+
+    def refused(why: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorFiles, "read", None)
+            with pytest.raises(UserError, match=f"{why}.*; run train/calibrate.py checkpoint"):
+                evaluate(config)
+
+    refused("no calibration head there")
+    run = calibrating(
+        folder, tmp_path / "run", checkpoint=str(drafter), target=target, prompts=8, heldout_prompts=4, new_tokens=12
+    )
+    calibrate(run)
+    assert {file: file.read_bytes() for file in before} == before
+    digest = KINDS[name].load_maker().digest(str(drafter))
+    head = load_calibration(drafter, digest, folder=HEAD_FOLDER)
+    assert float(head.draft.abs().sum()) > 0
+    evaluate(config)
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] == 1
+    calibrate(replace(run, resume=True))
+    again = load_calibration(drafter, digest, folder=HEAD_FOLDER)
+    assert all(torch.equal(again.state_dict()[key], tensor) for key, tensor in head.state_dict().items())
+
+    weights = load_file(drafter / "model.safetensors")
+    changed = {key: 2 * tensor if tensor.ndim == 2 else tensor for key, tensor in weights.items()}
+    (drafter / "model.safetensors").write_bytes(save(changed, metadata={"format": "pt"}))
+    refused("its calibration head belongs to an earlier training")
+
+
+def test_a_head_is_bound_to_how_its_drafter_is_read(tiny_models: Path) -> None:
+    maker, where = KINDS["eagle3"].load_maker(), str(tiny_models / "eagle3")
+    otherwise = ReadingChanges(norm_output=True)
+    assert maker.reading(ReadingChanges()).digest(where) == maker.digest(where)
+    assert maker.reading(otherwise).digest(where) != maker.digest(where)
+
+
+def test_bad_input_is_refused_before_anything_is_captured(folder: Path, tiny_models: Path, tmp_path: Path) -> None:
     other = save_target(tmp_path / "other", seed=1)
-    bad = {
-        "new_tokens=256: expected less than the target's context of 256": {"new_tokens": 256},
-        "nowhere": {"checkpoint": str(tmp_path / "nowhere")},
+    bad: dict[str, dict[str, Any]] = {
+        "new_tokens=256: expected less than the context of 256": {"new_tokens": 256},
+        "nowhere: no drafter there; expected .* eagle3 .*Hub: hf download": {"checkpoint": str(tmp_path / "nowhere")},
         "was trained for": {"target": str(other)},
+        "ngrams has no hidden states": {"checkpoint": str(tiny_models / "table")},
+        "target=null: expected the model .*small_lm": {"checkpoint": str(tiny_models / "small_lm")},
+        r"reading.norm_output=true: expected nothing": {"reading": ReadingChanges(norm_output=True)},
     }
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):

@@ -34,7 +34,7 @@ from train.shipping import SHIPPED, ship_drafters
 COMMITTED = sorted((Path(__file__).parents[2] / "drafters").glob("*"))
 METHODS = {
     "calibrated": MethodConfig(stop=StopConfig(rule="calibrated")),
-    "small": MethodConfig(source="small_lm"),
+    "small": MethodConfig(source="small_lm", stop=StopConfig(rule="calibrated")),
     "table": MethodConfig(source="ngrams"),
 }
 
@@ -73,9 +73,10 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
     ship(run, out_dir)
     before, shipped = load(run, run / TARGET, torch.bfloat16), load(out_dir, run / TARGET, torch.bfloat16)
     for expected, got in (
-        (before["early_exit"].exit, shipped["early_exit"].exit),
+        (before["early_exit"].drafter, shipped["early_exit"].drafter),
         (before["early_exit"].head, shipped["early_exit"].head),
-        (before["small_lm"], shipped["small_lm"]),
+        (before["small_lm"].drafter, shipped["small_lm"].drafter),
+        (before["small_lm"].head, shipped["small_lm"].head),
     ):
         assert got.state_dict().keys() == expected.state_dict().keys()
         assert all(torch.equal(got.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())

@@ -19,7 +19,8 @@ from inference.auto.policy import LONGEST_CHAIN
 from inference.auto.probe import NODES, probes, tune
 from inference.cuda_graphs import Graphed, GraphedSession
 from inference.decode import Round, autoregressive
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, PromptResult, make_arms, new_drafter
 from inference.evaluate.report import build_report, markdown

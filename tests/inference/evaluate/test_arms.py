@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from inference.decode import Round
-from inference.drafters.early_exit import Calibrated
+from inference.drafters.calibrated import Calibrated
 from inference.evaluate.arms import (
     AUTOREGRESSIVE,
     Arm,

@@ -15,7 +15,8 @@ from benchmarks.planted_faults import FAULTS, REACHED, planted
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
-from inference.drafters.early_exit import Calibrated, EarlyExitSource
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare, transformers_generate

@@ -1,0 +1,54 @@
+"""A drafter with its calibration head, which some stop rules ask."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from draft_models.calibration import META_FILE, CalibrationHead, load_calibration
+from draft_models.target.open_target import OpenTarget
+from inference.drafters.registry import KINDS, Maker
+from inference.method_settings import MethodConfig
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A drafter, of any kind that has hidden states, and its head; None: no method asks it."""
+
+    drafter: Any
+    head: CalibrationHead | None = None
+
+
+def bare(model: Any) -> Any:
+    """The drafter of `model`, which may be `Calibrated`."""
+    return model.drafter if isinstance(model, Calibrated) else model
+
+
+def head_of(model: Any) -> CalibrationHead | None:
+    """The head that `model` came with."""
+    return model.head if isinstance(model, Calibrated) else None
+
+
+def head_asked(
+    source: str, maker: Maker, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig],
+    device: torch.device | str, **widths: int,
+) -> CalibrationHead | None:  # fmt: skip
+    """The head of the drafter in `where`, which `maker` reads; None where no method with that `source` asks it.
+
+    widths: as of `load_calibration`, which says what is refused.
+    """
+    if not any(method.source == source and method.stop.needs_head for method in methods.values()):
+        return None
+    made_for, folder = asdict(target.fingerprint), KINDS[source].calibration or ""
+    return load_calibration(where, maker.digest(where), device, made_for, folder=folder, **widths)
+
+
+def head_identity(source: str, where: str | None) -> str | None:
+    """A short hash of what the head beside the drafter in `where` says of itself; None where there is none."""
+    folder = None if where is None else KINDS[source].head_folder(where)
+    described = None if folder is None else folder / META_FILE
+    if described is None or not described.is_file():
+        return None
+    return hashlib.sha256(described.read_bytes()).hexdigest()[:16]
