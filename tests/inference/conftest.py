@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(models: Path, tmp_path: Path) -> Callable[..., EvaluateConfig]:
     def make(name: str, **changes: object) -> EvaluateConfig:
         settings = {"checkpoint": str(models / "drafter"), "methods": METHODS, "max_new_tokens": 10, "device": "cpu",
-                    "threads": 1, "out_dir": str(tmp_path / name)}  # fmt: skip
+                    "threads": 1, "out_dir": str(tmp_path / name), "show_prompts": 0}  # fmt: skip
         return EvaluateConfig(**{**settings, **changes})
 
     return make
@@ -52,6 +52,6 @@ def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluateCon
     """The evaluation that all others must equal: one process, from beginning to end."""
     out_dir = str(tmp_path_factory.mktemp("alone") / "out")
     made = EvaluateConfig(checkpoint=str(models / "drafter"), methods=METHODS, max_new_tokens=10, device="cpu",
-                          threads=1, out_dir=out_dir)  # fmt: skip
+                          threads=1, out_dir=out_dir, show_prompts=0)  # fmt: skip
     evaluate(made)
     return made

@@ -70,7 +70,7 @@ def test_a_family_is_judged_in_half_precision(tmp_path: Path, family: str) -> No
     save_pretrained(tmp_path / "drafter", drafter, open_target(str(path)).fingerprint, {}, torch.float32)
     config = EvaluateConfig(
         checkpoint=str(tmp_path / "drafter"), methods=METHODS, max_new_tokens=16, device="cpu", threads=1,
-        dtype="bfloat16", out_dir=str(tmp_path / "right"),
+        dtype="bfloat16", out_dir=str(tmp_path / "right"), show_prompts=0,
     )  # fmt: skip
     evaluate(config, QUESTIONS[:1])
     reports = json.loads((tmp_path / "right/report.json").read_text())["reports"]
