@@ -94,7 +94,7 @@ def entry_of(contest: Contest, config: EvaluateConfig, options: argparse.Namespa
         "target_digest": asdict(contest.subject.target.fingerprint),
         "drafters": trained(config),
         "trained_seconds": trained_seconds(config),
-        "dtype": str(contest.subject.dtype).removeprefix("torch."),
+        "dtype": contest.subject.numbers,
         "machine": describe_machine(str(contest.subject.device)),
         "threads": contest.threads,
         "made_with": provenance(),
