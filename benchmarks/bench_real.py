@@ -134,6 +134,9 @@ def record(options: argparse.Namespace) -> None:
             ours = transformers_peers(config, options.draft_tokens, subject, models)
             if not options.llama_python:
                 return ours
+            require(
+                not subject.int8, "dtype", config.dtype, "floats with --llama-python: it would decode another model"
+            )
             asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
             where, dtype = subject.target, subject.dtype
             target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be laid out anew

@@ -185,7 +185,8 @@ def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
     for linear, part in zip(linears, weight.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
     bias = _joined_bias(linears, weight)
-    joined.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    if bias is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
     return joined
 
 

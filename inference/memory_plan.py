@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy, empty_model
-from draft_models.target.int8 import int8_bytes
+from draft_models.target.int8 import int8_bytes, require_linear
 from draft_models.target.open_target import pick_dtype
 from draft_models.target.tensor_parallel import own_heads, own_layer, split_model
 from inference.drafters.registry import KINDS
@@ -83,7 +83,9 @@ def target_bytes(config: EvaluateConfig, target: PreTrainedConfig, place: Place)
     floats = weight_bytes(target, place)
     held = {"target's weights": floats}
     if config.dtype == "int8":
-        held["target's weights"] = int8_bytes(empty_model(target), place.itemsize)
+        model = empty_model(target)
+        require_linear(model, f"target={config.target or config.early_exit}")
+        held["target's weights"] = int8_bytes(model, place.itemsize)
     if config.device == "cpu":
         held["the same, packed for the runtime"] = floats
     return held

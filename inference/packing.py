@@ -81,13 +81,14 @@ class WidenedLinear(nn.Module):
         super().__init__()
         whole = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         whole.weight = nn.Parameter(linear.codes.to(linear.scale.dtype), requires_grad=False)
-        self.product = lay_out(whole)
+        self.product: Any = lay_out(whole)
         self.scale, self.bias = linear.scale, linear.bias
 
     @property
     def weight(self) -> Tensor:
         """What the codes stand for [out, in]."""
-        return self.product.weight * self.scale[:, None]
+        codes: Tensor = self.product.weight
+        return codes * self.scale[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]."""
