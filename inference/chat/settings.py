@@ -25,8 +25,8 @@ class ChatConfig(Settings):
     max_new_tokens: Count = 512  # of an answer at most
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     system: str | None = None  # what stands before the conversation; null: what the chat template puts there itself
-    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU made for it; int8: linear layers in whole
-    # numbers to ±127, which is another target (docs/evaluate.md)
+    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU made for it; int8: linear layers in
+    # whole numbers to ±127, which is another target (docs/evaluate.md)
     dtype: DecodeDtype = "auto"
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs
