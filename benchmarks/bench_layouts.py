@@ -6,16 +6,15 @@ Loads the target once for each of `inference.packing.LAYOUTS` and once as evalua
 to 32 tokens behind a text of `--context` tokens, all in turn. Beside them stand a token of transformers' `generate`
 and the floor: the time that reading the weights takes at the measured bandwidth, as they are stored in `--dtype`.
 
-The products of a pass are timed alone as well: in every layout, and with weights of 8 bits a row of which shares a
-scale, by PyTorch's own kernel for those (`_weight_int8pack_mm`, activations in bfloat16). Such weights would be another
-model; the question is what they would gain. Writes results/layouts_cpu.json.
+Beside them stand the passes of the int8 model that `dtype=int8` decodes (another model), laid out as there, and the
+floor of its own bytes: a byte a weight. The products of a pass are timed alone as well: in every layout, and those of
+the int8 model in every layout that its layers have. Writes results/layouts_cpu.json.
 """
 
 import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,20 @@ import torch
 from floor_device import make_clock, measure_device
 from torch import Tensor, nn
 
+from draft_models.target.int8 import Int8Linear
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target
 from draft_models.target.stack import LayerStack
 from inference.evaluate.report import describe_machine
 from inference.fused_layers import FusedLayer, fuse_layers, lay_out
-from inference.packing import LAYOUTS, pack_linears
+from inference.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, can_code, pack_linears
 from inference.runtime import make_runtime
 from inference.tree import chain_parents
 from outrider.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = (1, 2, 4, 8, 16, 32)
-CHOSEN = "chosen"
+CHOSEN, INT8 = "chosen", "int8"
 CPU = torch.device("cpu")
 
 
@@ -60,9 +60,9 @@ class Passes:
 
 
 def laid_out(target: OpenTarget, dtype: torch.dtype, layout: str) -> LayerStack:
-    """The target with all linear layers in `layout`, or as evaluate-checkpoint has it."""
-    stack = target.stack(dtype=dtype, device=CPU)
-    if layout == CHOSEN:
+    """The target with all linear layers in `layout`, or as evaluate-checkpoint has it, also with `dtype=int8`."""
+    stack = target.stack(dtype=dtype, device=CPU, int8=layout == INT8)
+    if layout in (CHOSEN, INT8):
         lay_out(stack, stack)
         return stack
     fuse_layers(stack)
@@ -78,7 +78,7 @@ def measure(target: OpenTarget, options: argparse.Namespace) -> dict[str, Any]:
     """Everything with the threads that torch has now."""
     dtype = getattr(torch, options.dtype)
     text = torch.arange(options.context) % target.config.vocab_size
-    stacks = {layout: laid_out(target, dtype, layout) for layout in (*LAYOUTS, CHOSEN)}
+    stacks = {layout: laid_out(target, dtype, layout) for layout in (*LAYOUTS, CHOSEN, INT8)}
     passes = {layout: Passes(stack, text) for layout, stack in stacks.items()}
     plain = load_causal_lm(options.target, dtype=dtype).eval()
     seconds: dict[tuple[str, int], list[float]] = {(layout, width): [] for layout in passes for width in WIDTHS}
@@ -94,32 +94,34 @@ def measure(target: OpenTarget, options: argparse.Namespace) -> dict[str, Any]:
     found = {
         layout: {str(width): 1e3 * statistics.median(seconds[layout, width]) for width in WIDTHS} for layout in passes
     }
-    kinds = Counter(type(module).__name__ for module in stacks[CHOSEN].modules() if "Linear" in type(module).__name__)
+    int8 = sum(linear.codes.nbytes + linear.scale.nbytes for linear in int8_linears(target, dtype))
     weights = sum(parameter.nbytes for parameter in plain.parameters())
     device = measure_device(CPU, dtype, 0.5)
     return {
         "threads": torch.get_num_threads(),
         "milliseconds": found,
         "milliseconds_of_products": products,
-        "chosen": dict(kinds),
+        "chosen": {name: kinds_of(stacks[name]) for name in (CHOSEN, INT8)},
         "generate_milliseconds_a_token": 1e3 * statistics.median(token),
         "weight_bytes": weights,
         "read_bytes_per_second": device["read_bytes_per_second"],
         "floor_milliseconds": 1e3 * weights / device["read_bytes_per_second"],
+        "int8_weight_bytes": int8,
+        "int8_floor_milliseconds": 1e3 * int8 / device["read_bytes_per_second"],
     }
 
 
-class Int8Linear(nn.Module):
-    """A product with weights of 8 bits, each row with a scale of its own; activations are bfloat16."""
+def kinds_of(stack: LayerStack) -> dict[str, int]:
+    """How many linear layers of a stack are laid out in which way; of a way around another the inner one counts."""
+    kinds = (type(module).__name__ for module in stack.modules() if type(module) is not WidenedLinear)
+    return dict(Counter(kind for kind in kinds if "Linear" in kind))
 
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        scale = linear.weight.detach().float().abs().amax(1) / 127
-        self.weight = (linear.weight.detach().float() / scale[:, None]).round().to(torch.int8)
-        self.scale = scale.bfloat16()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch._weight_int8pack_mm(x.bfloat16(), self.weight, self.scale)
+def int8_linears(target: OpenTarget, dtype: torch.dtype) -> list[Int8Linear]:
+    """The linear layers of the int8 model as a pass runs them: some of them joined."""
+    stack = target.stack(dtype=dtype, device=CPU, int8=True)
+    fuse_layers(stack)
+    return [module for module in stack.modules() if isinstance(module, Int8Linear)]
 
 
 def time_products(target: OpenTarget, dtype: torch.dtype, repeats: int) -> dict[str, dict[str, float]]:
@@ -127,8 +129,10 @@ def time_products(target: OpenTarget, dtype: torch.dtype, repeats: int) -> dict[
     stack = target.stack(dtype=dtype, device=CPU)
     fuse_layers(stack)
     linears = [module for module in stack.modules() if isinstance(module, nn.Linear)]
-    makers: dict[str, Callable[[nn.Linear], nn.Module]] = {**LAYOUTS, "int8": Int8Linear}
-    sides = {name: [make(linear) for linear in linears] for name, make in makers.items()}
+    sides = {name: [make(linear) for linear in linears] for name, make in LAYOUTS.items()}
+    codes = int8_linears(target, dtype)
+    able = [name for name in INT8_LAYOUTS if name != "coded" or all(map(can_code, codes))]
+    sides |= {f"int8 {name}": [INT8_LAYOUTS[name](linear) for linear in codes] for name in able}
     inputs = {width: [torch.ones(width, linear.in_features, dtype=dtype) for linear in linears] for width in WIDTHS}
     seconds: dict[tuple[str, int], list[float]] = {(name, width): [] for name in sides for width in WIDTHS}
     for turn in range(1 + repeats):
@@ -160,7 +164,11 @@ def show(result: dict[str, Any]) -> None:
         for layout, by_width in result[what].items():
             print(f"| {layout} | {' | '.join(f'{by_width[str(width)]:.1f}' for width in WIDTHS)} |")
     print(f"generate: {result['generate_milliseconds_a_token']:.1f} ms a token")
-    print(f"floor: {result['floor_milliseconds']:.1f} ms at {result['read_bytes_per_second'] / 1e9:.1f} GB/s")
+    speed = result["read_bytes_per_second"] / 1e9
+    for name, key in ((CHOSEN, "floor_milliseconds"), (INT8, "int8_floor_milliseconds")):
+        floor, token = result[key], result["milliseconds"][name][str(WIDTHS[0])]
+        share = 100 * floor / token
+        print(f"{name}: {1e3 / token:.1f} tokens/s, {share:.0f} % of the floor: {floor:.1f} ms at {speed:.1f} GB/s")
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def entry_of(contest: Contest, config: EvaluateConfig, options: argparse.Namespa
         "target_digest": asdict(contest.subject.target.fingerprint),
         "drafters": trained(config),
         "trained_seconds": trained_seconds(config),
-        "dtype": str(contest.subject.dtype).removeprefix("torch."),
+        "dtype": contest.subject.numbers,
         "machine": describe_machine(str(contest.subject.device)),
         "threads": contest.threads,
         "made_with": provenance(),
@@ -134,6 +134,9 @@ def record(options: argparse.Namespace) -> None:
             ours = transformers_peers(config, options.draft_tokens, subject, models)
             if not options.llama_python:
                 return ours
+            require(
+                not subject.int8, "dtype", config.dtype, "floats with --llama-python: it would decode another model"
+            )
             asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
             where, dtype = subject.target, subject.dtype
             target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be laid out anew

@@ -239,7 +239,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         "note": options.note,
         "machine": describe_machine(str(contest.subject.device)),
         "threads": contest.threads,
-        "dtype": str(contest.subject.dtype).removeprefix("torch."),
+        "dtype": contest.subject.numbers,
         "runtime": options.runtime,
         "made_with": provenance(),
         "prompts": len(contest.results),

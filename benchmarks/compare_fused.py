@@ -130,7 +130,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         "command": shlex.join(["python", "benchmarks/compare_fused.py", *arguments]),
         "target": contest.subject.target.source,
         "drafters": drafter_folders(config),
-        "dtype": str(contest.subject.dtype).removeprefix("torch."),
+        "dtype": contest.subject.numbers,
         "machine": describe_machine(str(contest.subject.device)),
         "threads": contest.threads,
         "made_with": provenance(),

@@ -196,7 +196,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         "note": options.note,
         "machine": describe_machine(str(contest.subject.device)),
         "threads": contest.threads,
-        "dtype": str(contest.subject.dtype).removeprefix("torch."),
+        "dtype": contest.subject.numbers,
         "made_with": provenance(),
         "prompts": len(contest.results),
         "prompts_asked": contest.asked,

@@ -11,6 +11,7 @@ Architecture = Literal["llama", "mistral", "opt", "qwen2", "qwen3"]  # those tha
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
 Dtype = Literal["auto", FloatDtype]
 RunDtype = Literal["auto", "fast", FloatDtype]  # see `pick_dtype`
+DecodeDtype = Literal["auto", "fast", "int8", FloatDtype]  # int8: see `draft_models.target.int8`
 # see draft_models/losses.py
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
 Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3 heads (draft_models/eagle3/dialects.py)

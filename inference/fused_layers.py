@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from draft_models.target.attention import grouped_attention, triton_kernels
+from draft_models.target.int8 import Int8Linear
 from draft_models.target.stack import LayerCache, LayerStack
 from inference.cache import KVCache
 from inference.packing import can_pack, fastest_layout, pack_linears
@@ -64,7 +65,6 @@ class FusedLayer(nn.Module):
         self.heads = attention.q_proj.out_features // self.head_dim
         self.rotated = self.heads + attention.k_proj.out_features // self.head_dim  # heads: the queries', the keys'
         self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
-        weight = self.qkv.weight
         signs = head_scale = None
         self.gated = hasattr(layer, "mlp")  # else it is an OPT's
         self.head_eps = 0.0
@@ -74,7 +74,7 @@ class FusedLayer(nn.Module):
             self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
             self.up, self.down = join([layer.mlp.gate_proj, layer.mlp.up_proj]), layer.mlp.down_proj
             self.activation = layer.mlp.act_fn
-            signs = weight.new_ones(self.head_dim)
+            signs = self.attention_norm.weight.new_ones(self.head_dim)
             signs[: self.head_dim // 2] = -1
         else:
             self.attention_norm = layer.self_attn_layer_norm
@@ -156,20 +156,37 @@ class FusedLayer(nn.Module):
         return heads * cos + torch.roll(heads, self.head_dim // 2, -1) * sin
 
 
-def join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """The outputs of `linears` side by side by one layer; each of them goes on as a view of its part of it."""
+def join(linears: Sequence[Any]) -> nn.Module:
+    """The outputs of `linears`, all of one kind, by one layer; each of them goes on as a view of its part of it."""
+    return _join_int8(linears) if isinstance(linears[0], Int8Linear) else _join_floats(linears)
+
+
+def _join_int8(linears: Sequence[Int8Linear]) -> Int8Linear:
+    sizes = [linear.out_features for linear in linears]
+    codes, scale = torch.cat([linear.codes for linear in linears]), torch.cat([linear.scale for linear in linears])
+    for linear, own_codes, own_scale in zip(linears, codes.split(sizes), scale.split(sizes), strict=True):
+        linear.codes, linear.scale = own_codes, own_scale
+    return Int8Linear(codes, scale, _joined_bias(linears, scale))
+
+
+def _joined_bias(linears: Sequence[Any], like: Tensor) -> Tensor | None:
+    """The biases side by side, zeros for a layer without; None where none has one. like: of their dtype and device."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    zeros = [like.new_zeros(linear.out_features) for linear in linears]
+    return torch.cat([z if linear.bias is None else linear.bias for linear, z in zip(linears, zeros, strict=True)])
+
+
+def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
     sizes = [linear.out_features for linear in linears]
     weight = torch.cat([linear.weight.detach() for linear in linears])
     joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)
     for linear, part in zip(linears, weight.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
-    if any(linear.bias is not None for linear in linears):
-        none = [weight.new_zeros(size) for size in sizes]
-        biases: list[Tensor] = [
-            zeros if linear.bias is None else linear.bias for linear, zeros in zip(linears, none, strict=True)
-        ]
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    bias = _joined_bias(linears, weight)
+    if bias is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
     return joined
 
 

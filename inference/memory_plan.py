@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy, empty_model
+from draft_models.target.int8 import int8_bytes, require_linear
 from draft_models.target.open_target import pick_dtype
 from draft_models.target.tensor_parallel import own_heads, own_layer, split_model
 from inference.drafters.registry import KINDS, Kind
@@ -74,18 +75,32 @@ def pass_bytes(config: PreTrainedConfig, place: Place) -> int:
     return WIDTHS[-1] * (4 * config.hidden_size + config.vocab_size) * place.itemsize
 
 
+def target_bytes(config: EvaluateConfig, target: PreTrainedConfig, place: Place) -> dict[str, int]:
+    """Of the target's weights, as transformers' arm has them and, on a CPU, once more as the runtime has them.
+
+    An int8 model's codes are laid out for the runtime as what is fastest, which may be floats: at most so many bytes.
+    """
+    floats = weight_bytes(target, place)
+    held = {"target's weights": floats}
+    if config.dtype == "int8":
+        model = empty_model(target)
+        require_linear(model, f"target={config.target or config.early_exit}")
+        held["target's weights"] = int8_bytes(model, place.itemsize)
+    if config.device == "cpu":
+        held["the same, packed for the runtime"] = floats
+    return held
+
+
 def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
     """What each GPU holds in an evaluation: a greppable line, then one for each part. Raises `UserError`."""
     place, dtype = place_of(config, target, context_limit(target))
-    held = {"target's weights": weight_bytes(target, place)}
-    if config.device == "cpu":
-        held["the same, packed for the runtime"] = held["target's weights"]
+    held = target_bytes(config, target, place)
     held["caches of plain decoding"] = cache_bytes(target, place) + pass_bytes(target, place)
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:
             held |= config.maker(kind).held(where, target, place)
-    return describe(held, place, dtype)
+    return describe(held, place, "int8" if config.dtype == "int8" else name_of(dtype))
 
 
 def plan_capture(config: Decoding, kind: Kind, checkpoint: str, target: PreTrainedConfig, positions: int) -> str:
@@ -96,7 +111,7 @@ def plan_capture(config: Decoding, kind: Kind, checkpoint: str, target: PreTrain
     place, dtype = place_of(config, target, positions)
     held = {"target's weights": weight_bytes(target, place)}
     held |= kind.load_maker().held(checkpoint, target, place)
-    return describe(held, place, dtype)
+    return describe(held, place, name_of(dtype))
 
 
 def place_of(config: Decoding, target: PreTrainedConfig, positions: int) -> tuple[Place, torch.dtype]:
@@ -106,11 +121,15 @@ def place_of(config: Decoding, target: PreTrainedConfig, positions: int) -> tupl
     return Place(config.tensor_parallel, dtype.itemsize, positions), dtype
 
 
-def describe(held: Mapping[str, int], place: Place, dtype: torch.dtype) -> str:
-    """The plan as text."""
-    name = str(dtype).removeprefix("torch.")
+def name_of(dtype: torch.dtype) -> str:
+    """As the option has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(held: Mapping[str, int], place: Place, dtype: str) -> str:
+    """The plan as text; dtype: what the weights are, by name."""
     lines = [
-        f"plan tensor_parallel={place.size} positions={place.positions} dtype={name} "
+        f"plan tensor_parallel={place.size} positions={place.positions} dtype={dtype} "
         f"device_gb={sum(held.values()) / GB:.2f}"
     ]
     return "\n".join([*lines, *(f"  {what}: {size / GB:.3f} GB" for what, size in held.items())])

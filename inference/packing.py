@@ -4,9 +4,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from draft_models.target.int8 import Int8Linear, scaled
 
 ROWS = 8  # the row count the blocked layout is chosen for; it serves 1 to 32 rows nearly as well
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
@@ -14,7 +17,7 @@ COLD = 64 * 2**20  # bytes of weights that are read in turn, so that none is in 
 SMALL = 2**20  # bytes of a layer that is blocked without measuring: its time is not that of reading weights
 REPEATS = 3  # after a first one that does not count
 
-Choose = Callable[[Sequence[nn.Linear]], str]
+Choose = Callable[[Sequence[Any]], str]  # of nn.Linears or of Int8Linears
 
 
 class PackedLinear(nn.Module):
@@ -71,11 +74,67 @@ class HalvedLinear(nn.Module):
     __call__ = forward
 
 
+class WidenedLinear(nn.Module):
+    """An int8 layer whose codes another layout multiplies as floats, which hold them exactly: 2 or 4 bytes each."""
+
+    def __init__(self, linear: Int8Linear, lay_out: Callable[[nn.Linear], nn.Module]):
+        super().__init__()
+        whole = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        whole.weight = nn.Parameter(linear.codes.to(linear.scale.dtype), requires_grad=False)
+        self.product: Any = lay_out(whole)
+        self.scale, self.bias = linear.scale, linear.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """What the codes stand for [out, in]."""
+        codes: Tensor = self.product.weight
+        return codes * self.scale[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]."""
+        return scaled(self.product(x), self.scale, self.bias)
+
+    __call__ = forward
+
+
+class CodedLinear(nn.Module):
+    """An int8 layer whose codes PyTorch widens in registers: a byte each is read."""
+
+    def __init__(self, linear: Int8Linear):
+        super().__init__()
+        self.codes, self.scale, self.bias = linear.codes, linear.scale, linear.bias
+        self._product = torch.ops.aten._weight_int8pack_mm.default
+
+    @property
+    def weight(self) -> Tensor:
+        """What the codes stand for [out, in]."""
+        return self.codes.to(self.scale.dtype) * self.scale[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]."""
+        out = self._product(x.reshape(-1, x.shape[-1]).contiguous(), self.codes, self.scale)
+        out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], -1)
+
+    __call__ = forward
+
+
 LAYOUTS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "plain": lambda linear: linear,
     "blocked": PackedLinear,
     "halved": lambda linear: HalvedLinear(linear) if fits_half(linear.weight) else PackedLinear(linear),
 }
+INT8_LAYOUTS: dict[str, Callable[[Int8Linear], nn.Module]] = {
+    "plain": lambda linear: linear,
+    "blocked": lambda linear: WidenedLinear(linear, PackedLinear),
+    "halved": lambda linear: WidenedLinear(linear, HalvedLinear),
+    "coded": CodedLinear,
+}
+
+
+def layouts_of(linear: Any) -> dict[str, Callable[[Any], nn.Module]]:
+    """By name what a layer may be laid out as."""
+    return INT8_LAYOUTS if isinstance(linear, Int8Linear) else LAYOUTS
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -95,6 +154,16 @@ def can_halve(dtype: torch.dtype) -> bool:
     return has_it and dtype == torch.float32 and torch.cpu._is_avx2_supported()
 
 
+def can_code(linear: Int8Linear) -> bool:
+    """Whether this build of PyTorch multiplies by the codes of `linear` as they are.
+
+    Its kernels for bfloat16 read whole vectors, and beyond the end of rows that are none. That for float32 is no
+    faster than a loop by hand, and some forty times slower than the other layouts.
+    """
+    whole = linear.in_features % 64 == 0 and linear.out_features % 16 == 0
+    return whole and linear.scale.dtype == torch.bfloat16 and hasattr(torch.ops.aten, "_weight_int8pack_mm")
+
+
 def fits_half(weight: Tensor) -> bool:
     """Whether float16 holds a float32 weight [out, in]: no row is off by more than float32's own precision, 2⁻²³.
 
@@ -106,20 +175,21 @@ def fits_half(weight: Tensor) -> bool:
 
 
 def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> None:
-    """Replace `nn.Linear`s inside `module` by another layout of them, for inference.
+    """Replace `nn.Linear`s and `Int8Linear`s inside `module` by another layout of them, for inference.
 
-    choose: which of `LAYOUTS`, of all layers of one shape. The module no longer holds the plain weights of those that
-    are replaced; whatever else shares its submodules gets the new ones too.
+    choose: which of `layouts_of` them, of all layers of one shape. The module no longer holds the plain weights of
+    those that are replaced; whatever else shares its submodules gets the new ones too.
     """
     # Of a subclass the forward is another: a router of experts returns their choice.
-    linears = {id(child): child for child in module.modules() if type(child) is nn.Linear}
-    by_shape: dict[tuple[torch.Size, bool], list[nn.Linear]] = {}
+    linears: dict[int, Any] = {id(child): child for child in module.modules() if type(child) in (nn.Linear, Int8Linear)}
+    by_shape: dict[tuple[Any, ...], list[Any]] = {}
     for linear in linears.values():
-        by_shape.setdefault((linear.weight.shape, linear.bias is None), []).append(linear)
+        alike = (type(linear), linear.out_features, linear.in_features, linear.bias is None)
+        by_shape.setdefault(alike, []).append(linear)
     laid_out: dict[int, nn.Module] = {}
-    for alike in by_shape.values():
-        lay_out = LAYOUTS[choose(alike)]
-        laid_out |= {id(linear): lay_out(linear) for linear in alike}
+    for same in by_shape.values():
+        lay_out = layouts_of(same[0])[choose(same)]
+        laid_out |= {id(linear): lay_out(linear) for linear in same}
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if id(child) in laid_out:
@@ -127,22 +197,29 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
 
 
 @torch.inference_mode()
-def fastest_layout(linears: Sequence[nn.Linear], clock: Callable[[], float] = time.perf_counter) -> str:
-    """Which of `LAYOUTS` is fastest for layers of one shape, here and now, over passes of `TIMED_ROWS` rows.
+def fastest_layout(linears: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> str:
+    """Which of `layouts_of` them is fastest for layers of one shape, here and now, over passes of `TIMED_ROWS` rows.
 
     They are timed in turn over as many of the layers as exceed the caches, or over one again and again where it is the
     only one. The mean of the logarithms decides. Takes some tens of milliseconds, and the memory of copies of those.
     """
-    weight = linears[0].weight
-    if weight.nbytes < SMALL:
+    first = linears[0]
+    coded = isinstance(first, Int8Linear)
+    dtype = first.scale.dtype if coded else first.weight.dtype
+    size = first.out_features * first.in_features * dtype.itemsize  # of codes too: they may be kept as floats
+    if size < SMALL:
         return "blocked"
-    sample = list(linears[: math.ceil(COLD / weight.nbytes)])
-    tried: dict[str, Sequence[nn.Module]] = {"plain": sample, "blocked": [PackedLinear(linear) for linear in sample]}
-    if can_halve(weight.dtype) and all(fits_half(linear.weight) for linear in sample):
-        tried["halved"] = [HalvedLinear(linear) for linear in sample]
+    sample = list(linears[: math.ceil(COLD / size)])
+    left_out = set()
+    if not (can_halve(dtype) and (coded or all(fits_half(linear.weight) for linear in sample))):
+        left_out.add("halved")
+    if coded and not can_code(first):
+        left_out.add("coded")
+    layouts = layouts_of(first).items()
+    tried = {name: [make(linear) for linear in sample] for name, make in layouts if name not in left_out}
     logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)
     for rows in TIMED_ROWS:
-        x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
+        x = torch.ones(rows, first.in_features, dtype=dtype)
         seconds: dict[str, list[float]] = {name: [] for name in tried}
         for _ in range(1 + REPEATS):
             for name, layers in tried.items():

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from data_prep.settings import PromptTemplate
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.settings import TARGET, RehearsedConfig, RunDtype
+from draft_models.settings import TARGET, DecodeDtype, RehearsedConfig
 from inference.drafters.registry import KINDS, Kind, Maker, kind_in
 from inference.method_settings import MethodConfig, NgramConfig
 from outrider.errors import require
@@ -81,8 +81,9 @@ class EvaluateConfig(RehearsedConfig):
     stop_strings: list[Annotated[str, Named("a text")]] = field(default_factory=list)
     repeats: Count = 1  # timed passes over every prompt, which draw anew when sampling; the one of median time counts
     compare_transformers: bool = True  # also time model.generate
-    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
-    dtype: RunDtype = "auto"
+    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it; int8: the
+    # target's linear layers in whole numbers to ±127, which is another target, in all arms (docs/evaluate.md)
+    dtype: DecodeDtype = "auto"
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)
     tensor_parallel: Count = 1  # processes over which one copy of the target is split; see docs/clusters.md
@@ -158,6 +159,9 @@ class EvaluateConfig(RehearsedConfig):
             require(not replayed or not setting, key, setting, expected)
         read = self.where(KINDS["eagle3"]) is not None or not self.reading.given()
         require(read, "reading", str(self.reading), "nothing without an EAGLE-3 head, which it is about")
+        whole = self.dtype != "int8" or self.tensor_parallel == 1
+        expected = "1 for dtype=int8: a row's scale is that of the whole row, and a split layer has parts of rows"
+        require(whole, "tensor_parallel", self.tensor_parallel, expected)
         has_target = self.target is not None or self.early_exit is not None
         require(has_target, "target", None, f"the model that is to decode{self._instead()}")
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from conf.options import CONF_DIR
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
-from draft_models.settings import RunDtype
+from draft_models.settings import DecodeDtype
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
@@ -69,7 +69,7 @@ class Model:
         placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
         self.drafters: Drafters = load_drafters(config, target, **placed)
         self.stack: LayerStack = load_stack(
-            target, None, self.subject.dtype, self.subject.device, by_layers=config.by_layers
+            target, None, self.subject.dtype, self.subject.device, by_layers=config.by_layers, int8=self.subject.int8
         )
         prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.subject.device)
@@ -251,7 +251,7 @@ def load(
     eagle3: str | None = None,
     table: str | None = None,
     drafters: Mapping[str, str] | None = None,
-    dtype: RunDtype = "auto",
+    dtype: DecodeDtype = "auto",
     device: str = "auto",
     runtime: Runtime = "auto",
 ) -> Model:

@@ -20,6 +20,7 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _MOST = 2**32  # of anything that is counted: a larger number is damage
 _DEEPEST = 4  # arrays within arrays
+_PLAIN = (0, 1, 28, 30)  # ggml's numbers of float32, float16, float64 and bfloat16
 _MISSING = object()
 
 
@@ -51,6 +52,11 @@ class GgufFile:
             expected = " or ".join(one.__name__ for one in kinds)
             raise UserError(f"{self.path}: {key}={_shown(value)}: expected {expected}; {_DAMAGED}")
         return value
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any tensor is of fewer bits than floats have."""
+        return any(place.kind not in _PLAIN for place in self.tensors.values())
 
     def texts(self, key: str) -> list[str]:
         """The list of texts under `key`. Raises `UserError`."""

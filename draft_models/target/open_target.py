@@ -9,9 +9,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.target.architectures import load_config, read_config
+from draft_models.target.empty_models import empty_model
 from draft_models.target.fingerprint import Fingerprint, fingerprint_target
 from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.gguf_tokenizer import gguf_tokenizer
+from draft_models.target.int8 import quantise, require_linear
 from draft_models.target.proof import prove_layers
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import TensorFiles, open_tensors
@@ -61,6 +63,16 @@ class OpenTarget:
         """The fingerprint; fetch: also of the tensors that are not on this machine yet."""
         return fingerprint_target(self.files, self.config, self.tokenizer, fetch=fetch)
 
+    def require_int8(self) -> None:
+        """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as is known before its weights are."""
+        gguf = find_gguf(self.source)
+        if self.files.block is not None or (gguf is not None and open_gguf(gguf).quantised):
+            raise UserError(
+                f"target={self.source}: its weights are quantised as they are stored, and dtype=int8 would quantise "
+                "them a second time; give the model it was made from, or decode with dtype=fast"
+            )
+        require_linear(empty_model(self.config), f"target={self.source}")
+
     def layers(
         self,
         layers: Sequence[int] | None = None,
@@ -69,17 +81,22 @@ class OpenTarget:
         device: torch.device | str = "cpu",
         group: Group = ALONE,
         vocabulary: bool = True,
+        int8: bool = False,
     ) -> PreTrainedModel:
         """A model of the given layers, by default of all: made by `load_layers`, proven by `prove_layers`.
 
         group, vocabulary: of whose processes each has a part of it (see `split_model`), which is proven before.
+        int8: of the int8 model, which computes in `dtype`; the weights are quantised as they are stored.
         """
         chosen = range(self.config.num_hidden_layers) if layers is None else layers
         if group.size > 1:
             prove_split(self.config, group, device)
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "group": group, "vocabulary": vocabulary}
+        loaded = stored_dtype(self.config) if int8 else dtype
+        options: dict[str, Any] = {"dtype": loaded, "device": device, "group": group, "vocabulary": vocabulary}
         model = load_layers(self.files, self.config, chosen, **options)
         prove_layers(model, f"target={self.source}")
+        if int8:
+            quantise(model, dtype, f"target={self.source}")
         return model
 
     def stack(
@@ -89,9 +106,10 @@ class OpenTarget:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         group: Group = ALONE,
+        int8: bool = False,
     ) -> LayerStack:
         """The same, ready to be run a range of layers at a time."""
-        return LayerStack(self.layers(layers, dtype=dtype, device=device, group=group))
+        return LayerStack(self.layers(layers, dtype=dtype, device=device, group=group, int8=int8))
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
@@ -137,11 +155,27 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """The dtype called `name`; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
 
-    "fast" is `fast_dtype` on a CPU, and elsewhere as "auto".
+    "fast" is `fast_dtype` on a CPU, and elsewhere as "auto". Of "int8" it is what the int8 model computes in.
     """
+    if name == "int8":
+        return _int8_floats(device)
     if name == "fast" and device.type == "cpu":
         return fast_dtype(device)
     if name not in ("auto", "fast"):
         return getattr(torch, name)
-    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    return torch.float32 if device.type == "cpu" else stored
+    return torch.float32 if device.type == "cpu" else stored_dtype(config)
+
+
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """What the weights of a checkpoint are, by its config; float32 where that does not say it."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def _int8_floats(device: torch.device) -> torch.dtype:
+    """bfloat16 where `device` computes in it natively, else float32; in float16 a sum over codes may overflow.
+
+    Where there is no GPU to ask, as in a plan, it is one that does.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return fast_dtype(device)

@@ -37,11 +37,17 @@ def prove_layers(model: PreTrainedModel, name: str) -> None:
     """
     if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
         _prove_layers(model, name, EXACT)
-    elif 4 * sum(parameter.numel() for parameter in model.parameters()) <= LARGEST_COPY:
+    elif _copied_bytes(model) <= LARGEST_COPY:
         _prove_layers(copy.deepcopy(model).float(), name, EXACT)
     else:
         _prove_layers(model, name, ROUNDED)
         _prove_layers(_one_of_each_kind(model), name, EXACT)
+
+
+def _copied_bytes(model: PreTrainedModel) -> int:
+    """Of a float32 copy; the codes of an int8 model are buffers, and stay what they are."""
+    floats = 4 * sum(parameter.numel() for parameter in model.parameters())
+    return floats + sum(buffer.nbytes for buffer in model.buffers())
 
 
 def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draft_models.settings import RunDtype
+from draft_models.settings import DecodeDtype
 from inference.method_settings import MethodConfig
 from inference.settings import Runtime, SamplingConfig
 from outrider.errors import require
@@ -25,7 +25,9 @@ class ChatConfig(Settings):
     max_new_tokens: Count = 512  # of an answer at most
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     system: str | None = None  # what stands before the conversation; null: what the chat template puts there itself
-    dtype: RunDtype = "auto"  # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU made for it
+    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU made for it; int8: linear layers in
+    # whole numbers to ±127, which is another target (docs/evaluate.md)
+    dtype: DecodeDtype = "auto"
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs
     seed: int = 0  # of sampling

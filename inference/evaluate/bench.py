@@ -147,7 +147,8 @@ def make_bench(
     sampled = config.sampling.temperature > 0
     judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
     shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
-    judge = arms_with if sampled or subject.dtype in HALF else None
+    # Of an int8 model's arm that ran the floats it is made from, a text may be the same by chance.
+    judge = arms_with if sampled or subject.dtype in HALF or subject.int8 else None
     return Bench(arms_for(config.max_new_tokens), profilers, judged, judge, shown, arms_with)
 
 

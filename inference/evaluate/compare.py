@@ -210,7 +210,8 @@ def report(
     facts: dict[str, Any] = {
         "target": subject.target.source,
         "drafter": " + ".join(where for where in map(config.where, KINDS.values()) if where) or "none",
-        "dtype": str(subject.dtype).removeprefix("torch."),
+        "dtype": subject.numbers,
+        "computes_in": subject.floats,
         "device": str(subject.device),
         "runtime": make_runtime(config.runtime, subject.device).name,
         "processes": max(measured.processes for measured in done.values()),

@@ -8,18 +8,19 @@ from inference.evaluate.arms import AUTOREGRESSIVE, PromptResult
 from inference.evaluate.lossless import Judgement, judge
 
 
-def lossless_section(results: Sequence[PromptResult], method: str, *, sampled: bool) -> dict[str, Any]:
+def lossless_section(
+    results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False
+) -> dict[str, Any]:
     """How many texts were compared token by token, and what came of judging the method and plain decoding.
 
-    None are compared when sampling, where only the law is the same.
+    None are compared when sampling, where only the law is the same. exact: no difference is excused as a tie.
     judged: by arm, see `lossless`; None where equal texts were all that counted.
     """
     checked = [] if sampled else results
     judgements = {arm: judge_arm(results, arm) for arm in (method, AUTOREGRESSIVE)}
     mine = judgements[method]
-    ties = (
-        0 if mine is None or mine.faults else sum(not r.identical(method) and method in r.deviations for r in checked)
-    )
+    judged_right = mine is not None and not mine.faults and not exact
+    ties = sum(not r.identical(method) and method in r.deviations for r in checked) if judged_right else 0
     return {
         "reference": None if sampled else results[0].reference,
         "checked": len(checked),

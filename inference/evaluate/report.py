@@ -57,6 +57,7 @@ from outrider.streams import Streams
 
 Report = dict[str, Any]
 REPORT_FILE = "report.json"
+EXACT = ("float32", "float64")  # where equal texts decide, and no difference is a tie of rounding
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
@@ -83,7 +84,9 @@ def build_report(
         "turns": len(results),
         "tokens": sum(len(g.tokens) for g in mine),
         "seed": seed,
-        "lossless": lossless_section(results, method, sampled=facts["temperature"] > 0),
+        "lossless": lossless_section(
+            results, method, sampled=facts["temperature"] > 0, exact=facts.get("computes_in") in EXACT
+        ),
         **decode_statistics(mine),
         **request_statistics(mine),
         "structure": structure_statistics(mine),

@@ -17,8 +17,9 @@ from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.anatomy import context_limit
 from draft_models.target.architectures import why_not_by_layers
 from draft_models.target.attention import ATTENTION
+from draft_models.target.int8 import quantise
 from draft_models.target.model_files import load_causal_lm, load_generation_config
-from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype
+from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype, stored_dtype
 from draft_models.target.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
@@ -43,7 +44,7 @@ class Subject:
     """The target as far as it is known before its weights are read, and how it is to run.
 
     eos: the ids that end a text. stops: the strings that do. inherited: what its generation config brings along.
-    group: the processes that it is split over.
+    int8: whether it is the int8 model of it, which computes in `dtype`. group: the processes that it is split over.
     """
 
     target: OpenTarget
@@ -52,6 +53,7 @@ class Subject:
     inherited: Inherited
     device: torch.device
     dtype: torch.dtype
+    int8: bool = False
     group: Group = ALONE
 
     @property
@@ -61,6 +63,16 @@ class Subject:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.target.tokenizer
+
+    @property
+    def numbers(self) -> str:
+        """What its weights are, by name."""
+        return "int8" if self.int8 else self.floats
+
+    @property
+    def floats(self) -> str:
+        """What it computes in, by name."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -86,8 +98,10 @@ def find_subject(config: EvaluateConfig, group: Group = ALONE) -> Subject:
     if stops:
         StopStrings(stops, target.tokenizer)  # refuses what it cannot look for
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, target.config, device)
-    return Subject(target, eos, stops, inherited, device, dtype, group)
+    dtype, int8 = pick_dtype(config.dtype, target.config, device), config.dtype == "int8"
+    if int8:
+        target.require_int8()
+    return Subject(target, eos, stops, inherited, device, dtype, int8, group)
 
 
 def find_target(config: EvaluateConfig) -> OpenTarget:
@@ -170,7 +184,7 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
         "end_tokens": sorted(subject.eos),
         "generation_config": subject.inherited.taken,
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
-        "dtype": str(subject.dtype).removeprefix("torch."),
+        "dtype": f"int8 {subject.floats}" if subject.int8 else subject.floats,
         "device": f"{subject.device.type} ({describe_machine(str(subject.device))['device']})",
     }
 
@@ -203,8 +217,8 @@ def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) ->
     """The target, it and its drafters ready to decode."""
     placed = (subject.dtype, subject.device)
     if subject.group.size == 1:
-        plain = load_plain(subject.target, *placed)
-        stack = load_stack(subject.target, plain, *placed, by_layers=config.by_layers)
+        plain = load_plain(subject.target, *placed, int8=subject.int8)
+        stack = load_stack(subject.target, plain, *placed, by_layers=config.by_layers, int8=subject.int8)
     else:
         plain = load_split(subject.target, *placed, subject.group)
         another = can_pack(subject.device, subject.dtype)
@@ -220,23 +234,25 @@ def load_stack(
     device: torch.device,
     *,
     by_layers: bool,
+    int8: bool = False,
 ) -> LayerStack:
     """The target as this runtime runs it: layer by layer, or without `by_layers` by its own forward if need be.
 
-    plain: the target as transformers runs it, where that is loaded. Raises `UserError` where it proves neither.
+    plain: the target as transformers runs it, where that is loaded. int8: it is the int8 model, which computes in
+    `dtype`. Raises `UserError` where it proves neither.
     """
     try:
         if (refusal := why_not_by_layers(target.config)) is not None:
             raise UserError(f"target={target.source}: {refusal}")
         if plain is None or can_pack(device, dtype):  # then ours is another copy; transformers' is as it was stored
-            return target.stack(dtype=dtype, device=device)
+            return target.stack(dtype=dtype, device=device, int8=int8)
         prove_layers(plain, f"target={target.source}")
         return LayerStack(plain)
     except UserError as error:
         if by_layers:
             raise
         print(f"by_layers=no reason={str(error)!r}", flush=True)
-    stack: Any = PlainLM(plain or load_plain(target, dtype, device))
+    stack: Any = PlainLM(plain or load_plain(target, dtype, device, int8=int8))
     try:
         require_all_kept(target.config)
         prove_rows(stack if dtype == torch.float32 else PlainLM(load_plain(target, torch.float32, device)))
@@ -252,9 +268,16 @@ def load_split(target: OpenTarget, dtype: torch.dtype, device: torch.device, gro
     return model
 
 
-def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The whole target as transformers loads it: the reference of every comparison."""
+def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> PreTrainedModel:
+    """The whole target as transformers loads it: the reference of every comparison.
+
+    int8: the int8 model, which computes in `dtype`. Its codes are those of the stack's, as both are of the weights as
+    they are stored.
+    """
     ours = {"attn_implementation": ATTENTION} if why_not_by_layers(target.config) is None else {}
-    model = load_causal_lm(target.source, target.revision, dtype=dtype, **ours)
+    stored = stored_dtype(target.config) if int8 else dtype
+    model = load_causal_lm(target.source, target.revision, dtype=stored, **ours)
     model.requires_grad_(False).eval()
+    if int8:
+        quantise(model, dtype, f"target={target.source}")
     return model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's

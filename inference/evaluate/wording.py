@@ -8,6 +8,11 @@ from inference.evaluate.speed import MIN_PROMPTS
 from inference.settings import SamplingConfig
 
 Report = Mapping[str, Any]
+INT8 = (
+    "The target is the int8 model in all arms: the weight of every linear layer, the head too, in whole numbers to "
+    "±127 with one scale a row, rounded once when it was loaded. It is another target than the one its drafters were "
+    "trained for, so τ may be lower than there. transformers widens the weights for every product."
+)
 
 
 def conditions(reports: Sequence[Report]) -> str:
@@ -19,9 +24,11 @@ def conditions(reports: Sequence[Report]) -> str:
         together += f", each copy of the target split over {first['tensor_parallel']}"
     sentences = [
         f"{_taken(first)}{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
-        f"{first['dtype']} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
+        f"{_numbers(first)} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
         f"prompt by prompt{together}."
     ]
+    if first["dtype"] == "int8":
+        sentences.append(INT8)
     if any(report["speedup"]["prompts"] < MIN_PROMPTS for report in reports):
         sentences.append(f"Undecided with fewer than {MIN_PROMPTS} prompts.")
     for key, said in (
@@ -34,6 +41,12 @@ def conditions(reports: Sequence[Report]) -> str:
     if first.get("cudnn_attention") is False:
         sentences.append("cuDNN's attention is off in all arms, transformers' too.")
     return " ".join(sentences)
+
+
+def _numbers(report: Report) -> str:
+    """What the weights are and, where that is something else, what they are computed with."""
+    floats = report.get("computes_in", report["dtype"])
+    return report["dtype"] if floats == report["dtype"] else f"{report['dtype']} weights and {floats} activations"
 
 
 def _taken(report: Report) -> str:

@@ -179,7 +179,7 @@ def test_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch, bench_layouts, "--target", path, "--threads", threads, "--repeats", 1, "--context", 9, "--out", out
     )
     (result,) = json.loads(out.read_text())["results"]
-    assert result["milliseconds"].keys() == {"plain", "blocked", "halved", "chosen"}
+    assert result["milliseconds"].keys() == {"plain", "blocked", "halved", "chosen", "int8"}
     assert all(by_width.keys() == {"1", "3"} for by_width in result["milliseconds"].values())
     text = torch.arange(9)
     expected = None
@@ -192,4 +192,5 @@ def test_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         logits = [session.finish() for session in (passes.session, other.session)]
         torch.testing.assert_close(*logits, rtol=0, atol=0)
         expected = logits[0] if expected is None else expected
-        torch.testing.assert_close(logits[0], expected)
+        if layout != "int8":  # which is another model
+            torch.testing.assert_close(logits[0], expected)

@@ -185,6 +185,7 @@ def _facts(report: Report) -> Markup:
     facts = {
         **{f"machine: {name}": value for name, value in report["machine"].items()},
         "dtype": report["dtype"],
+        "computes in": report.get("computes_in", report["dtype"]),
         "device": report["device"],
         "runtime": report.get("runtime", ""),
         **{f"made with: {name}": value for name, value in made.items()},

@@ -27,8 +27,9 @@ def proof_section(reports: Sequence[Report]) -> list[Markup]:
     if judged:
         said.append(
             "In half precision, and when sampling, two correct programs may part where two tokens are nearly as "
-            "likely. So every method was taken through the reference's text again, and all that it computed on the "
-            "way was compared with the target in twice the precision. The unit is what transformers rounds there."
+            "likely; and the text of an int8 model may be that of the floats it is made from. So every method was "
+            "taken through the reference's text again, and all that it computed on the way was compared with the "
+            "target in twice the precision. The unit is what transformers rounds there."
         )
     paragraphs = [tag("p", text, class_="wrong" if wrong and text == said[0] else None) for text in said]
     return paragraphs + ([_judged(judged)] if judged else [])

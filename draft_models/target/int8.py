@@ -1,0 +1,127 @@
+"""The int8 model of a target: the weight of every linear layer in whole numbers to ±127, one scale for each row.
+
+It is another target than the one it is made from. Decoding with `dtype=int8` takes it in every arm. Activations, norms,
+biases and embeddings stay floats. The scheme is the usual one of weight-only quantisation: symmetric, by output row, to
+the nearest (LLM.int8(), arXiv 2208.07339, section 2, has it by the name of vector-wise).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.errors import UserError
+from outrider.settings import listed
+
+LARGEST = 127  # of the codes: −128 is left out, so that a weight and its opposite get opposite codes
+BLOCK = 2**24  # bytes of the floats that codes are widened to at a time: what the C library's heap keeps and reuses
+
+
+class Int8Linear(nn.Module):
+    """A linear layer without gradient: output i is scale[i] · Σ_j codes[i, j] · x[j], plus bias[i].
+
+    codes: int8 [out, in]. scale: [out], of the floats it computes in. bias: [out] or None.
+
+    The scale is applied to the sum. A product of code and scale would be rounded to 16 bits once more, and the layer
+    would be that of other weights. The codes themselves are exact in bfloat16. Given `x` of another dtype it computes
+    in that, as `precise` does.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self.out_features, self.in_features = codes.shape
+
+    @property
+    def weight(self) -> Tensor:
+        """What the codes stand for [out, in], in floats."""
+        return self.codes.to(self.scale.dtype) * self.scale[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]. The codes are widened anew in every call, some rows of them at a time."""
+        rows = max(1, BLOCK // (self.in_features * x.element_size()))
+        parts = [F.linear(x, part.to(x.dtype)) for part in self.codes.split(rows)]
+        summed = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return scaled(summed, self.scale.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def scaled(summed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """What a layer gives [..., out] whose codes gave `summed`, which is overwritten."""
+    return summed.mul_(scale) if bias is None else torch.addcmul(bias, summed, scale)
+
+
+def quantise_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes int8 [out, in] and scale [out] in `dtype` of a finite weight [out, in].
+
+    The codes are the nearest ones for the scale as it is stored, so that its own rounding adds nothing to their error.
+    """
+    weight = weight.detach().float()
+    scale = (weight.abs().amax(1) / LARGEST).to(dtype)
+    scale = torch.where(scale > 0, scale, 1)  # a row of zeros
+    codes = (weight / scale.float()[:, None]).round_().clamp_(-LARGEST, LARGEST)
+    return codes.to(torch.int8), scale
+
+
+def quantise(model: nn.Module, dtype: torch.dtype, name: str) -> None:
+    """Make a frozen `model` its int8 model, which computes in `dtype`. name: the option and value that gave it.
+
+    The head is quantised like the other layers, also where it is the embedding: in a small model it is a fifth of what
+    a token reads. The embedding keeps its floats. Of it a token reads one row.
+
+    Raises `UserError` for weights that are none of a linear layer (see `require_linear`), or not finite.
+    """
+    require_linear(model, name)
+    made: dict[int, Int8Linear] = {}
+    for path, parent in list(model.named_modules()):
+        for child_name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                if id(child) not in made:
+                    made[id(child)] = _quantised(child, dtype, f"{name}: {path}.{child_name}")
+                setattr(parent, child_name, made[id(child)])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # the buffers stay: rotary frequencies are float32 in any model
+
+
+def _quantised(linear: nn.Linear, dtype: torch.dtype, name: str) -> Int8Linear:
+    if not linear.weight.isfinite().all():
+        raise UserError(
+            f"{name}: dtype=int8 has no numbers for weights that are NaN or infinite; fetch the model again"
+        )
+    bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+    return Int8Linear(*quantise_rows(linear.weight, dtype), bias)
+
+
+def require_linear(model: nn.Module, name: str) -> None:
+    """Raise `UserError` unless every matrix of `model` is a linear layer's or an embedding; it may be on meta."""
+    others = [
+        f"{path} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if type(module) is not nn.Linear and not isinstance(module, nn.Embedding)
+        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+    ]
+    if others:
+        raise UserError(
+            f"{name}: dtype=int8 quantises linear layers, and these of its modules hold weights of another kind: "
+            f"{listed(others)}. Decode with dtype=fast"
+        )
+
+
+def int8_bytes(model: nn.Module, itemsize: int) -> int:
+    """Of the int8 model of `model`, which may be on meta, whose other weights take `itemsize` bytes a number."""
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    codes = sum(linear.weight.numel() + itemsize * linear.out_features for linear in linears)
+    return codes + itemsize * sum(parameter.numel() for parameter in _floats(model, linears))
+
+
+def _floats(model: nn.Module, linears: Sequence[nn.Linear]) -> list[nn.Parameter]:
+    """The parameters that stay floats; an embedding that is the head as well is one of them."""
+    kept = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    gone = {id(linear.weight) for linear in linears} - kept.keys()
+    return [parameter for parameter in model.parameters() if id(parameter) not in gone]

@@ -1,0 +1,214 @@
+"""dtype=int8: the int8 model is the target of every arm, in every layout of its layers."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from data_prep.text.prompts import Prompt
+from draft_models.target.int8 import Int8Linear, quantise_rows
+from draft_models.target.open_target import open_target
+from inference import memory_plan, packing
+from inference.decode import autoregressive, speculative
+from inference.drafters.early_exit import Calibrated
+from inference.drafters.interface import DraftModel
+from inference.drafters.shaped import Shaped
+from inference.evaluate import subject
+from inference.evaluate.arms import prepare
+from inference.evaluate.command import evaluate as command
+from inference.evaluate.lossless import BULK
+from inference.fused_layers import join
+from inference.method_settings import MethodConfig, StopConfig
+from inference.packing import INT8_LAYOUTS, CodedLinear, can_code, can_halve, can_pack, fastest_layout, pack_linears
+from inference.runtime import make_runtime
+from inference.settings import EvaluateConfig
+from inference.structures.factory import make_structure
+from outrider.errors import UserError
+from outrider.streams import Streams
+from tests.inference.evaluate.evaluating import evaluate
+from tests.tiny import LAYERS, STRUCTURES, make_drafter, method_of, random_prompt, reference_generate, save_target
+
+CPU = torch.device("cpu")
+TOKENS = 40
+
+
+def coded(rows: int, columns: int, dtype: torch.dtype, bias: bool, seed: int = 0) -> Int8Linear:
+    numbers = torch.Generator().manual_seed(seed)
+    codes, scale = quantise_rows(torch.randn(rows, columns, generator=numbers), dtype)
+    return Int8Linear(codes, scale, torch.randn(rows, generator=numbers).to(dtype) if bias else None)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", INT8_LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_layout_multiplies_by_the_same_numbers(layout: str, bias: bool, dtype: torch.dtype) -> None:
+    """A slow reference of the dequantised weights, in float64."""
+    layer = coded(48, 192, dtype, bias)
+    able = {"blocked": can_pack(CPU, dtype), "halved": can_halve(dtype), "coded": can_code(layer)}
+    if not able.get(layout, True):
+        pytest.skip("no kernel for it here")
+    weight = layer.codes.double() * layer.scale.double()[:, None]
+    rounded = 4 * torch.finfo(dtype).eps
+    made = INT8_LAYOUTS[layout](layer)
+    for shape in ((1, 1, 192), (1, 5, 192), (40, 192)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        expected = x.double() @ weight.T + (0 if layer.bias is None else layer.bias.double())
+        found = made(x)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=rounded, atol=rounded * float(expected.abs().max()))
+    torch.testing.assert_close(made.weight.double(), weight, rtol=rounded, atol=0)
+
+
+def test_layers_that_are_joined_go_on_as_parts() -> None:
+    parts = [coded(rows, 32, torch.float32, bias=rows == 8, seed=rows) for rows in (16, 8, 8)]
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    before = torch.cat([part(x) for part in parts], -1)
+    joined = join(parts)
+    assert torch.equal(joined(x), before)
+    assert torch.equal(torch.cat([part(x) for part in parts], -1), before)
+    assert {part.codes.untyped_storage().data_ptr() for part in parts} == {joined.codes.untyped_storage().data_ptr()}
+
+
+@pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
+def test_the_layout_is_the_fastest_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that are worth measuring; PyTorch's own kernel only where it is fast and right."""
+    monkeypatch.setattr(packing, "SMALL", 0)
+    for wanted in ("plain", "blocked"):
+        now, slow = [0.0], dict.fromkeys(INT8_LAYOUTS, 1.0) | {wanted: 0.1}
+
+        def timed(name: str, layer: Int8Linear, now: list[float] = now, slow: dict[str, float] = slow) -> nn.Module:
+            class Slow(nn.Module):
+                def forward(self, x: torch.Tensor) -> None:
+                    now[0] += slow[name]
+
+            return Slow()
+
+        makers = {name: partial(timed, name) for name in INT8_LAYOUTS}
+        with patch.object(packing, "INT8_LAYOUTS", makers):
+            assert fastest_layout([coded(32, 64, torch.float32, False)], lambda now=now: now[0]) == wanted
+    assert not can_code(coded(32, 64, torch.float32, False))  # forty times slower
+    assert not can_code(coded(32, 40, torch.bfloat16, False))  # it would read beyond the end
+    model = nn.Sequential(coded(32, 64, torch.bfloat16, False), nn.Linear(64, 32))
+    pack_linears(model, lambda layers: "coded" if isinstance(layers[0], Int8Linear) else "plain")
+    assert [type(module) for module in model] == [CodedLinear, nn.Linear]
+
+
+# --- the target ---------------------------------------------------------------------------------------------------
+
+
+def widened(path: Path) -> Any:
+    """transformers' own model of the dequantised weights, made by a slow loop; it knows nothing of codes."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                for row in module.weight:
+                    step = row.abs().max() / 127
+                    row.copy_((row / step).round() * step)
+    return model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A target whose int8 model says something else than its floats, and what the former says."""
+    path = save_target(tmp_path_factory.mktemp("int8"), kv_heads=2)
+    prompt = random_prompt(20)
+    said = reference_generate(widened(path), prompt, TOKENS)
+    assert said != reference_generate(AutoModelForCausalLM.from_pretrained(path).eval(), prompt, TOKENS)
+    return path, said
+
+
+@pytest.mark.parametrize(
+    ("source", "structure", "runtime"),
+    [
+        (None, None, "eager"),
+        ("early_exit", "chain", "eager"),
+        ("early_exit", "opt_tree", "graphed"),
+        pytest.param("skip_layers", "k_config", "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_every_arm_decodes_the_int8_model(
+    made: tuple[Path, list[int]], source: str | None, structure: str | None, runtime: str
+) -> None:
+    from inference.drafters.early_exit import EarlyExitSource
+    from inference.drafters.skip_layers import SkipLayersSource
+
+    path, said = made
+    stack = open_target(str(path)).stack(dtype=torch.float32, int8=True)
+    drafter = make_drafter(path, LAYERS - 1, noise=0.15, own_head=False)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "runtime": make_runtime(runtime, CPU)}
+    if source is None or structure is None:
+        rounds = list(autoregressive(stack, random_prompt(20), **options))
+    else:
+        model: DraftModel = EarlyExitSource(drafter) if source == "early_exit" else SkipLayersSource([LAYERS - 1])
+        shaped = Shaped(model, make_structure(method_of(STRUCTURES[structure]), Streams(0)))
+        rounds = list(speculative(stack, shaped, random_prompt(20), **options))
+        assert sum(r.accepted for r in rounds) > 5
+    assert [token for r in rounds for token in r.tokens] == said
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def config_for(path: Path, out: Path, **changes: Any) -> EvaluateConfig:
+    methods = {
+        "lookup": MethodConfig(source="prompt_lookup", stop=StopConfig(rule="fixed", max_draft=3)),
+        "skip": MethodConfig(source="skip_layers", skip=(2,), stop=StopConfig(rule="fixed", max_draft=3)),
+    }
+    return EvaluateConfig(
+        **{"target": str(path), "methods": methods, "max_new_tokens": 12, "device": "cpu", "threads": 1,
+           "dtype": "int8", "out_dir": str(out), **changes}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("floats", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_a_report_says_int8_and_an_arm_of_floats_is_found(
+    made: tuple[Path, list[int]], tmp_path: Path, floats: torch.dtype
+) -> None:
+    """The fault: this runtime decodes the floats that transformers' int8 model is made from."""
+    prompts = [Prompt("a", "code", ("def add(first, second):",), False)]
+    faulty = lambda target, plain, dtype, device, **_: target.stack(dtype=dtype, device=device)  # noqa: E731
+    with patch.object(subject, "pick_dtype", lambda *_: floats):
+        evaluate(config_for(made[0], tmp_path / "right"), prompts)
+        with patch.object(subject, "load_stack", faulty), pytest.raises(SystemExit):
+            evaluate(config_for(made[0], tmp_path / "wrong"), prompts)
+    name = str(floats).removeprefix("torch.")
+    for report in json.loads((tmp_path / "right/report.json").read_text())["reports"]:
+        assert (report["dtype"], report["computes_in"]) == ("int8", name)
+        assert report["lossless"]["identical"] + report["lossless"]["excused_ties"] == 1
+        assert [judged["faults"] for judged in report["lossless"]["judged"].values()] == [[], []]
+        assert all(judged["bulk"] < BULK for judged in report["lossless"]["judged"].values())
+    said = (tmp_path / "right/report.md").read_text()
+    assert f"int8 weights and {name} activations" in said
+    assert "The target is the int8 model in all arms" in said
+    for report in json.loads((tmp_path / "wrong/report.json").read_text())["reports"]:
+        assert all(judged["faults"] for judged in report["lossless"]["judged"].values())
+
+
+def test_a_plan_counts_a_byte_a_weight(
+    made: tuple[Path, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {}
+    monkeypatch.setattr(memory_plan, "GB", 1.0)  # it counts bytes
+    for dtype in ("int8", "bfloat16"):
+        command(config_for(made[0], tmp_path, dtype=dtype, plan=True, device="auto"))
+        first, *lines[dtype] = capsys.readouterr().out.splitlines()
+        assert f" dtype={dtype} " in first
+    model = open_target(str(made[0])).layers(dtype=torch.bfloat16, int8=True)
+    held = [*model.parameters(), *(b for m in model.modules() if isinstance(m, Int8Linear) for b in m.buffers())]
+    assert f"  target's weights: {sum(one.nbytes for one in held):.3f} GB" == lines["int8"][0]
+    assert lines["int8"][1:] == lines["bfloat16"][1:]  # the caches are floats
+
+
+def test_a_split_target_is_refused(made: tuple[Path, list[int]], tmp_path: Path) -> None:
+    config = config_for(made[0], tmp_path)
+    with pytest.raises(UserError, match=r"tensor_parallel=2: expected 1 for dtype=int8"):
+        replace(config, tensor_parallel=2)
