@@ -28,7 +28,6 @@ from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
 from tests.train.jobs import calibrating, save_for_calibration
 from train.calibration import calibrate
 
-
 EVERY = typical_where(TYPICAL.__contains__, quick_where(lambda name: name in ("llama", "gpt2"), sorted(FAMILIES)))
 
 

@@ -133,10 +133,11 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", typical_where(
+    "family",
+    typical_where(
         lambda name: name in ("gemma2", "qwen3_moe"),
         quick_where(lambda name: name == "gemma2", ["gemma2", "llama", "olmo2", "qwen3_moe"]),
-    )
+    ),
 )
 def test_in_16_bits_it_proves_itself_too(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where float32 copies of all of it would be too large: on one layer of each kind, split as it is."""
