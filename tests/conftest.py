@@ -14,6 +14,12 @@ from tests.tiers import COLLECTED, beyond_one_case
 # torch is imported where it is used: what hands the tests out to workers reads this file and runs none of them.
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: a fifth of a worker's time it waits for processes that its tests start."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and what can draft for it (see `save_tiny_models`); not to be written to."""
