@@ -1,6 +1,6 @@
 """Merging and pruning n-gram tables in bounded memory: ranges of keys of mapped levels, one after another.
 
-It leaves the bytes that `draft_models.ngrams.table.merge`, `prune` and `prune_to` leave, which hold all in memory.
+It leaves the bytes that the same leaves when all is held in memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

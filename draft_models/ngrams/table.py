@@ -30,7 +30,6 @@ from draft_models.ngrams.kernels import (
     count_grams,
     find,
     group,
-    merge_grams,
 )
 from draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, separated, sort_suffixes
 from draft_models.ngrams.table_files import (
@@ -211,27 +210,6 @@ class TrigramTable:
         return sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
 
 
-def merge(tables: Sequence[TrigramTable]) -> TrigramTable:
-    """One table of all counts added up, in memory. What the tables left out as rare stays out, so it equals a table
-    of the joined corpora where they were built with min_count 1 and all successors.
-
-    Raises `UserError` unless tokenizer, vocabulary and orders are the same.
-    """
-    require(len(tables) > 0, "tables", list(tables), "at least one table")
-    first = tables[0]
-    for table in tables[1:]:
-        table.require_tokenizer(first.tokenizer, "merge")
-        require(table.vocabulary == first.vocabulary, "vocabulary", table.vocabulary, f"{first.vocabulary} to merge")
-        require(sorted(table.levels) == sorted(first.levels), "orders", sorted(table.levels), f"{sorted(first.levels)}")
-        require((table.suffixes is None) == (first.suffixes is None), "suffixes", "of some", "of all tables or of none")
-    levels = {
-        order: _merge_levels([table.levels[order] for table in tables], first.vocabulary) for order in first.levels
-    }
-    kept = [table.suffixes.tokens for table in tables if table.suffixes is not None]
-    suffixes = sort_suffixes(np.concatenate(kept), first.vocabulary) if kept else None
-    return TrigramTable(first.vocabulary, first.tokenizer, levels, merged_facts(tables), suffixes)
-
-
 def merged_facts(tables: Sequence[TrigramTable]) -> dict[str, Any]:
     """`TrigramTable.facts` of `tables`, merged."""
     facts: dict[str, Any] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
@@ -249,40 +227,6 @@ def prune(table: TrigramTable, min_count: int, max_successors: int | None = None
         totals = level.totals[np.searchsorted(level.keys, grouped.keys)]  # what is left out counts too
         levels[order] = make_level(order, table.vocabulary, grouped._replace(totals=totals))
     return replace(table, levels=levels)
-
-
-def prune_to(table: TrigramTable, megabytes: float) -> TrigramTable:
-    """`table` without its rarest n-grams: of as many occurrences as the smallest number with which its levels fit.
-
-    facts["kept_from"] says which. Raises `UserError` where nothing would be left.
-    """
-    count = 1
-    pruned = table
-    while pruned.level_bytes > megabytes * 10**6:
-        rarest = min(int(level.counts.min()) for level in pruned.levels.values() if len(level.counts))
-        count = rarest + 1
-        pruned = prune(pruned, count)
-        left = any(len(level.keys) for level in pruned.levels.values())
-        require(left, "max_mb", megabytes, "room for the most frequent n-grams at least")
-    return replace(pruned, facts={**table.facts, "max_mb": megabytes, "kept_from": count})
-
-
-# --------------------------------------------------------------------------------------------------------- merging
-
-
-def _merge_levels(levels: Sequence[Level], vocabulary: int) -> Level:
-    grams = levels[0].grams()
-    keys, totals = levels[0].keys, levels[0].totals.astype(np.uint64)
-    for level in levels[1:]:
-        grams = Grams(*merge_grams(grams, level.grams()))
-        joined = np.union1d(keys, level.keys)
-        sums = np.zeros(len(joined), np.uint64)
-        sums[np.searchsorted(joined, keys)] += totals
-        sums[np.searchsorted(joined, level.keys)] += level.totals
-        keys, totals = joined, sums
-    grouped = Grouped(*group(*grams, 1, vocabulary))
-    totals = np.minimum(totals, 2**32 - 1).astype(np.uint32)  # what was left out counts too
-    return make_level(levels[0].order, vocabulary, grouped._replace(totals=totals))
 
 
 # --------------------------------------------------------------------------------------------------------- layout

@@ -286,6 +286,27 @@ def test_bad_input_is_named_and_leaves_nothing(
     assert not Path(config.out_dir).exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"orders": (2,)}, r"merge=.*: has orders .*, expected \[2\]"),
+        ({"suffixes": True}, "suffixes=True: expected as in merge="),
+    ],
+)
+def test_only_tables_of_one_kind_merge(config: TrigramConfig, changes: dict[str, Any], message: str) -> None:
+    build_table(config)
+    other = replace(config, merge=(config.out_dir,), out_dir=f"{config.out_dir}.both", **changes)
+    with pytest.raises(UserError, match=message):
+        build_table(other)
+    assert not Path(other.out_dir).exists()
+
+
+def test_a_table_of_another_tokenizer_does_not_merge(config: TrigramConfig, tmp_path: Path) -> None:
+    TrigramTable.from_documents([[1, 2, 3, 4]], config.orders, 300, "another").save(tmp_path / "other")
+    with pytest.raises(UserError, match=r"merge=.*another tokenizer"):
+        build_table(replace(config, merge=(str(tmp_path / "other"),)))
+
+
 def test_sorting_a_corpus_that_memory_does_not_hold(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is merged with it; nothing is counted before."""
     config = replace(config, suffixes=True)

@@ -21,9 +21,10 @@ from draft_models.ngrams.suffixes import (
     sort_suffixes,
     successors_at,
 )
-from draft_models.ngrams.table import TrigramTable, merge
+from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import suffix_file
 from outrider.errors import UserError
+from tests.draft_models.ngrams.in_memory import merge
 from tests.inference.ngram_cases import VOCABULARY, make_documents
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=6)
@@ -169,8 +170,6 @@ def test_saved_opened_and_merged_it_is_the_same(tmp_path: Path) -> None:
             np.testing.assert_array_equal(array, same)
             assert array.dtype == same.dtype
     assert opened.nbytes == whole.nbytes == sum(file.stat().st_size for file in (tmp_path / "whole").glob("*.bin"))
-    with pytest.raises(UserError, match="suffixes='of some': expected of all tables or of none"):
-        merge([whole, TrigramTable.from_documents(documents, [2], VOCABULARY, "t")])
 
 
 def test_damage_is_refused(tmp_path: Path) -> None:

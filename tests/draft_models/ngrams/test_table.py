@@ -11,11 +11,12 @@ import pytest
 
 from draft_models.ngrams import table_files
 from draft_models.ngrams.kernels import Grams, merge_grams, mix
-from draft_models.ngrams.table import TrigramTable, merge, prune, prune_to
+from draft_models.ngrams.table import TrigramTable, prune
 from draft_models.ngrams.table_files import ARRAYS, MAX_VOCABULARY
 from draft_models.target.vocabulary import vocabulary_digest
 from outrider.errors import UserError
 from outrider.files import sealed, unsealed
+from tests.draft_models.ngrams.in_memory import merge, prune_to
 
 ORDERS = (2, 3, 4)
 Context = tuple[int, ...]
@@ -235,18 +236,6 @@ def test_pruning_to_a_size_leaves_out_no_more_than_it_must() -> None:
     assert prune_to(table, 1.0).facts["kept_from"] == 1
     with pytest.raises(UserError, match="max_mb=1e-06: expected room"):
         prune_to(table, 1e-6)
-
-
-def test_only_tables_of_one_kind_merge() -> None:
-    table = make([[1, 2, 3]])
-    others = [
-        (TrigramTable.from_documents([], ORDERS, 300, "another"), "another tokenizer"),
-        (TrigramTable.from_documents([], ORDERS, 301, "a tokenizer"), "vocabulary=301"),
-        (TrigramTable.from_documents([], (3,), 300, "a tokenizer"), "orders="),
-    ]
-    for other, message in others:
-        with pytest.raises(UserError, match=message):
-            merge([table, other])
 
 
 def test_the_tokenizer_is_told_by_its_ids() -> None:
