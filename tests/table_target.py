@@ -25,6 +25,7 @@ class TableModel:
     """
 
     device, dtype, exit_layer, window = CPU, torch.float32, 1, None
+    layers: Sequence[Any] = (None,)  # how many there are is asked of an exit
 
     def __init__(self, rows: Sequence[Sequence[float]]):
         self.law = torch.tensor(rows, dtype=torch.float64)

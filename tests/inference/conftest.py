@@ -52,6 +52,6 @@ def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluateCon
     """The evaluation that all others must equal: one process, from beginning to end."""
     out_dir = str(tmp_path_factory.mktemp("alone") / "out")
     made = EvaluateConfig(checkpoint=str(models / "drafter"), methods=METHODS, max_new_tokens=10, device="cpu",
-                          threads=1, out_dir=out_dir, show_prompts=0)  # fmt: skip
+                          threads=1, out_dir=out_dir)  # fmt: skip
     evaluate(made)
     return made
