@@ -74,7 +74,7 @@ def evaluate_shortly(config: EvaluateConfig) -> None:
 
 @pytest.mark.slow
 def test_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    require_named(folder / TARGET / "config.json", lambda: evaluate_shortly(on_target(folder)), capsys, 40)
+    require_named(folder / TARGET / "config.json", lambda: evaluate_shortly(on_target(folder)), capsys, 20)
 
 
 @pytest.mark.slow

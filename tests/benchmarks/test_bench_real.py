@@ -73,6 +73,7 @@ def kept(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_record_goes_on_and_has_an_entry_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_real
     from fill_tables import fill_record

@@ -21,6 +21,7 @@ from inference.session import TargetSession
 from inference.tree import ROOT, chain_parents
 from outrider.errors import UserError
 from tests.families import save_family
+from tests.tiers import typical_where
 from tests.tiny import ARCHITECTURES, LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
 TINY = LlamaConfig(
@@ -140,7 +141,7 @@ def test_judgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["seed"] for row in rows} == {4}
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("temperature", typical_where((0).__eq__, [0, 1]))
 @pytest.mark.slow
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: int) -> None:
     import bench_peers

@@ -46,6 +46,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_kind_is_trained_and_measured(tmp_path: Path, commands: dict[str, list[str]]) -> None:
     import compare_drafters
 

@@ -16,6 +16,7 @@ SMALL = ["seq_len=48", "fit.batch_rows=2", "decode_prompts=2", "decode_tokens=6"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_row_is_a_training_and_its_last_evaluation(
     tmp_path: Path, watched: Callable[[ModuleType], dict[str, Any]]
 ) -> None:

@@ -15,6 +15,7 @@ from tests.train.jobs import write_corpus
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_shape_is_trained_and_measured(
     tmp_path: Path, watched: Callable[[ModuleType], dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

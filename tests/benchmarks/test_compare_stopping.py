@@ -82,6 +82,7 @@ def test_the_oracle_is_the_best_of_all_ways_through_a_text() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_measures_and_records(tmp_path: Path, tiny_models: Path) -> None:
     import compare_stopping
     import fill_tables

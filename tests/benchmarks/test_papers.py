@@ -374,6 +374,7 @@ def test_exits_of_every_shape_are_compared(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_exits_are_trained_alike(paper: Callable[..., Any], tmp_path: Path) -> None:
     from tests.train.jobs import write_corpus
 
@@ -393,6 +394,8 @@ def test_exits_are_trained_alike(paper: Callable[..., Any], tmp_path: Path) -> N
     assert all(file.stat().st_mtime_ns == at for file, at in files.items())
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_session_knows_the_prompts_before_it(tiny_models: Path) -> None:
     """The first prompt is decoded as without one, its repetition by what it taught."""
     from papers.aded import EARLY, drafting, in_session

@@ -33,7 +33,7 @@ from inference.tree import DraftTree
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_documents
 from tests.table_target import TableHead, TableModel, TableRuntime
-from tests.tiers import quick_where
+from tests.tiers import quick_where, typical_where
 
 DRAWS, LEVEL = 8_000, 1e-4  # as many as the faults of drafts by chance need
 MATCHED = 3_000  # the faults of drafts that nothing is drawn for
@@ -228,7 +228,11 @@ def test_the_tail_of_chi_square() -> None:
 # ---------------------------------------------------------------------------------------------------------------- laws
 
 
-@pytest.mark.parametrize("name", CASES)
+# What they run is in other cases: their verification, their stop rule or their n-grams.
+REPEATED = {"chain, fixed", "k_config, top_k", "binary", "eagle", "ngrams, puct", "fused, eagle3"}
+
+
+@pytest.mark.parametrize("name", typical_where(lambda name: name not in REPEATED, CASES))
 @pytest.mark.slow
 def test_law(name: str) -> None:
     case = CASES[name]
@@ -257,7 +261,7 @@ def penalised(sampling: SamplingConfig) -> Callable[[Text], Sequence[float]]:
 PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree")
 
 
-@pytest.mark.parametrize("name", PROCESSED)
+@pytest.mark.parametrize("name", typical_where(lambda name: name.startswith("k_config"), PROCESSED))
 @pytest.mark.slow
 def test_law_behind_processors_that_read_the_text(name: str) -> None:
     """Temperature, top-k and a repetition penalty, by which the law depends on all tokens that the text has had."""

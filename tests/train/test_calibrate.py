@@ -484,6 +484,7 @@ def test_a_full_disk_leaves_the_previous_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_sigkill_then_resume_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
     fit = replace(FIT, epochs=None, steps=30, save_every=10)
     calibrate(calibrating(folder, tmp_path / "straight", fit=fit))

@@ -20,7 +20,7 @@ from inference.method_settings import MethodConfig
 from inference.settings import EvaluateConfig
 from tests.families import LAYERS, save_family
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
-from tests.tiers import quick_where
+from tests.tiers import quick_where, typical_where
 from tests.tiny import STRUCTURES, make_drafter, method_of, unproven
 
 
@@ -62,7 +62,12 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", quick_where(lambda name: name == "gpt2", FAULTS))
+@pytest.mark.parametrize(
+    "family",
+    typical_where(
+        lambda name: name in ("gemma2", "gpt2", "granite", "mixtral"), quick_where(lambda name: name == "gpt2", FAULTS)
+    ),
+)
 def test_a_family_is_judged_in_half_precision(tmp_path: Path, family: str) -> None:
     """An early exit in chains and trees, and prompt lookup."""
     path = save_family(tmp_path / "target", family, **CHANGES.get(family, {}))
