@@ -31,7 +31,7 @@ from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.pairwise import all_pairs
-from tests.tiers import quick_where
+from tests.tiers import quick_where, typical_where
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
 
 RULES = {
@@ -87,7 +87,9 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool, int]
 
 @pytest.mark.parametrize(
     ("architecture", "tied", "kv_heads", "exit_layer", "rule", "length"),
-    quick_where(lambda row: row[0] == "llama", MATRIX),
+    typical_where(
+        lambda row: row[0] in ("llama", "mistral", "opt"), quick_where(lambda row: row[0] == "llama", MATRIX)
+    ),
 )
 def test_greedy_equals_generate(
     known: Callable[..., Known], architecture: str, tied: bool, kv_heads: int, exit_layer: int, rule: str, length: int

@@ -229,7 +229,10 @@ def test_the_tail_of_chi_square() -> None:
 
 
 # What they run is in other cases: their verification, their stop rule or their n-grams.
-REPEATED = {"chain, fixed", "k_config, top_k", "binary", "eagle", "ngrams, puct", "fused, eagle3"}
+REPEATED = {
+    "chain, fixed", "chain, beta", "opt_tree, calibrated", "k_config, top_k", "binary", "eagle", "ngrams, puct",
+    "fused, eagle3",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", typical_where(lambda name: name not in REPEATED, CASES))

@@ -82,6 +82,7 @@ def test_one_command_runs_the_whole_mission(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_steps_are_processes(tmp_path: Path) -> None:
     """Started as from a shell, in a directory of the user's."""
     left_out = [f"~steps.{name}" for name in ("responses", "small_lm", "trigrams", "eesd", "calibrate", "report")]

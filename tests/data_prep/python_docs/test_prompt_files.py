@@ -104,6 +104,7 @@ def test_a_package_without_a_list_of_modules_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_there_are_twenty_thousand(tmp_path):
     """All that the command reads."""
     command = [sys.executable, ROOT / "data_prep/write_prompts.py", f"out_dir={tmp_path / 'out'}"]

@@ -1,6 +1,5 @@
 """Targets whose weights are torch's pickles (.bin): the same target as in safetensors, and no code in them is run."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ from draft_models.target.open_target import open_target
 from draft_models.target.stored_tensors import open_pickled
 from draft_models.target.tensor_files import open_tensors
 from outrider.errors import UserError
+from tests.pairwise import all_pairs
 from tests.tiny import ARCHITECTURES, random_prompt, reference_generate, save_target
 
 INDEX = "pytorch_model.bin.index.json"
@@ -54,9 +54,7 @@ def as_bin(source: Path, folder: Path, files: int = 1, *, bare: bool = False, **
     return folder
 
 
-@pytest.mark.parametrize(
-    ("architecture", "tied", "files"), list(itertools.product(ARCHITECTURES, (False, True), (1, 3)))
-)
+@pytest.mark.parametrize(("architecture", "tied", "files"), all_pairs(ARCHITECTURES, (False, True), (1, 3)))
 def test_it_is_the_target_that_it_is_in_safetensors(tmp_path: Path, architecture: str, tied: bool, files: int) -> None:
     source = save_target(tmp_path / "source", architecture, tied=tied)
     path = as_bin(source, tmp_path / "bin", files)

@@ -73,6 +73,7 @@ def test_what_was_left_out_is_known_to_the_report(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_sampled_texts_do_not_depend_on_who_measured(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
