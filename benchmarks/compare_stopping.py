@@ -230,10 +230,19 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     known: dict[str, Any] = {"entries": {}}
     with suppress(FileNotFoundError):
         known = json.loads(options.out.read_text())
-    known["entries"][options.entry] = entry
+    known["entries"][options.entry] = short(entry)
     write_json(options.out, known)
     write_atomically(options.out.with_suffix(".png"), plot(known["entries"]))
     return entry
+
+
+def short(value: Any) -> Any:
+    """`value` with six digits of every number: what is measured has fewer that mean something."""
+    if isinstance(value, dict):
+        return {key: short(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [short(one) for one in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def has_head(config: EvaluateConfig, source: str) -> bool:

@@ -62,7 +62,9 @@ def plot(entries: Mapping[str, Entry]) -> bytes:
         left.set(title=f"{name}, {LABELS[source]}", xlabel="draft step / pass over one row", xscale="log",
                  ylabel="share of the oracle's tokens per second")  # fmt: skip
         right.set(xlabel="token", ylabel="milliseconds behind the oracle")
+        left.set_xticks(ratios, recorded["by_cost"])
+        left.minorticks_off()
         left.legend(fontsize=6, ncols=2)
     image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
+    figure.savefig(image, format="png", dpi=80)
     return image.getvalue()
