@@ -13,7 +13,7 @@ from typing import Any
 
 from choose_skip import choose_for
 
-from draft_models.calibration import META_FILE
+from inference.drafters.calibrated import head_identity
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from outrider.files import write_json
 from papers.claims import Claim, Row, Table
@@ -23,9 +23,9 @@ ARXIV = "2406.03853"
 SOURCES = ("early_exit",)
 FIXED = 10  # K of Tables 4 and 5, and the longest draft of every rule
 LENGTHS = (2, 3, 4, 5, 6, 8, 10)  # K of Fig. 3
-NO_HEAD = "the checkpoint has no calibration head; run train/calibrate.py checkpoint=E"
+NO_HEAD = "the drafter has no calibration head; run train/calibrate.py checkpoint=E"
 NO_ABLATION = "needs --ablation, drafters that benchmarks/ablate_eesd.py trains"
-EXITS_ONLY = "the calibration head belongs to an early exit"
+NO_CHECKPOINT = "self-speculation has no checkpoint that a calibration head could lie in"
 SHOWN = ("hm", "acceptance", "draft_share", "tau", "per_round", "speedup")
 
 
@@ -42,12 +42,11 @@ def tree(rule: str, temperature: float = 0.5) -> MethodConfig:
 
 def tables(*, options: Any, **_: Any) -> dict[str, Table]:
     """Every table and figure of the paper, by key."""
-    head = bool(options.checkpoint) and (Path(options.checkpoint) / META_FILE).is_file()
-    no_head = "" if head or not options.checkpoint else NO_HEAD
+    no_head = lacks_head("early_exit", options.checkpoint)
     return {
         "tables_1_3": baselines(no_head),
         "table_4": ablation(no_head, options.ablation),
-        "table_5": other_drafters(no_head, options),
+        "table_5": other_drafters(options),
         "table_6": Table("Table 6: training efficiency", never="of its hardware; benchmarks/bench_train_step.py "
                          "measures a step"),
         "table_7": trees(no_head),
@@ -55,6 +54,11 @@ def tables(*, options: Any, **_: Any) -> dict[str, Table]:
         "figure_3": lengths(no_head),
         **tables_of_exits(options.target, options.exits or (), chain("beta")),
     }  # fmt: skip
+
+
+def lacks_head(source: str, where: str | None) -> str:
+    """Why no rule can ask a calibration head of the drafter in `where`; empty where it has one, or is not given."""
+    return NO_HEAD if where and head_identity(source, where) is None else ""
 
 
 def baselines(no_head: str) -> Table:
@@ -123,7 +127,7 @@ def skipped_layers(options: Any) -> tuple[int, ...]:
     return tuple(json.loads(path.read_text())["skip"])
 
 
-def other_drafters(no_head: str, options: Any) -> Table:
+def other_drafters(options: Any) -> Table:
     wanted = not options.tables or "table_5" in options.tables
     skip = skipped_layers(options) if wanted and options.target else None
     paper = {"vanilla": ("1.88×, 1.46×", "0.96×, 0.77×"), "vanilla beta": ("2.02×, 1.67×", "0.99×, 0.85×"),
@@ -133,10 +137,16 @@ def other_drafters(no_head: str, options: Any) -> Table:
         "self-speculation": (chain("fixed", "skip_layers", skip=skip), chain("beta", "skip_layers", skip=skip),
                              paper["skip"], paper["skip beta"]),
     }  # fmt: skip
+    headed = {
+        "vanilla SD": Row(
+            "vanilla SD, Cali-TS", chain("calibrated", "small_lm"), never=lacks_head("small_lm", options.small_lm)
+        ),
+        "self-speculation": Row("self-speculation, Cali-TS", never=NO_CHECKPOINT),
+    }
     rows, claims = [], []
     for name, (fixed, beta, of_fixed, of_beta) in pairs.items():
         rows += [Row(f"{name}, K = 10", fixed, paper=of_fixed), Row(f"{name}, Beta-TS", beta, paper=of_beta),
-                 Row(f"{name}, Cali-TS", never=EXITS_ONLY)]  # fmt: skip
+                 headed[name]]  # fmt: skip
         ends = (f"{name}, K = 10", f"{name}, Beta-TS")
         claims += [Claim(f"Beta-TS is faster than K = 10 ({name})", "speedup", ends),
                    Claim(f"Beta-TS has a higher HM than K = 10 (not printed there; {name})", "hm", ends)]  # fmt: skip

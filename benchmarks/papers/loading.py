@@ -50,7 +50,7 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
     others = further_tables(options, subject.target)
     drafters = dict(load_drafters(config, subject.target, **placed))
     drafters |= {"ngrams": others[options.table[0]]} if options.table else {}
-    stack = load_stack(subject.target, None, **placed, by_layers=True, int8=subject.int8)
+    stack = load_stack(subject.target, None, **placed, by_layers=True)
     prepare(stack, drafters)
     for where in further_exits(options):
         own = {"plain": PLAIN, **{key_of(row): row.method for row in rows if row.method and row.other == where}}

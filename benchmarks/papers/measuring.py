@@ -91,8 +91,10 @@ class TextSession(RecordedSession):
 def replays(row: Row) -> bool:
     """Whether the drafter sees nothing of the target but its greedy tokens."""
     assert row.method is not None
-    blind = KINDS[row.method.source].sees_tokens_only or row.method.source == "small_lm"
-    return blind and row.sampling.temperature == 0 and not row.method.ngrams.recycle
+    method = row.method
+    blind = KINDS[method.source].sees_tokens_only or method.source == "small_lm"
+    looks = method.ngrams.recycle or method.stop.needs_head  # at its logits, or its hidden states
+    return blind and not looks and row.sampling.temperature == 0
 
 
 def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Generation:

@@ -1,6 +1,6 @@
 """Merging and pruning n-gram tables in bounded memory: ranges of keys of mapped levels, one after another.
 
-It leaves the bytes that the same leaves when all is held in memory.
+It leaves the bytes that adding up and pruning whole tables in memory would leave.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -220,3 +220,17 @@ def interrupted_at(step: int, run: Callable[[], None]) -> None:
 
         patch.setattr(run_dir, "publish", publish)
         run()
+
+
+def synthetic(n: int, seed: int) -> dict[str, torch.Tensor]:
+    """Outcomes that follow a head of its form exactly; the draft's own confidence alone knows little."""
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = 5 + 3 * torch.randn(n, 4, generator=generator), 2 + torch.randn(n, 3, generator=generator)
+    position = torch.randint(1, 5, (n,), generator=generator)
+    confidence = torch.rand(n, generator=generator)
+    logit = (target[:, 0] - 5) * (position - 2) + 2 * (draft[:, 1] - 2) + 0.5 * confidence.logit()
+    label = (torch.rand(n, generator=generator) < logit.sigmoid()).float()
+    return {
+        "target_hidden": target, "draft_hidden": draft, "position": position, "label": label,
+        "confidence": confidence,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The calibration head: what is captured, the fit, the scores, the checkpoint, the command."""
+"""Calibration: what is captured, the checkpoint of a head, the command."""
 
 import functools
 import hashlib
@@ -19,7 +19,6 @@ import outrider.api
 from draft_models.calibration import META_FILE, WEIGHTS_FILE, CalibrationHead, load_calibration, save_calibration
 from draft_models.checkpoint import read_meta, save_pretrained
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.losses import IGNORE
 from draft_models.settings import HEAD_FOLDER, TARGET
 from draft_models.target.architectures import load_config
 from draft_models.target.fingerprint import fingerprint_target
@@ -42,12 +41,9 @@ from outrider.groups import Group
 from tests.fitted_heads import fitted_head
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import CALIBRATING as FIT
-from tests.train.jobs import calibrating, interrupted_at, kill_when, launch, log, save_for_calibration
+from tests.train.jobs import calibrating, interrupted_at, kill_when, launch, log, save_for_calibration, synthetic
 from train import calibration
 from train.calibration import calibrate, capture, only_tested, own_shards
-from train.calibration_model import EXAMPLES, CalibrationModel, Examples
-from train.calibration_scores import brier, expected_calibration_error, judge, predict, reliability, temper
-from train.sequential_temperature import CANDIDATES, fit_temperatures, rounds_of, survivals
 
 
 @pytest.fixture(scope="module")
@@ -108,55 +104,6 @@ def test_whole_rounds_are_captured_with_what_nobody_tested(tmp_path: Path) -> No
     kept = only_tested(whole)
     assert all(torch.equal(kept[name], part[name]) for name in part)
     assert all((whole["position"].diff() == 1) | (whole["position"][1:] == 1))
-
-
-def drawn_rounds(bias: float, scale: float, count: int, seed: int) -> dict[str, torch.Tensor]:
-    """Rounds of 4 tokens whose logits are `scale` times too large; what comes after a wrong token has label 0."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = bias + torch.randn(count, 4, generator=generator)
-    right = torch.rand(count, 4, generator=generator) < logits.sigmoid()
-    labels = right.float().cumprod(1)
-    return {"logits": scale * logits.flatten(), "position": torch.arange(1, 5).repeat(count), "label": labels.flatten()}
-
-
-def test_temperatures_undo_what_scaled_the_logits() -> None:
-    drawn = drawn_rounds(1.0, 2.5, 4000, 0)
-    rounds = rounds_of(**drawn)
-    assert rounds.logits.shape == (4000, 4)
-    assert torch.equal(rounds.accepted, drawn["label"].view(4000, 4).sum(1))
-    found = fit_temperatures(rounds)
-    torch.testing.assert_close(found[:4], torch.full((4,), 2.5), rtol=0.2, atol=0)
-    assert found[4:].tolist() == [1.0] * 6
-    products, right = survivals(rounds, found)
-    by_hand = (rounds.logits / found[:4]).sigmoid().cumprod(1)
-    torch.testing.assert_close(products.view(4000, 4), by_hand)
-    assert torch.equal(right.view(4000, 4), drawn["label"].view(4000, 4))  # of a product: all tokens up to there
-    before, after = (
-        expected_calibration_error(reliability(*survivals(rounds, each))) for each in (torch.ones(10), found)
-    )
-    assert after < 0.02 < 0.05 < before
-    assert float((CANDIDATES - 1).abs().min()) < 1e-6
-
-
-def test_short_rounds_and_few_of_them() -> None:
-    rounds = rounds_of(torch.tensor([3.0, -1.0, 2.0, 0.5]), torch.tensor([1, 2, 1, 1]), torch.tensor([1.0, 0, 0, 1]))
-    assert rounds.there.tolist() == [[True, True], [True, False], [True, False]]
-    assert rounds.accepted.tolist() == [1, 0, 1]
-    assert fit_temperatures(rounds).tolist() == [1.0] * 10
-    assert survivals(rounds, torch.ones(10))[1].tolist() == [1, 0, 0, 1]
-
-
-def test_a_head_is_tempered_on_one_half_and_judged_on_the_other() -> None:
-    drawn = drawn_rounds(1.0, 2.5, 2000, 1)
-    head = CalibrationHead(1, 1).requires_grad_(False)
-    head.draft.fill_(1.0)
-    batch = {"target_hidden": torch.zeros(8000, 1), "draft_hidden": drawn["logits"][:, None]}
-    batch |= {"position": drawn["position"], "label": drawn["label"], "confidence": torch.full((8000,), 0.5)}
-    found = temper(head, batch)
-    assert found["rounds"] == 1000
-    assert found["ece_after"] < 0.6 * found["ece_before"]
-    assert head.temperature[:4].tolist() == pytest.approx(found["temperature"][:4], abs=1e-3)
-    torch.testing.assert_close(head.temperature[:4], torch.full((4,), 2.5), rtol=0.3, atol=0)
 
 
 def test_a_head_of_the_first_format_still_serves(tmp_path: Path) -> None:
@@ -234,70 +181,6 @@ def test_a_resumed_run_learns_from_the_texts_that_there_was_time_for(folder: Pat
     assert taken == [8, 4, 6, 8]
 
 
-def test_rows_hold_every_example_once() -> None:
-    n = EXAMPLES + 7
-    captured = {
-        "target_hidden": torch.randn(n, 3), "draft_hidden": torch.randn(n, 2), "position": torch.arange(n),
-        "confidence": torch.rand(n), "label": torch.randint(0, 2, (n,)).float(),
-    }  # fmt: skip
-    rows = Examples(captured)
-    assert len(rows) == 2
-    together = {name: torch.cat([rows[0][name], rows[1][name]]) for name in rows[0]}
-    keep = together["labels"] != IGNORE
-    assert keep.tolist() == [True] * n + [False] * (2 * EXAMPLES - n)
-    assert torch.equal(together["labels"][keep], captured["label"].long())
-    assert torch.equal(together["target_hidden"][keep], captured["target_hidden"])
-    assert torch.equal(together["position"][keep], captured["position"])
-    assert torch.equal(together["confidence"][keep], captured["confidence"])
-
-
-def synthetic(n: int, seed: int) -> dict[str, torch.Tensor]:
-    """Outcomes that follow a head of its form exactly; the draft's own confidence alone knows little."""
-    generator = torch.Generator().manual_seed(seed)
-    target, draft = 5 + 3 * torch.randn(n, 4, generator=generator), 2 + torch.randn(n, 3, generator=generator)
-    position = torch.randint(1, 5, (n,), generator=generator)
-    confidence = torch.rand(n, generator=generator)
-    logit = (target[:, 0] - 5) * (position - 2) + 2 * (draft[:, 1] - 2) + 0.5 * confidence.logit()
-    label = (torch.rand(n, generator=generator) < logit.sigmoid()).float()
-    return {
-        "target_hidden": target, "draft_hidden": draft, "position": position, "label": label,
-        "confidence": confidence,
-    }  # fmt: skip
-
-
-def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> None:
-    captured = synthetic(200, 0)
-    model = CalibrationModel(captured, l2=100)
-    untrained = predict(model.folded(), captured)
-    odds = captured["confidence"].logit()  # before it has learnt anything it shifts the draft's own
-    torch.testing.assert_close(untrained, (odds - odds.mean() + captured["label"].mean().logit()).sigmoid())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    rows = Examples(captured)
-    loss = sum(model(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
-    predicted = predict(model.folded(), captured)
-    entropy = torch.nn.functional.binary_cross_entropy(predicted, captured["label"], reduction="sum")
-    penalty = sum(weights.square().sum() for weights in (model.head.target, model.head.draft))
-    torch.testing.assert_close(loss, entropy + 100 * penalty, rtol=1e-4, atol=1e-3)
-    loss.backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.head.parameters())
-    other = captured | {"target_hidden": 70 * captured["target_hidden"] + 3}
-    scaled, rows = CalibrationModel(other, l2=100), Examples(other)
-    scaled.head.load_state_dict(model.head.state_dict())
-    again = sum(scaled(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
-    torch.testing.assert_close(again, loss, rtol=1e-4, atol=1e-3)  # so one learning rate and one l2 fit any model
-
-
-def test_scores_by_hand() -> None:
-    predicted, label = torch.tensor([0.05, 0.95, 0.95, 0.55]), torch.tensor([0.0, 1.0, 0.0, 1.0])
-    assert brier(predicted, label) == pytest.approx((0.05**2 + 0.05**2 + 0.95**2 + 0.45**2) / 4)
-    curve = reliability(predicted, label)
-    assert [row["count"] for row in curve] == [1, 1, 2]
-    assert expected_calibration_error(curve) == pytest.approx((0.05 + 0.45 + 2 * 0.45) / 4)
-    assert reliability(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))[-1]["predicted"] == 1.0
-
-
 @pytest.mark.slow
 def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> None:
     calibrate(calibrating(folder, tmp_path / "run"))
@@ -331,27 +214,6 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match="damaged"):
         load_calibration(folder / "drafter", sha)
     save_calibration(folder / "drafter", head, sha, facts)
-
-
-def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
-    train, heldout = synthetic(6000, 0), synthetic(3000, 1)
-    model, rows = CalibrationModel(train, l2=0.6), Examples(train)
-    batch = {name: torch.stack([rows[i][name] for i in range(len(rows))]) for name in rows[0]}
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(**batch)["loss_sum"]
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)  # type: ignore[arg-type]
-    scores = judge(model.folded(), train, heldout)["predictors"]
-    assert scores["head"]["brier"] < 0.7 * min(scores["constant"]["brier"], scores["confidence"]["brier"])
-    assert scores["head"]["ece"] < 0.03
-    constant = torch.full_like(heldout["label"], float(train["label"].mean()))
-    assert scores["constant"]["brier"] == pytest.approx(brier(constant, heldout["label"]))
-    assert scores["confidence"]["brier"] == pytest.approx(brier(heldout["confidence"], heldout["label"]))
 
 
 @pytest.mark.parametrize(("name", "method"), [("small_lm", "vanilla_cali"), ("eagle3", "eagle3_cali")])

@@ -1,0 +1,177 @@
+"""paper.py on tiny models: every row is measured or says why not, and the same command goes on."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draft_models.settings import EARLY_EXIT, SMALL_LM, TARGET
+from tests.tiny import save_target
+
+
+@pytest.fixture
+def paper(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """The command on the tiny models: the entry it writes."""
+    import paper as script
+
+    questions = [{"question": text, "answer": "7"} for text in ("to be or ", "not to be", "def add(", "once upon")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+
+    def run(name: str, *options: str) -> dict[str, Any]:
+        given = ["--target", str(tiny_models / TARGET), "--prompts", f"code={tmp_path}/prompts.jsonl", "--num-prompts",
+                 "1", "--tokens", "5", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json"), "--label",
+                 "tiny", "--device", "cpu", "--ignore-eos", *options]  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["paper.py", name, *given])
+        script.main()
+        entry: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["entries"]["tiny"]
+        return entry
+
+    return run
+
+
+def drafters(models: Path) -> list[str]:
+    return ["--small-lm", str(models / SMALL_LM), "--checkpoint", str(models / EARLY_EXIT)]
+
+
+TIMES = {"drafting_ms", "speedup", "milliseconds", "verifying_ms", "others_ms", "tree_share"}
+
+
+SOME = {"gsd": ["table_1", "figure_3"], "opt_tree": ["figure_6"], "mcsd": ["table_4"], "eesd": ["table_4", "table_5"]}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_every_row_is_measured_or_says_why_not(
+    paper: Callable[..., Any], tiny_models: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Table by table, and nothing twice."""
+    import papers.opt_tree
+
+    monkeypatch.setattr(papers.opt_tree, "SIZES", (3, 6, 150, 500))  # of which claims name two
+    monkeypatch.setattr(papers.opt_tree, "DEPTH", 3)
+    options = [*drafters(tiny_models), *(["--skip", "2"] if name == "eesd" else [])]
+    for key in SOME[name]:
+        entry = paper(name, *options, "--tables", key)
+    assert list(entry["tables"]) == SOME[name]
+    for table in entry["tables"].values():
+        for label, row in table["rows"].items():
+            known = [value for key, value in row["here"].items() if key not in TIMES]
+            assert row["never"] or any(value is not None for value in known), label
+        assert all(claim["verdict"] in ("undecided", "not run") for claim in table["claims"])  # of one prompt
+    before = (tmp_path / "work/counts.jsonl").read_text()
+    assert paper(name, *options, "--tables", *SOME[name])["tables"] == entry["tables"]
+    assert (tmp_path / "work/counts.jsonl").read_text() == before
+    with pytest.raises(SystemExit):
+        paper(name, *options, "--tokens", "6")
+    assert "has counts of another --tokens; choose another --work" in capsys.readouterr().err
+
+
+def test_times_are_taken_when_asked_for(paper: Callable[..., Any], tiny_models: Path) -> None:
+    options = [*drafters(tiny_models), "--tables", "table_8"]
+    assert paper("eesd", *options)["tables"]["table_8"]["rows"]["EESD, Beta-TS"]["here"]["milliseconds"] is None
+    entry = paper("eesd", *options, "--timed", "1", "--num-prompts", "2")
+    assert (entry["prompts"], entry["timed"]) == (2, 1)
+    assert all(value > 0 for value in entry["tables"]["table_8"]["rows"]["EESD, Beta-TS"]["here"].values())
+    later = paper("eesd", *drafters(tiny_models), "--tables", "tables_1_3", "--num-prompts", "2")
+    assert (later["timed"], later["tables"]["table_8"]) == (1, entry["tables"]["table_8"])
+
+
+def test_exits_of_every_shape_are_compared(
+    paper: Callable[..., Any], tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each drafts for its own rows, and what a step costs is what its layers and the head weigh."""
+    from draft_models.checkpoint import save_pretrained
+    from draft_models.early_exit import EarlyExit, exit_layers
+    from draft_models.target.open_target import open_target
+
+    target = open_target(str(tiny_models / TARGET))
+    for name, n, depth in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2)):
+        model = target.layers(exit_layers(target.config, n), dtype=torch.float32)
+        exits = EarlyExit.from_model(model, n, own_head=True, depth=depth)
+        save_pretrained(tmp_path / name, exits, target.fingerprint, {"steps": 7}, torch.float32)
+    assert paper("eesd", "--tables", "figure_4")["tables"]["figure_4"]["never"].startswith("needs --exits")
+    given = ["--exits", *(str(tmp_path / name) for name in "abc"), "--tables", "figure_4", "figure_5"]
+    tables = paper("eesd", *given)["tables"]
+    shown = {name: row["here"] for key in ("figure_4", "figure_5") for name, row in tables[key]["rows"].items()}
+    assert list(shown) == ["N = 1", "N = 2", "1 exit layer", "2 exit layers"]
+    assert tables["figure_4"]["rows"]["N = 1"]["here"] == shown["1 exit layer"]
+    whole = target.layers(dtype=torch.float32)
+    layer = sum(weight.numel() for weight in whole.model.layers[0].parameters())
+    head = whole.lm_head.weight.numel()
+    share = {name: here["step_share"] for name, here in shown.items()}
+    assert share["N = 1"] == pytest.approx((2 * layer + head) / (4 * layer + head))
+    assert share["N = 2"] == share["2 exit layers"] == pytest.approx((3 * layer + head) / (4 * layer + head))
+    for here in shown.values():
+        rounds = 1 + here["per_round"] * here["step_share"]
+        assert here["gain_by_weights"] == pytest.approx(here["tau"] / rounds)
+        assert here["trained_steps"] == 7
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_exits_are_trained_alike(paper: Callable[..., Any], tmp_path: Path) -> None:
+    from tests.train.jobs import write_corpus
+
+    data = write_corpus(tmp_path)
+    told = ["seq_len=48", "fit.batch_rows=2", "decode_prompts=0", "fit.precision=fp32", "data=local",
+            f"data.path={data.path[0]}", "data.layout=text", "data.heldout_fraction=0.2",
+            f"data.cache_dir={data.cache_dir}", "frozen_dtype=float32"]  # fmt: skip
+    given = ["--tables", "figure_4", "figure_5", "--first-layers", "2", "1", "--depths", "2", "--train-steps", "2"]
+    tables = paper("eesd", *given, "--train", *told)["tables"]
+    assert list(tables["figure_4"]["rows"]) == ["N = 1", "N = 2"]
+    assert list(tables["figure_5"]["rows"]) == ["1 exit layer", "2 exit layers"]
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "work" / "exits").rglob("drafter.safetensors")}
+    assert {file.parent.name for file in files} == {"first_2_exit_1", "first_1_exit_1", "first_2_exit_2"}
+    for table in tables.values():
+        assert all(row["here"]["trained_steps"] == 2 for row in table["rows"].values())
+    assert paper("eesd", *given, "--train", *told)["tables"] == tables
+    assert all(file.stat().st_mtime_ns == at for file, at in files.items())
+
+
+def test_pairs_are_entries_of_one_table(
+    paper: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OPT and Llama pairs, each a target and a small LM with its tokenizer."""
+    import paper as script
+
+    pairs = []
+    for name in ("llama", "opt"):
+        models = [save_target(tmp_path / f"{name}_{role}", name, seed=seed) for seed, role in enumerate("td")]
+        pairs += ["--pair", f"{name}={models[0]},{models[1]}"]
+    given = ["paper.py", "mcsd", *pairs, "--prompts", f"code={tmp_path}/prompts.jsonl", "--num-prompts", "1",
+             "--tokens", "4", "--ignore-eos", "--device", "cpu", "--tables", "table_5", "--work",
+             str(tmp_path / "pairs"), "--out", str(tmp_path / "pairs.json")]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", given)
+    script.main()
+    entries = json.loads((tmp_path / "pairs.json").read_text())["entries"]
+    assert list(entries) == ["llama", "opt"]
+    for name, entry in entries.items():
+        assert entry["models"]["target"] == f"{name}_t"
+        assert all(
+            0 <= row["here"]["alpha_1"] <= row["here"]["alpha_4"] for row in entry["tables"]["table_5"]["rows"].values()
+        )
+    assert "llama: α, k = 4 | opt: α, k = 1" in capsys.readouterr().out
+    for wrong, said in (
+        (["--pair", "a=t"], "pair='a=t': expected NAME=TARGET,DRAFTER"),
+        (["--pair", "a=t,d", "--target", "t"], "expected without --target, which it names"),
+        (["--pair", "a=t,d", "--pair", "a=u,e"], "a name of its own for every pair"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["paper.py", "mcsd", *wrong])
+        with pytest.raises(SystemExit):
+            script.main()
+        assert said in capsys.readouterr().err
+
+
+def test_bad_input_is_named(paper: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in (
+        (["--tables", "table_99"], "tables=['table_99']: expected some of table_1"),
+        (["--transcripts", "a.jsonl"], "either --target or --transcripts"),
+        (["--tokens", "1"], "tokens=1: expected at least 2"),
+    ):
+        with pytest.raises(SystemExit):
+            paper("gsd", *options)
+        assert said in capsys.readouterr().err

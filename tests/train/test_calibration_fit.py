@@ -1,0 +1,131 @@
+"""What is learnt from captured tokens: the head, its scores, and the temperatures of its product."""
+
+import pytest
+import torch
+
+from draft_models.calibration import CalibrationHead
+from draft_models.losses import IGNORE
+from tests.train.jobs import synthetic
+from train.calibration_model import EXAMPLES, CalibrationModel, Examples
+from train.calibration_scores import brier, expected_calibration_error, judge, predict, reliability, temper
+from train.sequential_temperature import CANDIDATES, fit_temperatures, rounds_of, survivals
+
+
+def drawn_rounds(bias: float, scale: float, count: int, seed: int) -> dict[str, torch.Tensor]:
+    """Rounds of 4 tokens whose logits are `scale` times too large; what comes after a wrong token has label 0."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = bias + torch.randn(count, 4, generator=generator)
+    right = torch.rand(count, 4, generator=generator) < logits.sigmoid()
+    labels = right.float().cumprod(1)
+    return {"logits": scale * logits.flatten(), "position": torch.arange(1, 5).repeat(count), "label": labels.flatten()}
+
+
+def test_temperatures_undo_what_scaled_the_logits() -> None:
+    drawn = drawn_rounds(1.0, 2.5, 4000, 0)
+    rounds = rounds_of(**drawn)
+    assert rounds.logits.shape == (4000, 4)
+    assert torch.equal(rounds.accepted, drawn["label"].view(4000, 4).sum(1))
+    found = fit_temperatures(rounds)
+    torch.testing.assert_close(found[:4], torch.full((4,), 2.5), rtol=0.2, atol=0)
+    assert found[4:].tolist() == [1.0] * 6
+    products, right = survivals(rounds, found)
+    by_hand = (rounds.logits / found[:4]).sigmoid().cumprod(1)
+    torch.testing.assert_close(products.view(4000, 4), by_hand)
+    assert torch.equal(right.view(4000, 4), drawn["label"].view(4000, 4))  # of a product: all tokens up to there
+    before, after = (
+        expected_calibration_error(reliability(*survivals(rounds, each))) for each in (torch.ones(10), found)
+    )
+    assert after < 0.02 < 0.05 < before
+    assert float((CANDIDATES - 1).abs().min()) < 1e-6
+
+
+def test_short_rounds_and_few_of_them() -> None:
+    rounds = rounds_of(torch.tensor([3.0, -1.0, 2.0, 0.5]), torch.tensor([1, 2, 1, 1]), torch.tensor([1.0, 0, 0, 1]))
+    assert rounds.there.tolist() == [[True, True], [True, False], [True, False]]
+    assert rounds.accepted.tolist() == [1, 0, 1]
+    assert fit_temperatures(rounds).tolist() == [1.0] * 10
+    assert survivals(rounds, torch.ones(10))[1].tolist() == [1, 0, 0, 1]
+
+
+def test_a_head_is_tempered_on_one_half_and_judged_on_the_other() -> None:
+    drawn = drawn_rounds(1.0, 2.5, 2000, 1)
+    head = CalibrationHead(1, 1).requires_grad_(False)
+    head.draft.fill_(1.0)
+    batch = {"target_hidden": torch.zeros(8000, 1), "draft_hidden": drawn["logits"][:, None]}
+    batch |= {"position": drawn["position"], "label": drawn["label"], "confidence": torch.full((8000,), 0.5)}
+    found = temper(head, batch)
+    assert found["rounds"] == 1000
+    assert found["ece_after"] < 0.6 * found["ece_before"]
+    assert head.temperature[:4].tolist() == pytest.approx(found["temperature"][:4], abs=1e-3)
+    torch.testing.assert_close(head.temperature[:4], torch.full((4,), 2.5), rtol=0.3, atol=0)
+
+
+def test_rows_hold_every_example_once() -> None:
+    n = EXAMPLES + 7
+    captured = {
+        "target_hidden": torch.randn(n, 3), "draft_hidden": torch.randn(n, 2), "position": torch.arange(n),
+        "confidence": torch.rand(n), "label": torch.randint(0, 2, (n,)).float(),
+    }  # fmt: skip
+    rows = Examples(captured)
+    assert len(rows) == 2
+    together = {name: torch.cat([rows[0][name], rows[1][name]]) for name in rows[0]}
+    keep = together["labels"] != IGNORE
+    assert keep.tolist() == [True] * n + [False] * (2 * EXAMPLES - n)
+    assert torch.equal(together["labels"][keep], captured["label"].long())
+    assert torch.equal(together["target_hidden"][keep], captured["target_hidden"])
+    assert torch.equal(together["position"][keep], captured["position"])
+    assert torch.equal(together["confidence"][keep], captured["confidence"])
+
+
+def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> None:
+    captured = synthetic(200, 0)
+    model = CalibrationModel(captured, l2=100)
+    untrained = predict(model.folded(), captured)
+    odds = captured["confidence"].logit()  # before it has learnt anything it shifts the draft's own
+    torch.testing.assert_close(untrained, (odds - odds.mean() + captured["label"].mean().logit()).sigmoid())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    rows = Examples(captured)
+    loss = sum(model(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
+    predicted = predict(model.folded(), captured)
+    entropy = torch.nn.functional.binary_cross_entropy(predicted, captured["label"], reduction="sum")
+    penalty = sum(weights.square().sum() for weights in (model.head.target, model.head.draft))
+    torch.testing.assert_close(loss, entropy + 100 * penalty, rtol=1e-4, atol=1e-3)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.head.parameters())
+    other = captured | {"target_hidden": 70 * captured["target_hidden"] + 3}
+    scaled, rows = CalibrationModel(other, l2=100), Examples(other)
+    scaled.head.load_state_dict(model.head.state_dict())
+    again = sum(scaled(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows)))
+    torch.testing.assert_close(again, loss, rtol=1e-4, atol=1e-3)  # so one learning rate and one l2 fit any model
+
+
+def test_scores_by_hand() -> None:
+    predicted, label = torch.tensor([0.05, 0.95, 0.95, 0.55]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    assert brier(predicted, label) == pytest.approx((0.05**2 + 0.05**2 + 0.95**2 + 0.45**2) / 4)
+    curve = reliability(predicted, label)
+    assert [row["count"] for row in curve] == [1, 1, 2]
+    assert expected_calibration_error(curve) == pytest.approx((0.05 + 0.45 + 2 * 0.45) / 4)
+    assert reliability(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))[-1]["predicted"] == 1.0
+
+
+def test_a_head_of_the_right_form_beats_the_other_predictors() -> None:
+    train, heldout = synthetic(6000, 0), synthetic(3000, 1)
+    model, rows = CalibrationModel(train, l2=0.6), Examples(train)
+    batch = {name: torch.stack([rows[i][name] for i in range(len(rows))]) for name in rows[0]}
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(**batch)["loss_sum"]
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    scores = judge(model.folded(), train, heldout)["predictors"]
+    assert scores["head"]["brier"] < 0.7 * min(scores["constant"]["brier"], scores["confidence"]["brier"])
+    assert scores["head"]["ece"] < 0.03
+    constant = torch.full_like(heldout["label"], float(train["label"].mean()))
+    assert scores["constant"]["brier"] == pytest.approx(brier(constant, heldout["label"]))
+    assert scores["confidence"]["brier"] == pytest.approx(brier(heldout["confidence"], heldout["label"]))
