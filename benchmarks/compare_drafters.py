@@ -33,7 +33,7 @@ from typing import Any
 from figures import all_figures
 from interleaved import Contest, add_options, evaluation, measure_all, read_categories
 from measured_command import run_measured
-from record_tables import interval, number
+from record_tables import SHAPES, drafters_table
 from safetensors import safe_open
 from trainings import require_same
 
@@ -61,7 +61,6 @@ OWN = ("target", "checkpoint", "small_lm", "eagle3", "table", "drafters", "metho
 # A training ends with its minutes, and no step is chosen by an evaluation.
 BUDGET = ("fit.epochs=null", "fit.steps=1000000", "fit.eval_every=null", "fit.save_every=null",
           "fit.wandb.mode=disabled")  # fmt: skip
-SHAPES = ("chain", "tree")
 
 
 @dataclass(frozen=True)
@@ -197,28 +196,6 @@ def row_of(name: str, contest: Contest, arms: Mapping[str, Any], options: argpar
     }
 
 
-def table(rows: Mapping[str, Any]) -> str:
-    """The rows as Markdown."""
-    lines = [
-        "| drafter | 10⁶ parameters | tokens seen | minutes | agreement 1, 2, 3 | as | identical | τ | tokens/s "
-        "| over plain decoding [95 %] | GB, host | GB, device |",
-        "|---" * 12 + "|",
-    ]
-    for row in rows.values():
-        known = row["trained"]
-        agreed = ", ".join(f"{place['accepted']:.2f}" for place in row["agreement_by_position"][:3])
-        size = number(known["parameters"] and known["parameters"] / 1e6, 2)
-        for shape in SHAPES:
-            arm, taken = row[shape], row["memory"][shape]
-            held = (number(taken[name] and taken[name] / 1e9, 2) for name in ("host_bytes", "device_bytes"))
-            lines.append(
-                f"| {row['drafter']} | {size} | {known['tokens']} | {number(known['minutes'], 2)} | {agreed} | {shape} "
-                f"| {arm['identical']}/{arm['prompts']} | {number(arm['tau'], 2)} "
-                f"| {number(arm['tokens_per_second'], 1)} | {interval(arm['speedup'])} | {' | '.join(held)} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
 def measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Measure all drafters, write the JSON and show the table. Raises `UserError`."""
     require(bool(options.prompts), "prompts", options.prompts, "NAME=FILE with --measure")
@@ -253,7 +230,7 @@ def measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     out = options.out or HERE / f"results/drafters_{Path(options.target).name}_{contest.subject.device.type}.json"
     require_writable(out.parent)
     write_json(out, record)
-    print(table(rows))
+    print(drafters_table(rows))
     print(f"prompts={len(contest.results)} of {contest.asked} out={out}")
 
 

@@ -14,7 +14,8 @@ does, but for the costs at its start.
 
 KEY=VALUE are options of evaluate-checkpoint. checkpoint (an early exit), small_lm and eagle3 are compared if given,
 each by itself. Rules that ask a calibration head are among them where it has one (train/calibrate.py). What is measured
-already is kept in --work, so the same command goes on after --minutes. --out takes one entry more each time.
+already is kept in --work, so the same command goes on after --minutes. --out takes one entry more each time. --rules
+leaves all others but the fixed lengths out, for more prompts in the same time.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from typing import Any
 from figures import all_figures
 from interleaved import Contest, add_options, evaluation, load_teams, measure_all, read_categories
 from recorded_drafts import Text, read_text, record, save_text
-from stopping_hindsight import FIXED, LENGTHS, in_hindsight
+from stopping_hindsight import FIXED, LENGTHS, Rules, in_hindsight
 from stopping_tables import LABELS, plot, stopping
 from tqdm import tqdm
 
@@ -54,7 +55,7 @@ from inference.evaluate.subject import Models, Subject, context_length, find_sub
 from inference.generation_config import generate_settings, make_sampler
 from inference.method_settings import LONGEST_CHAIN, MethodConfig, StopConfig
 from inference.settings import EvaluateConfig
-from outrider.errors import UserError
+from outrider.errors import UserError, require
 from outrider.files import write_atomically, write_json
 from outrider.settings import construct
 from outrider.streams import Streams
@@ -76,6 +77,14 @@ def rules_of(head: bool) -> dict[str, StopConfig]:
     stops |= {f"{FIXED}{k}": StopConfig(max_draft=k) for k in LENGTHS}
     stops |= {"auto": StopConfig(max_draft="auto"), "survival": StopConfig(rule="survival")}
     return {**stops, "survival, head": StopConfig(rule="survival", score="head")} if head else stops
+
+
+def wanted_rules(stops: Mapping[str, StopConfig], wanted: Sequence[str] | None) -> dict[str, StopConfig]:
+    """The fixed lengths and those `wanted` of `stops`; all where nothing is. Raises `UserError` for an unknown one."""
+    known = [name for name in stops if not name.startswith(FIXED)]
+    for name in wanted or ():
+        require(name in known, "rules", name, f"some of: {', '.join(known)}")
+    return {name: stop for name, stop in stops.items() if wanted is None or name in wanted or name not in known}
 
 
 PRESETS = {"checkpoint": "eesd_fixed", "small_lm": "vanilla", "eagle3": "eagle3"}  # that need them
@@ -204,18 +213,20 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     prompts = read_categories(options.prompts, options.per_category)
     given = [source for source in LABELS if config.where(KINDS[source]) is not None]
     minutes = None if options.minutes is None else options.minutes / len(given)
+    heads = {source: has_head(config, source) for source in given}
+    rules = {source: wanted_rules(rules_of(head), options.rules) for source, head in heads.items()}
     sources: dict[str, Any] = {}
     contest = None
-    for source in given:
-        head = has_head(config, source)
-        stops = rules_of(head)
+    for source, stops in rules.items():
+        head = heads[source]
         work = options.work / hashlib.sha256(options.entry.encode()).hexdigest()[:8] / source
         found: dict[str, Any] = {"head": head}
         if not options.recorded_only:
             contest = decode_in_turn(config, source, stops, prompts, work / "measured", minutes)
             found["live"] = live(contest, config.seed)
         texts, tuning = record_all(config, source, head, prompts[: options.recorded], work / "recorded")
-        sources[source] = {**found, "recorded": in_hindsight(texts, stops, tuning)}
+        recorded = in_hindsight(texts, Rules(stops, tuning, drawn=config.sampling.temperature > 0))
+        sources[source] = {**found, "recorded": recorded}
     entry = {
         "command": shlex.join(["python", "benchmarks/compare_stopping.py", *arguments]),
         "note": options.note,
@@ -253,6 +264,7 @@ def has_head(config: EvaluateConfig, source: str) -> bool:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "runs/stopping")
+    parser.add_argument("--rules", nargs="+", metavar="RULE", help="measure only these and fixed lengths")
     parser.add_argument("--recorded", type=int, default=24, help="record drafts in the first so many prompts")
     parser.add_argument("--recorded-only", action="store_true", help="nothing is timed but a draft's costs")
     parser.add_argument("--entry", required=True, help="the name of this measurement in the JSON")

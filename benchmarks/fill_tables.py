@@ -14,9 +14,9 @@ elsewhere on the page. The tables of the record (benchmarks/bench_real.py) stand
 "float32 table: end", and so for each entry's dtype; between those of "float32 summary" without categories. That of
 ngram_memory.json stands between "memory table: begin" and "memory table: end", those of benchmarks/compare_stopping.py
 between "NAME stopping: begin" and "NAME stopping: end". What became of a paper's claims (benchmarks/paper.py) stands
-between "gsd tables: begin" and "gsd tables: end", and so for each paper. That of benchmarks/compare_fused.py stands
-between "fused bfloat16 table: begin" and "fused bfloat16 table: end". --check writes nothing, and ends with status 1
-where a page differs from the report.
+between "gsd tables: begin" and "gsd tables: end", and so for each paper. Those of benchmarks/compare_fused.py and
+compare_drafters.py go by the name of their file: "fused_amx table: begin". --check writes nothing, and ends with status
+1 where a page differs from the report.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from papers.writing import markdown
-from record_tables import fused_table, interval, summary, tables
+from record_tables import drafters_table, fused_table, interval, summary, tables
 from stopping_tables import stopping
 
 Report = Mapping[str, Any]
@@ -128,23 +128,27 @@ def cells_of(report: Report) -> dict[str, str]:
     }
 
 
-def fill_fused(page: str, gains: Mapping[str, Any], dtype: str) -> str:
-    """`page` with the table of benchmarks/compare_fused.py. Raises `ValueError` where it has no place."""
-    place = re.compile(rf"(<!-- fused {dtype} table: begin -->\n)(.*?)(<!-- fused {dtype} table: end -->)", re.DOTALL)
-    filled, count = place.subn(lambda found: found[1] + fused_table(gains) + found[3], page)
+def fill_named(page: str, name: str, table: str) -> str:
+    """`page` with `table` in the place of that name. Raises `ValueError` where it has none."""
+    place = re.compile(rf"(<!-- {name} table: begin -->\n)(.*?)(<!-- {name} table: end -->)", re.DOTALL)
+    filled, count = place.subn(lambda found: found[1] + table + found[3], page)
     if not count:
-        raise ValueError(f"no place for fused drafts; expected <!-- fused {dtype} table: begin -->")
+        raise ValueError(f"no place for it; expected <!-- {name} table: begin -->")
     return filled
 
 
-def filled_from(content: Mapping[str, Any], page: str) -> str:
-    """`page` with the tables of what a JSON file holds. Raises `ValueError` where it has no place for them."""
+def filled_from(content: Mapping[str, Any], page: str, name: str) -> str:
+    """`page` with the tables of a JSON file of that name, which has this content. Raises `ValueError` where it has no
+    place for them.
+    """
     if "paper" in content:
         return fill_paper(page, content)
     if "entries" in content:
         return fill_record(page, content["entries"])
     if "gains" in content:
-        return fill_fused(page, content["gains"], content["dtype"])
+        return fill_named(page, name, fused_table(content["gains"]))
+    if "drafters" in content:
+        return fill_named(page, name, drafters_table(content["drafters"]))
     if "results" in content:
         return fill_memory(page, content["results"])
     return fill(page, content.get("reports", [content]))
@@ -159,7 +163,7 @@ def main(arguments: Sequence[str]) -> None:
     content, differ = json.loads(options.report.read_text()), []
     for page in options.pages:
         old = page.read_text()
-        new = filled_from(content, old)
+        new = filled_from(content, old, options.report.stem)
         if new != old:
             differ.append(str(page))
             if not options.check:

@@ -1,7 +1,7 @@
 """What recorded drafts say of stop rules: bounds in hindsight, cold starts, a shift of the text, other costs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recorded_drafts import Spell, Text, dearer, oracle, replay, said, seconds_by_token, summary
@@ -17,24 +17,32 @@ RATIOS = (0.02, 0.05, 0.1, 0.2, 0.4)  # a draft step over a pass of one row
 TOLD = 64  # tokens of which the time from a cold start is told
 
 
-def replayed(
-    texts: Sequence[Text], stop: StopConfig, tuning: Tuning, *, after: Sequence[Text] = ()
-) -> list[list[Spell]]:
-    """The rounds of a rule on every text. after: the texts that it has been through before, each its own."""
-    found = []
-    for number, text in enumerate(texts):
-        rule = make_rule(stop, Streams(0, str(number)), said, tuning, default=LONGEST_CHAIN)  # type: ignore[arg-type]
-        if after:
-            replay(rule, after[number])
-        found.append(replay(rule, text))
-    return found
+@dataclass(frozen=True)
+class Rules:
+    """Stop rules by name. drawn: the recorded drafts were drawn from q, else they are the likeliest tokens."""
+
+    stops: Mapping[str, StopConfig]
+    tuning: Tuning
+    drawn: bool
+
+    def replayed(self, name: str, texts: Sequence[Text], *, after: Sequence[Text] = ()) -> list[list[Spell]]:
+        """The rounds of a rule on every text. after: the texts that it has been through before, each its own."""
+        found = []
+        for number, text in enumerate(texts):
+            stop, streams = self.stops[name], Streams(0, str(number))
+            rule = make_rule(stop, streams, said, self.tuning, default=LONGEST_CHAIN, drawn=self.drawn)
+            if after:
+                replay(rule, after[number])
+            found.append(replay(rule, text))
+        return found
 
 
-def in_hindsight(texts: Sequence[Text], stops: Mapping[str, StopConfig], tuning: Tuning) -> dict[str, Any]:
+def in_hindsight(texts: Sequence[Text], given: Rules) -> dict[str, Any]:
     """What follows from recorded drafts (see compare_stopping.py)."""
     texts = [text for text in texts if text.drafts]
+    stops, tuning = given.stops, given.tuning
     costs, names = tuning.costs, sorted({text.category for text in texts})
-    runs = {name: replayed(texts, stop, tuning) for name, stop in stops.items()}
+    runs = {name: given.replayed(name, texts) for name in stops}
     runs["oracle"] = [oracle(text, costs) for text in texts]
     groups = {name: [i for i, text in enumerate(texts) if text.category == name] for name in names}
     rules = {}
@@ -52,8 +60,8 @@ def in_hindsight(texts: Sequence[Text], stops: Mapping[str, StopConfig], tuning:
         "positions": sum(len(text.drafts) for text in texts),
         "costs": costs.summary(),
         "rules": rules,
-        "shift": shifted(texts, stops, tuning),
-        "by_cost": {str(ratio): by_cost(texts, stops, tuning, ratio) for ratio in RATIOS},
+        "shift": shifted(texts, given),
+        "by_cost": {str(ratio): by_cost(texts, given, ratio) for ratio in RATIOS},
     }
 
 
@@ -63,16 +71,15 @@ def mean_seconds(rounds: Sequence[Sequence[Spell]], tuning: Tuning) -> list[floa
     return [sum(column) / len(told) for column in zip(*told, strict=True)]
 
 
-def by_cost(
-    texts: Sequence[Text], stops: Mapping[str, StopConfig], tuning: Tuning, ratio: float
-) -> dict[str, dict[str, float]]:
+def by_cost(texts: Sequence[Text], given: Rules, ratio: float) -> dict[str, dict[str, float]]:
     """`summary` of every rule where a draft step takes `ratio` of a pass over one row."""
-    other = replace(tuning, costs=dearer(tuning.costs, ratio))
-    found = {name: summary(replayed(texts, stop, other), other.costs) for name, stop in stops.items()}
-    return {**found, "oracle": summary([oracle(text, other.costs) for text in texts], other.costs)}
+    costs = dearer(given.tuning.costs, ratio)
+    other = replace(given, tuning=replace(given.tuning, costs=costs))
+    found = {name: summary(other.replayed(name, texts), costs) for name in other.stops}
+    return {**found, "oracle": summary([oracle(text, costs) for text in texts], costs)}
 
 
-def shifted(texts: Sequence[Text], stops: Mapping[str, StopConfig], tuning: Tuning) -> dict[str, dict[str, float]]:
+def shifted(texts: Sequence[Text], given: Rules) -> dict[str, dict[str, float]]:
     """Tokens per second on texts right after one of another category, over those with a fresh rule."""
     others = []
     for number, text in enumerate(texts):
@@ -83,8 +90,9 @@ def shifted(texts: Sequence[Text], stops: Mapping[str, StopConfig], tuning: Tuni
         return {}
     second, first = zip(*pairs, strict=True)
     found = {}
-    for name, stop in stops.items():
-        fresh = summary(replayed(second, stop, tuning), tuning.costs)["rate"]
-        carried = summary(replayed(second, stop, tuning, after=first), tuning.costs)["rate"]
+    costs = given.tuning.costs
+    for name in given.stops:
+        fresh = summary(given.replayed(name, second), costs)["rate"]
+        carried = summary(given.replayed(name, second, after=first), costs)["rate"]
         found[name] = {"fresh": fresh, "carried": carried}
     return found

@@ -41,8 +41,12 @@ _STORAGE_ERRORS = {
 }
 
 
-def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
+def entry(
+    name: str, schema: type[Config], *, complete: Callable[[Sequence[str]], list[str]] = list
+) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
     """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
+
+    complete: adds the overrides that follow from those given.
 
     A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
     message on stderr and status 2, Ctrl-C with status 130. Everything else keeps its traceback.
@@ -61,6 +65,8 @@ def entry(name: str, schema: type[Config]) -> Callable[[Callable[[Config], Any]]
                     print_help(name, schema)
                 return
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
+            with reported():
+                sys.argv[1:] = complete(sys.argv[1:])
             # Importing accelerate loads DeepSpeed, which warns on every machine without a GPU.
             logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
             try:

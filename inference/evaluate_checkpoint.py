@@ -3,11 +3,41 @@
 evaluate-checkpoint checkpoint=runs/eesd prompts=python_stdlib method=eesd_survival
 """
 
+import os
+from collections.abc import Mapping, Sequence
+
 from conf import entry
+from inference.drafters.registry import KINDS, Kind, kind_in
 from inference.settings import EvaluateConfig
 
 
-@entry("evaluate_checkpoint", EvaluateConfig)
+def with_methods(options: Sequence[str]) -> list[str]:
+    """`options`; where they choose no method, also that of every drafter that they give, and prompt lookup for none.
+
+    Raises `UserError` for a drafter's directory that cannot be read.
+    """
+    places = [place for place, option in enumerate(options) if "=" in option and not option.startswith("-")]
+    given = {key.lstrip("+~"): value.strip("'\"") for key, _, value in (options[i].partition("=") for i in places)}
+    asked = {key.split(".")[0].split("@")[0] for key in given}
+    if asked & {"method", "experiment"}:
+        return [*options]
+    kinds = [kind for kind in KINDS.values() if kind.preset and given.get(kind.option or "", "null") != "null"]
+    presets = [str(_kind_of(kind, given).preset) for kind in kinds]
+    if not presets and "target" in given and "drafters" not in asked:
+        presets = ["prompt_lookup"]
+    if not presets:
+        return [*options]
+    end = places[-1] + 1  # Hydra takes no option after a flag and its value
+    return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]
+
+
+def _kind_of(kind: Kind, given: Mapping[str, str]) -> Kind:
+    """`kind`; of a checkpoint the kind that lies there. Where none does that of an early exit says what is missing."""
+    found = kind_in(os.path.expanduser(given["checkpoint"])) if kind.option == "checkpoint" else None
+    return found or kind
+
+
+@entry("evaluate_checkpoint", EvaluateConfig, complete=with_methods)
 def main(config: EvaluateConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
     from inference.evaluate.command import evaluate

@@ -15,6 +15,7 @@ def main(config: ChatConfig) -> None:
     import outrider
     from inference.chat.loop import Chat
     from inference.chat.screen import open_screen
+    from inference.drafters.ngram_memory import save_all
 
     if sys.stdin.isatty():
         import readline  # noqa: F401  # `input` then knows the arrow keys
@@ -30,6 +31,7 @@ def main(config: ChatConfig) -> None:
         Chat(model, config, screen, input).run()
     finally:
         screen.close()
+        save_all()  # what any of the methods that were chosen in between has kept
 
 
 if __name__ == "__main__":

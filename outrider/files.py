@@ -115,8 +115,11 @@ def is_text(value: str) -> bool:
     return True
 
 
-def require_writable(directory: Path | str) -> Path:
-    """Make `directory` and prove that a file can be written there, before any work. Raises `UserError`."""
+def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
+    """Make `directory` and prove that a file can be written there, before any work.
+
+    Raises `UserError`, naming the `option` that said where.
+    """
     path = Path(directory)
     probe = path / f".probe.{os.getpid()}"
     try:
@@ -127,6 +130,6 @@ def require_writable(directory: Path | str) -> Path:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
-            f"out_dir={directory}: cannot be written ({error.strerror}); free space or choose another"
+            f"{option}={directory}: cannot be written ({error.strerror}); free space or choose another"
         ) from None
     return path

@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches for a network
@@ -18,6 +19,12 @@ from tests.tiers import COLLECTED, beyond_one_case
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: a fifth of a worker's time it waits for processes that its tests start."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays until the end, so no collection of garbage need look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -226,6 +226,7 @@ def test_a_training_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_steps_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "steps.json").write_text(json.dumps({"minutes": 2.0, "seconds_per_step": 0.5, "steps": 240}))
 
     def steps() -> None:

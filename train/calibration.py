@@ -133,6 +133,7 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
     room = min(config.seq_len, context - config.new_tokens)
     if room < 1:
         raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
+    begun = bool(run_dir.checkpoints(out_dir))  # what is learned from is decided
     captured: dict[str, Batch] = {}
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
     for split, count in counts.items():
@@ -140,11 +141,18 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
         prompts = [heldout_prompt(rows[i])[-room:] for i in range(len(rows))]
         folder = require_writable(out_dir / "captured" / f"{split}-{_digest([settings, prompts])}")
         limit = TimeLimit(config.minutes and config.minutes * count / sum(counts.values()))
-        capture_shards(config, folder, prompts, stack, draft_model, group, limit, whole=split == "heldout")
-        state.wait_for_everyone()
         starts = range(0, len(prompts), SHARD_PROMPTS)
-        there = [start for start in starts if limit.minutes is None or _shard(folder, start).exists()]
-        if limit.minutes is not None and len(there) < len(starts) and state.is_main_process:
+        there = [start for start in starts if _shard(folder, start).exists()]
+        if not (begun and there):
+            capture_shards(config, folder, prompts, stack, draft_model, group, limit, whole=split == "heldout")
+            state.wait_for_everyone()
+            there = [start for start in starts if limit.minutes is None or _shard(folder, start).exists()]
+        elif len(there) < len(starts) and state.is_main_process:
+            print(
+                f"calibrate split={split}: goes on with the texts that it learns from; for more another out_dir",
+                flush=True,
+            )
+        if limit.minutes is not None and not begun and len(there) < len(starts) and state.is_main_process:
             # What is learned from is known by it: a resumed run is to find its time over too.
             write_json(folder / SECONDS_FILE, {"seconds": max(seconds_spent(folder), 60 * limit.minutes)})
         shards = [load_file(_shard(folder, start)) for start in there]

@@ -22,7 +22,7 @@ from train.pipeline_bar import Pace, StepBar
 from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-LOGS = "logs"  # <step>.log: all that the step has said; <step>.json: the record that it is done
+LOGS = "logs"  # <step>.log: what the step has said; .json: the record that it is done; .seconds.json: of cut runs of it
 SUMMARY = "pipeline.json"
 FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
 _AGAIN = "remove it, and resume=true does the step again"
@@ -64,7 +64,7 @@ def run_pipeline(config: PipelineConfig) -> None:
             )
         (out_dir / LOGS).mkdir(exist_ok=True)
         records = _records(config)
-        minutes = {name: None if config.debug else config.steps[name].expected_minutes for name in config.to_do}
+        minutes = {name: None if config.debug else config.expected_minutes(name) for name in config.to_do}
         pace = Pace({name: expected and 60 * expected for name, expected in minutes.items()})
         try:
             for name in config.to_do:
@@ -76,9 +76,12 @@ def run_pipeline(config: PipelineConfig) -> None:
                     if _is_outdated(name, records):  # its command would refuse to go on with what is there
                         with only_run(require_writable(out_dir / name), f"the product of step {name}"):
                             shutil.rmtree(out_dir / name, ignore_errors=True)
+                            (out_dir / LOGS / f"{name}.seconds.json").unlink(missing_ok=True)
                     records.pop(name, None)
                     records[name] = _run_step(config, name, records, pace)
                 pace.done[name] = records[name].seconds
+                if name == "report" and config.own_report is not None:
+                    give_report(out_dir / STEPS[name].product, out_dir / "eesd", config.own_report)
         finally:
             done = summary(config, records)
             write_json(out_dir / SUMMARY, done)
@@ -122,19 +125,22 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record], 
     command = [sys.executable, str(ROOT / step.script), *placed]
     command += [f"out_dir={out_dir / name}", "resume=true"]
     print(f"pipeline step={name} state=started log={log} left={pace.words()!r}", flush=True)
-    began = time.time()
-    with StepBar(pace, name):
-        status = _tee(command, log)
-    seconds = time.time() - began
+    began, cut = time.time(), out_dir / LOGS / f"{name}.seconds.json"
+    spent = read_as(dict[str, float], cut, "seconds of a step that was cut", "remove it") if cut.exists() else {}
+    try:
+        with StepBar(pace, name):
+            status = _tee(command, log)
+    finally:  # also where it is interrupted: what it has trained is of all its runs, and so is the time that it took
+        seconds = spent.get("seconds", 0.0) + time.time() - began
+        write_json(cut, {"seconds": seconds})
     failed = status != 0 or not (out_dir / step.product).exists()
     print(f"pipeline step={name} seconds={seconds:.1f} state={'failed' if failed else 'done'}", flush=True)
     if failed:
         reason = f"exit status {status}" if status else f"it left no {step.product}"
         raise UserError(f"step {name} failed ({reason}); see {log}; resume=true continues from this step")
-    if name == "report" and config.own_report is not None:
-        give_report(out_dir / step.product, out_dir / "eesd", config.own_report)
     record = Record(options, seconds, time.time(), _finish_times(name, records))
     write_json(out_dir / LOGS / f"{name}.json", asdict(record))
+    cut.unlink()
     return record
 
 

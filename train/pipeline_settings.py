@@ -83,6 +83,7 @@ STEPS = {
     ),
 }
 OWN = ("out_dir", "resume")  # options of every step that the pipeline gives
+TIME = "minutes"  # the option by which commands take their time
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,12 @@ class StepConfig(Settings):
                 require(given, name, option, "KEY=VALUE, an option of the step's command")
                 require(key_of(option) not in OWN, name, option, f"none of {', '.join(OWN)}: the pipeline gives them")
 
+    @property
+    def minutes(self) -> float:
+        """What its experiment gives the command to work in; 0 where it does not say so."""
+        given = [option.partition("=")[2] for option in self.overrides if key_of(option) == TIME]
+        return float(given[-1]) if given and given[-1] != "null" else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(RunConfig):
@@ -119,6 +126,9 @@ class PipelineConfig(RunConfig):
     # the method whose report the early-exit drafter's directory gets as well
     own_report: str | None = free(None)
     out_dir: str = free("runs/pipeline")  # where everything goes
+    # what all steps together may take on two CPU cores: it shortens or lengthens the minutes that the experiment gives
+    # them, all in proportion; null: as the experiment says
+    minutes: Positive | None = None
     debug: bool = free(False)  # a rehearsal in <out_dir>-debug: the same commands, everything small
 
     def __post_init__(self) -> None:
@@ -130,6 +140,34 @@ class PipelineConfig(RunConfig):
         require(not both, "steps", list(self.steps), f"one of {', '.join(MAKERS)}: a pipeline has one target")
         both = {"eesd", "report"} <= set(self.steps)
         require(self.own_report is None or both, "own_report", self.own_report, "null without steps eesd and report")
+        if self.minutes is not None:
+            self._check_minutes(self.minutes)
+
+    def _check_minutes(self, minutes: float) -> None:
+        unknown = [name for name in self.to_do if self.steps[name].expected_minutes is None]
+        require(not unknown, "minutes", minutes, f"null: how long {', '.join(unknown)} will take is not known")
+        require(not self.debug, "minutes", minutes, "null with debug=true, where everything is small already")
+        least = self._untimed
+        require(minutes > least, "minutes", minutes, f"more than the {least:.1f} of loading, counting and saving")
+        given = any(self.steps[name].minutes for name in self.to_do)
+        require(given, "minutes", minutes, "null: no step of the experiment has minutes that could change")
+
+    @property
+    def _untimed(self) -> float:
+        """Minutes that the steps take beside those that they are given."""
+        return sum((self.steps[name].expected_minutes or 0) - self.steps[name].minutes for name in self.to_do)
+
+    @property
+    def _share(self) -> float:
+        """What a step gets of the minutes that its experiment gives it."""
+        if self.minutes is None:
+            return 1.0
+        return (self.minutes - self._untimed) / sum(self.steps[name].minutes for name in self.to_do)
+
+    def expected_minutes(self, name: str) -> float | None:
+        """What step `name` will take on two CPU cores."""
+        step = self.steps[name]
+        return step.expected_minutes and step.expected_minutes + (self._share - 1) * step.minutes
 
     @property
     def to_do(self) -> list[str]:
@@ -141,9 +179,10 @@ class PipelineConfig(RunConfig):
         """The command line of step `name`, with `HERE` and `REPOSITORY` for those directories; without `OWN`."""
         step = self.steps[name]
         target = self.target or f"{HERE}/{'fetch' if 'fetch' in self.steps else 'target'}"
-        given = [*STEPS[name].read_links(self.steps), *step.overrides, *(step.debug if self.debug else ()), *step.more]
+        timed = [f"{TIME}={self._share * step.minutes:.3g}"] if self.minutes is not None and step.minutes else []
+        given = [*STEPS[name].read_links(self.steps), *step.overrides, *(step.debug if self.debug else ()), *timed]
         kept: dict[str, str] = {}
-        for option in given:
+        for option in [*given, *step.more]:
             if option.startswith("~") and key_of(option) in kept:
                 del kept[key_of(option)]
             else:

@@ -50,6 +50,8 @@ def ship_drafters(config: ShipConfig) -> None:
 
 def _ship(config: ShipConfig, out_dir: Path) -> None:
     run, staging = Path(config.run), out_dir / run_dir.STAGING
+    if run.resolve() == out_dir.resolve():
+        raise UserError(f"out_dir={out_dir}: is run= itself, whose trainings would be replaced; give another out_dir")
     found = [name for name in SHIPPED if (run / name).is_dir()]
     if not found:
         raise UserError(f"run={run}: no drafters there; expected a pipeline's directory with {', '.join(SHIPPED)}")

@@ -75,14 +75,15 @@ def steps_for_minutes(
     """Optimizer steps that take about `minutes` here, at least 1 and at most those `config` asks for.
 
     Compilation, evaluations and checkpoints come on top. The first call measures the steps of a model that `build`
-    makes, which is then thrown away. It leaves the number in `out_dir`, and with `resume` the number is read from
-    there. So schedules remain functions of the step, and a run continued elsewhere ends where it was to end.
+    makes, which is then thrown away. It leaves the number in `out_dir`. A run that goes on from a checkpoint reads it
+    there: schedules remain functions of the step, and a run continued elsewhere ends where it was to end. Before the
+    first checkpoint nothing is decided, as the minutes, the model or the batch may be others now.
 
     group: as for `fit`. clock: seconds; None: real ones, the device's work included. Call it on every process.
     """
     file, process = out_dir / STEPS_FILE, join_processes()
     run_dir.require_free(out_dir, resume)
-    if resume and file.exists():
+    if resume and file.exists() and run_dir.checkpoints(out_dir):
         kept: _Steps = read_as(_Steps, file, "number of steps", "remove it, and the steps are measured anew")
         return kept.steps
     if process.is_main_process:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -184,7 +185,8 @@ class _Pool:
             return
         while len(self._waiting) >= self._limit:
             yield self._result(self._waiting.popleft())
-        self._waiting.append(self._pool.submit(_write_in_process, path, batch, self._dtype))
+        with self._alive():
+            self._waiting.append(self._pool.submit(_write_in_process, path, batch, self._dtype))
 
     def drain(self) -> Iterator[int]:
         """Wait for all shards; yields their token counts."""
@@ -192,8 +194,14 @@ class _Pool:
             yield self._result(self._waiting.popleft())
 
     def _result(self, future: Future[int]) -> int:
-        try:
+        with self._alive():
             return future.result()
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Raises `UserError` where one of the processes has died: when a result is waited for, or work handed out."""
+        try:
+            yield
         except BrokenProcessPool:
             raise UserError(
                 f"tokenizer={self._source}: a tokenising process was killed, or ran out of memory; continue with "

@@ -26,7 +26,7 @@ from draft_models.ngrams.recycled import Recycled, new_recycled
 from draft_models.ngrams.table import TrigramTable
 from inference.drafters.ngram_mixing import new_weights
 from inference.method_settings import NgramConfig
-from outrider.errors import UserError
+from outrider.errors import UserError, require
 from outrider.files import parse_json, require_writable, sealed, unsealed, write_atomically
 from outrider.run_dirs import system_lock
 
@@ -44,6 +44,11 @@ class Learnt(NamedTuple):
     known: ContextMap
     recycled: Recycled
     shares: np.ndarray
+
+    @property
+    def bytes_beside_contexts(self) -> int:
+        """What a file takes whatever contexts it has."""
+        return sum(array.nbytes for array in (*self.recycled[1:], self.shares))
 
 
 def nothing(table: TrigramTable, config: NgramConfig) -> Learnt:
@@ -66,7 +71,7 @@ class Memory:
 
     def __init__(self, path: Path, notes: Mapping[str, Any], limit: float, learnt: Learnt, lock: FileLock):
         """notes: what it belongs to. limit: bytes of the file."""
-        self.path, self.notes, self._limit, self._lock = path, dict(notes), limit, lock
+        self.path, self.notes, self.limit, self._lock = path, dict(notes), limit, lock
         self._before = learnt
         self._last: tuple[bytes, Callable[[], Learnt]] | None = None  # the prompt, and what was learnt since
         self._saved = time.monotonic()
@@ -91,12 +96,11 @@ class Memory:
         self._lock.release()
 
     def _within_limit(self, learnt: Learnt) -> Learnt:
-        known = learnt.known
-        others = sum(array.nbytes for array in (*learnt.recycled[1:], learnt.shares))
+        known, others = learnt.known, learnt.bytes_beside_contexts
         taken = sum(count * size for count, size in zip(known.used.tolist(), _BYTES, strict=True))
-        if taken + others <= self._limit:
+        if taken + others <= self.limit:
             return learnt
-        return learnt._replace(known=map_of(most_used(contexts_of(known), _LEAVES * self._limit - others)))
+        return learnt._replace(known=map_of(most_used(contexts_of(known), _LEAVES * self.limit - others)))
 
     def _write(self, learnt: Learnt) -> None:
         arrays = _arrays(learnt)
@@ -135,15 +139,22 @@ def open_memory(config: NgramConfig, table: TrigramTable, target: Mapping[str, A
     notes = {"format": _FORMAT, "tokenizer": table.tokenizer, "target": target, "learning": _learning(config, table)}
     if path in _open:
         _require_same(path, _open[path].notes, notes)
+        same = _open[path].limit == config.keep_mb * 1e6
+        require(same, "ngrams.keep_mb", config.keep_mb, f"what it was when {path} was opened")
         return _open[path]
-    require_writable(path.parent)
+    require_writable(path.parent, "ngrams.keep")
     lock = system_lock(path.with_name(f".{path.name}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(f"ngrams.keep={path}: open in another process; wait for it, or give another file") from None
+    except (OSError, NotImplementedError) as error:  # as in `only_run`
+        raise UserError(f"ngrams.keep={path}: cannot be locked ({error}); give a file elsewhere") from None
     try:
         learnt = nothing(table, config)
+        least = 2 * learnt.bytes_beside_contexts / 1e6  # as much again for contexts
+        room = f"more than {least:.3g}, half of which is not contexts"
+        require(config.keep_mb > least, "ngrams.keep_mb", config.keep_mb, room)
         if path.exists():
             limit = max(table.vocabulary, target.get("vocab_size") or 0)
             learnt = _read(path, notes, learnt, limit)

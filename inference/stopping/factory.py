@@ -1,6 +1,7 @@
 """Stop rules made of their settings."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from draft_models.calibration import CalibrationHead
 from inference.auto.policy import Tuning
@@ -15,14 +16,24 @@ from inference.stopping.fixed import FixedLength
 from inference.stopping.interface import StopRule, ask
 from inference.stopping.rejection_risk import RejectionRisk
 from inference.stopping.survival import Survival
-from inference.stopping.trust import Doubt, Trust
+from inference.stopping.trust import Belief, Trust
 from outrider.streams import Streams
 
 # A draft's own probabilities may be far off, each way: greedy targets take tokens of a low q nearly always.
-DRAFT_DOUBT = Doubt(offset=3.0, slope=0.5)
-HEAD_DOUBT = Doubt(offset=0.5, slope=0.0)  # a head was calibrated; what it cannot know is the text's own effect
+DRAFT = Belief(offset=(0.0, 3.0), slope=(1.0, 0.5))
+HEAD = Belief(offset=(0.0, 0.5), slope=(1.0, 0.0))  # it was calibrated; what it cannot know is the text's own effect
+# A token drawn from q is accepted with the probability min(1, p/q). How likely it was says next to nothing of that.
+DRAWN = Belief(offset=(1.0, 0.7), slope=(0.1, 0.1))
 
-Make = Callable[[StopConfig, int, Streams, CalibrationHead | None, Tuning | None], StopRule]
+
+@dataclass(frozen=True)
+class Given:
+    """What rules are made with besides their settings (see `make_rule`)."""
+
+    streams: Streams
+    head: CalibrationHead | None
+    tuning: Tuning | None
+    drawn: bool
 
 
 def make_rule(
@@ -32,14 +43,16 @@ def make_rule(
     tuning: Tuning | None = None,
     *,
     default: int,
+    drawn: bool = False,
 ) -> StopRule:
     """The stop rule of `stop`, fresh: what it learns belongs to one generation, like its `streams`.
 
     head: for rules that ask one. tuning: for max_draft=auto and rule=survival. default: what a max_draft of null means.
+    drawn: drafts are drawn from q, else they are the likeliest tokens.
     """
     if stop.max_draft == AUTO:
         return BestLength(required(tuning))
-    return RULES[stop.rule](stop, stop.limit(default), streams, head, tuning)
+    return RULES[stop.rule](stop, stop.limit(default), Given(streams, head, tuning, drawn))
 
 
 def required(tuning: Tuning | None) -> Tuning:
@@ -49,7 +62,7 @@ def required(tuning: Tuning | None) -> Tuning:
     return tuning
 
 
-def _given(head: CalibrationHead | None) -> CalibrationHead:
+def _required_head(head: CalibrationHead | None) -> CalibrationHead:
     if head is None:
         raise ValueError("this stop rule needs the drafter's calibration head")
     return head
@@ -60,7 +73,7 @@ def _threshold(stop: StopConfig) -> float:
 
 
 def _posterior(stop: StopConfig, head: CalibrationHead | None) -> Posterior:
-    return Posterior(_given(head), stop.model_sigma, stop.sample_sigma, stop.prior, stop.mean, stop.evidence)
+    return Posterior(_required_head(head), stop.model_sigma, stop.sample_sigma, stop.prior, stop.mean, stop.evidence)
 
 
 def _bandit(longest: int, gamma: float) -> StopRule:
@@ -70,31 +83,29 @@ def _bandit(longest: int, gamma: float) -> StopRule:
     return UCB(rules)
 
 
-def _survival(
-    stop: StopConfig, longest: int, streams: Streams, head: CalibrationHead | None, tuning: Tuning | None
-) -> StopRule:
-    longest = stop.limit(LONGEST_CHAIN)
+def _survival(stop: StopConfig, longest: int, given: Given) -> StopRule:
+    longest, tuning = stop.limit(LONGEST_CHAIN), required(given.tuning)
     if stop.score == "head":
-        asked = _given(head)
-        return Survival(required(tuning), lambda step: ask(asked, step), Trust(HEAD_DOUBT), longest)
-    return Survival(required(tuning), lambda step: float(step.log_odds), Trust(DRAFT_DOUBT), longest)
+        head = _required_head(given.head)
+        return Survival(tuning, lambda step: ask(head, step), Trust(DRAWN if given.drawn else HEAD), longest)
+    return Survival(tuning, lambda step: float(step.log_odds), Trust(DRAWN if given.drawn else DRAFT), longest)
 
 
-RULES: dict[str, Make] = {
-    "fixed": lambda stop, longest, *_: FixedLength(longest),
-    "confidence": lambda stop, longest, *_: Confidence(longest, _threshold(stop)),
-    "adaedl": lambda stop, longest, *_: AdaEDL(longest, _threshold(stop), stop.gamma),
-    "svip": lambda stop, longest, *_: SVIP(longest, _threshold(stop)),
-    "rejection_risk": lambda stop, longest, _, head, __: RejectionRisk(_given(head), longest, _threshold(stop)),
-    "beta": lambda stop, longest, streams, *_: BetaThompson(
-        longest, stop.alpha, stop.beta, stop.update, streams.of("stop"), stop.discount
+RULES: dict[str, Callable[[StopConfig, int, Given], StopRule]] = {
+    "fixed": lambda stop, longest, _: FixedLength(longest),
+    "confidence": lambda stop, longest, _: Confidence(longest, _threshold(stop)),
+    "adaedl": lambda stop, longest, _: AdaEDL(longest, _threshold(stop), stop.gamma),
+    "svip": lambda stop, longest, _: SVIP(longest, _threshold(stop)),
+    "rejection_risk": lambda stop, longest, given: RejectionRisk(_required_head(given.head), longest, _threshold(stop)),
+    "beta": lambda stop, longest, given: BetaThompson(
+        longest, stop.alpha, stop.beta, stop.update, given.streams.of("stop"), stop.discount
     ),
-    "calibrated": lambda stop, longest, streams, head, _: CalibratedThompson(
-        longest, _posterior(stop, head), streams.of("stop")
+    "calibrated": lambda stop, longest, given: CalibratedThompson(
+        longest, _posterior(stop, given.head), given.streams.of("stop")
     ),
-    "posterior_mean": lambda stop, longest, _, head, __: PosteriorMean(
-        longest, _posterior(stop, head), _threshold(stop)
+    "posterior_mean": lambda stop, longest, given: PosteriorMean(
+        longest, _posterior(stop, given.head), _threshold(stop)
     ),
     "survival": _survival,
-    "bandit": lambda stop, longest, *_: _bandit(longest, stop.gamma),
+    "bandit": lambda stop, longest, _: _bandit(longest, stop.gamma),
 }

@@ -8,24 +8,25 @@ DRIFT = 0.03  # of the prior's variances is added when another round follows: te
 
 
 @dataclass(frozen=True)
-class Doubt:
-    """The prior's standard deviations: of the offset a and of the slope b (see `Trust`)."""
+class Belief:
+    """What is believed of a text beforehand: mean and deviation of the offset a and of the slope b (see `Trust`)."""
 
-    offset: float
-    slope: float
+    offset: tuple[float, float]
+    slope: tuple[float, float]
 
 
 class Trust:
     """c = sigmoid(a + b z): the probability that a token of score z is right, z a logit.
 
-    At first a = 0 and b = 1: the score is taken at its word. Every tested token moves both, by one step of Newton's
-    method on the posterior of a logistic regression (an extended Kalman filter). The offset is the text's own effect.
-    Tokens of one text are right more or less often together, which independent trials with one probability are not.
+    With a = 0 and b = 1 the score is taken at its word, with b = 0 not looked at. Every tested token moves both, by one
+    step of Newton's method on the posterior of a logistic regression (an extended Kalman filter). The offset is the
+    text's own effect. Tokens of one text are right more or less often together, which independent trials with one
+    probability are not.
     """
 
-    def __init__(self, doubt: Doubt):
-        self.offset, self.slope = 0.0, 1.0
-        self._prior = doubt.offset**2, doubt.slope**2
+    def __init__(self, prior: Belief):
+        (self.offset, offset), (self.slope, slope) = prior.offset, prior.slope
+        self._prior = offset**2, slope**2
         self._variance = (*self._prior, 0.0)  # of the offset, of the slope, and their covariance
 
     def probability(self, score: float) -> float:

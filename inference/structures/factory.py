@@ -164,7 +164,8 @@ def make_structure(
     settings = method.structure
     generator = streams.of("draft") if drawn else None
     if settings.kind == "chain":
-        rule = make_rule(method.stop, streams, head, tuning, default=CHAIN_TOKENS)
+        by_chance = drawn and method.verify == "exact"  # naive verification takes a token as often as p says it
+        rule = make_rule(method.stop, streams, head, tuning, default=CHAIN_TOKENS, drawn=by_chance)
         return Chain(rule, generator)
     tree = make_tree(settings, generator, tuning)
     return replace(tree, rule=make_rule(method.stop, streams, head, tuning, default=tree.max_depth))

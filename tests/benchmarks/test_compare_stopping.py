@@ -18,6 +18,7 @@ from inference.drafters.shaped import Shaped
 from inference.method_settings import StopConfig
 from inference.stopping.factory import make_rule
 from inference.structures.factory import Chain
+from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 
@@ -79,6 +80,17 @@ def test_the_oracle_is_the_best_of_all_ways_through_a_text() -> None:
                 position += min(drafted, draft.accepted) + 1
             best = min(best, spent)
         assert found == pytest.approx(best)
+
+
+def test_rules_can_be_left_out_but_for_fixed_lengths() -> None:
+    import compare_stopping
+
+    stops = compare_stopping.rules_of(head=False)
+    lengths = {name for name in stops if name.startswith("K = ")}
+    assert compare_stopping.wanted_rules(stops, None) == stops
+    assert set(compare_stopping.wanted_rules(stops, ["survival", "AdaEDL"])) == lengths | {"survival", "AdaEDL"}
+    with pytest.raises(UserError, match=r"rules='SpecDec\+\+': expected some of: max-probability"):
+        compare_stopping.wanted_rules(stops, ["survival", "SpecDec++"])  # which asks a head
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from omegaconf import OmegaConf
 
+from inference.evaluate_checkpoint import with_methods
 from outrider import settings
 from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, ROOT, compose_and_build, written_commands
@@ -26,7 +27,11 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:python |make |evaluate-checkpoint )[^`]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-INSTALLING = {"python3 -m venv .venv && . .venv/bin/activate", "pip install -c constraints.txt -e '.[dev]'"}
+INSTALLING = {
+    "python3 -m venv .venv && . .venv/bin/activate",
+    ". .venv/bin/activate   # after any make",
+    "pip install -c constraints.txt -e '.[dev]'",
+}
 RUN_ELSEWHERE = {"python docs/make_options.py"}  # test_options.py
 READERS_OWN = "mine"  # a file that a page has its reader write
 MADE_BY_MAKE = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -93,7 +98,7 @@ def test_commands_are_understood(monkeypatch: pytest.MonkeyPatch, page: str, lin
     words = shlex.split(line, comments=True)
     if entry:
         ((command, overrides),) = entry
-        compose_and_build(command, overrides)
+        compose_and_build(command, with_methods(overrides) if command == "evaluate_checkpoint" else overrides)
     elif words[0] == "make":
         assert set(words[1:]) <= MADE_BY_MAKE, page
     elif words[0] == "python" and words[1].startswith("benchmarks/"):
@@ -181,17 +186,21 @@ def test_tables_have_the_figures_of_the_papers(monkeypatch: pytest.MonkeyPatch, 
 
     page = (ROOT / "docs/papers.md").read_text()
     record = json.loads((BENCHMARKS / f"results/paper_{name}.json").read_text())
-    assert filled_from(record, page) == page, "docs/papers.md: run benchmarks/fill_tables.py"
+    assert filled_from(record, page, name) == page, "docs/papers.md: run benchmarks/fill_tables.py"
     assert "**holds**" in page
 
 
-def test_the_table_of_fused_drafts_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+NAMED = ("fused_amx", "fused_cpu", "fused_ablated", "drafters_demo_cpu", "drafters_smollm2_cpu")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_tables_that_go_by_the_name_of_their_file_have_its_figures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from fill_tables import filled_from
 
     page = (ROOT / "docs/results.md").read_text()
-    record = json.loads((BENCHMARKS / "results/fused_amx.json").read_text())
-    assert filled_from(record, page) == page, "docs/results.md: run benchmarks/fill_tables.py"
+    record = json.loads((BENCHMARKS / f"results/{name}.json").read_text())
+    assert filled_from(record, page, name) == page, "docs/results.md: run benchmarks/fill_tables.py"
 
 
 def test_the_table_of_memory_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,13 @@ def test_a_resumed_run_learns_from_the_texts_that_there_was_time_for(folder: Pat
     with pytest.raises(KeyboardInterrupt):
         calibrate(replace(run, minutes=2.0))  # goes on
     assert taken == [8, 4, 6, 8]
+    (tmp_path / "checkpoint-3").mkdir()  # something was learned from them: it goes on with those
+    next((tmp_path / "captured").glob("train-*/000008.safetensors")).unlink()
+    for minutes in (9.0, None):
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(replace(run, minutes=minutes))
+        assert taken == [8, 4, 6, 8]
+    assert identities[-1] == identities[-2] != identities[-3]
 
 
 @pytest.mark.slow

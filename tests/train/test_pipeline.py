@@ -20,6 +20,7 @@ from outrider.run_dirs import only_run
 from tests.conf.test_configs import compose_and_build
 from tests.tiers import typical_where
 from tests.train.test_pipeline_options import steps_of
+from train import pipeline_run
 from train.pipeline_run import give_report, run_pipeline
 from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
 
@@ -230,6 +231,35 @@ def test_a_failure_names_the_step_and_its_log_and_the_next_run_goes_on_there(mis
         mission.run(eesd=["z=1"])
     (mission.out_dir.parent / "eesd.fails").unlink()
     assert mission.run(eesd=["z=2"]) == ["eesd", "calibrate"]  # also what was done once
+
+
+def test_a_step_took_all_the_time_of_its_runs(mission):
+    (mission.out_dir.parent / "eesd.fails").touch()
+    with pytest.raises(UserError, match="step eesd failed"):
+        mission.run()
+    spent = mission.out_dir / "logs/eesd.seconds.json"
+    assert json.loads(spent.read_text())["seconds"] > 0
+    spent.write_text('{"seconds": 100}')
+    (mission.out_dir.parent / "eesd.fails").unlink()
+    mission.run()
+    took = {name: json.loads((mission.out_dir / f"logs/{name}.json").read_text())["seconds"] for name in mission.names}
+    assert 100 < took["eesd"] < 160
+    assert took["calibrate"] < 60
+    assert not spent.exists()
+
+
+def test_another_report_may_be_wanted_once_all_is_done(tmp_path, monkeypatch):
+    script, given = tmp_path / "stand_in.py", []
+    script.write_text(STAND_IN + '(out_dir / "report.md").write_text("")\n')
+    for name in ("eesd", "report"):
+        links = (f"calls={tmp_path / 'calls'}", f"fails={tmp_path / 'fails'}")
+        monkeypatch.setitem(STEPS, name, Step(str(script), f"{name}/product", (), links))
+    monkeypatch.setattr(pipeline_run, "give_report", lambda path, drafter, method: given.append(method))
+    monkeypatch.setattr(pipeline_run, "summary", lambda *_: {"steps": {}})
+    for wanted in ("eesd_beta", "eesd_cali", None):
+        steps = {"eesd": StepConfig(), "report": StepConfig()}
+        run_pipeline(PipelineConfig(steps=steps, out_dir=str(tmp_path / "out"), resume=True, own_report=wanted))
+    assert given == ["eesd_beta", "eesd_cali"]
 
 
 def test_a_step_that_leaves_nothing_has_failed(mission):

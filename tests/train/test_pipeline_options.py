@@ -44,11 +44,40 @@ def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
         assert config.out_dir == f"runs/{name}"
 
 
+def minutes_of(config: PipelineConfig) -> float:
+    """What all steps together are given."""
+    given = [option for name in config.to_do for option in config.options(name) if option.startswith("minutes=")]
+    return sum(float(option.partition("=")[2]) for option in given)
+
+
 def test_the_laptops_two_hours_are_mostly_by_time() -> None:
-    """Of the two hours 75 minutes; fetching, calibration and the report take what they take."""
-    config = compose_and_build("pipeline", ["experiment=smollm2"])
-    minutes = [option for name in config.to_do for option in config.options(name) if option.startswith("minutes=")]
-    assert sum(float(option.partition("=")[2]) for option in minutes) == 75
+    """Of the two hours 105 minutes; fetching, loading, counting and saving take what they take."""
+    assert minutes_of(compose_and_build("pipeline", ["experiment=smollm2"])) == 105
+
+
+@pytest.mark.parametrize("name", ["demo", "smollm2", "smollm2_demo"])
+def test_the_whole_takes_the_minutes_that_are_there(name: str) -> None:
+    """The steps get more or less, all in proportion, and what is asked of a step itself counts."""
+    plain = compose_and_build("pipeline", [f"experiment={name}"])
+    whole = sum(plain.expected_minutes(step) for step in plain.to_do)
+    for minutes in (0.6 * whole, 2 * whole):
+        config = compose_and_build("pipeline", [f"experiment={name}", f"minutes={minutes}"])
+        assert sum(config.expected_minutes(step) for step in config.to_do) == pytest.approx(minutes)
+        assert minutes_of(config) == pytest.approx(minutes_of(plain) + minutes - whole, rel=0.02)
+        assert [o for o in config.options("report") if not o.startswith("minutes=")] == [
+            o for o in plain.options("report") if not o.startswith("minutes=")
+        ]
+    mine = compose_and_build("pipeline", [f"experiment={name}", f"minutes={whole}", 'steps.report.more=["minutes=99"]'])
+    assert "minutes=99" in mine.options("report")
+
+
+def test_minutes_that_cannot_be_kept_are_refused() -> None:
+    with pytest.raises(UserError, match=r"minutes=3\.0: expected more than the 7\.5 of loading, counting and saving"):
+        compose_and_build("pipeline", ["experiment=smollm2", "minutes=3"])
+    with pytest.raises(UserError, match=r"expected null: how long target, .* will take is not known"):
+        compose_and_build("pipeline", ["experiment=gpu_validation", "minutes=30"])
+    with pytest.raises(UserError, match="expected null with debug=true"):
+        compose_and_build("pipeline", ["experiment=demo", "minutes=30", "debug=true"])
 
 
 @pytest.mark.parametrize(("name", "most"), [("demo", 12), ("smollm2_demo", 10), ("smollm2", 120)])

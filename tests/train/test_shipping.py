@@ -122,6 +122,8 @@ def test_too_much_or_nothing_is_refused_and_leaves_what_is_there(run: Path, tmp_
     with pytest.raises(UserError, match=r"max_mb=0\.1: the drafters are .* MB \(eesd=.* small_lm=.* trigrams="):
         ship(run, tmp_path / "out", resume=True, max_mb=0.1)
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == files
+    with pytest.raises(UserError, match="is run= itself, whose trainings would be replaced"):
+        ship(run, run, resume=True)
     with pytest.raises(UserError, match="no drafters there; expected a pipeline's directory with eesd, small_lm"):
         ship(tmp_path, tmp_path / "none")
     damaged = shutil.copytree(run, tmp_path / "damaged")

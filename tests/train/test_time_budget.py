@@ -80,8 +80,11 @@ def test_epochs_are_a_limit_too(tmp_path):
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_number_and_measures_nothing(tmp_path):
     first = count(tmp_path, 2, ticking(0.5))
-    assert count(tmp_path, 2, ticking(50.0), resume=True, build=None) == first
     assert count(tmp_path, 2, ticking(1.0)) == first // 2  # not resumed: measured again
+    assert count(tmp_path, 1, ticking(0.5), resume=True) == first // 2  # nothing is trained yet: other minutes count
+    assert count(tmp_path, 2, ticking(0.5), resume=True) == first
+    (tmp_path / "checkpoint-3").mkdir()
+    assert count(tmp_path, 2, ticking(50.0), resume=True, build=None) == first
     fresh = tmp_path / "fresh"
     assert count(fresh, 2, ticking(0.5), resume=True) == first  # killed before it had measured
 

@@ -70,6 +70,14 @@ def test_a_killed_process_is_reported(model: str) -> None:
     with pytest.raises(UserError, match="a tokenising process was killed"):
         pool._result(dead)
 
+    class Broken:
+        def submit(self, *_: object) -> None:
+            raise BrokenProcessPool
+
+    pool._pool = Broken()  # type: ignore[assignment]
+    with pytest.raises(UserError, match="a tokenising process was killed"):  # also when work is handed out
+        list(pool.submit(Path("shard"), []))
+
 
 @pytest.mark.slow
 def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:

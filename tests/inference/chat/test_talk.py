@@ -26,6 +26,8 @@ from inference.chat.loop import Chat
 from inference.chat.screen import DRAFTED, Screen, Terminal, harmless, open_screen
 from inference.chat.settings import ChatConfig
 from inference.decode import Round
+from inference.drafters import ngram_memory
+from outrider.chat import main as chat_command
 from outrider.errors import UserError
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 
@@ -163,6 +165,17 @@ def test_colours_are_for_terminals_that_want_them() -> None:
     assert type(open_screen(terminal, {})) is Terminal
     for out, environment in ((terminal, {"NO_COLOR": "1"}), (terminal, {"TERM": "dumb"}), (io.StringIO(), {})):
         assert type(open_screen(out, environment)) is Screen
+
+
+def test_what_a_chat_taught_is_kept(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "kept.safetensors"
+    told = [f"target={tiny_models / 'target'}", f"table={tiny_models / 'table'}", "method=ngrams", "device=cpu",
+            f"methods.ngrams.ngrams.keep={kept}", "max_new_tokens=4"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["chat", *told])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one two\n/quit\n"))
+    chat_command()
+    assert kept.exists()
+    ngram_memory.close(str(kept))
 
 
 @pytest.mark.slow

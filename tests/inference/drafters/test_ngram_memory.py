@@ -106,6 +106,17 @@ def test_a_memory_keeps_within_its_limit(kept: Path) -> None:
     assert 10_000 < max(sizes) < 20_000 + 2_000  # and what the file says of itself
 
 
+def test_a_limit_that_leaves_no_room_for_contexts_is_refused(kept: Path) -> None:
+    config = replace(CONFIGS["mixed"], recycle=8, keep=str(kept), keep_mb=4.5)
+    with pytest.raises(
+        UserError, match=r"ngrams\.keep_mb=4\.5: expected more than 4\.99, half of which is not contexts"
+    ):
+        open_memory(config, TABLE, TARGET)
+    open_memory(replace(config, keep_mb=6.0), TABLE, TARGET)
+    with pytest.raises(UserError, match=r"ngrams\.keep_mb=7\.0: expected what it was when .* was opened"):
+        open_memory(replace(config, keep_mb=7.0), TABLE, TARGET)
+
+
 def test_what_is_not_its_own_is_refused(kept: Path) -> None:
     config = replace(CONFIGS["mixed"], keep=str(kept))
     open_memory(config, TABLE, TARGET)

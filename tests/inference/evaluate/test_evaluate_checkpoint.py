@@ -20,7 +20,7 @@ from inference.evaluate.arms import (
     TRANSFORMERS,
 )
 from inference.evaluate.subject import end_tokens, heldout_fraction
-from inference.evaluate_checkpoint import main
+from inference.evaluate_checkpoint import main, with_methods
 from inference.method_settings import MethodConfig
 from inference.settings import EvaluateConfig
 from inference.verify import verify_greedy
@@ -145,6 +145,25 @@ def test_command_samples_when_told_to(checkpoint: Path, command: Callable) -> No
     assert 1 <= len(shares["mcsd"]) <= 4
     assert 1 <= len(shares["mcsd_naive"]) <= 3
     assert shares["mcsd"] == sorted(shares["mcsd"])
+
+
+def test_every_drafter_given_has_a_method_where_none_is_chosen(tiny_models: Path) -> None:
+    def chosen(*options: str) -> list[str]:
+        found = with_methods(options)
+        assert [option for option in found if option in options] == [*options]
+        return [option for option in found if option not in options]
+
+    assert chosen("target=t", "small_lm=d") == ["method=[vanilla]"]
+    assert chosen("target=t", "eagle3=h", "table=n", "small_lm=null") == ["method=[eagle3,ngrams]"]
+    assert chosen("target=t", "dtype=fast") == ["method=[prompt_lookup]"]
+    for folder, preset in (("early_exit", "eesd_survival"), ("eagle3", "eagle3"), ("table", "ngrams")):
+        assert chosen(f"checkpoint={tiny_models / folder}", "target=t") == [f"method=[{preset}]"]
+    assert chosen("checkpoint=nowhere", "table=n") == ["method=[eesd_survival,ngrams]"]
+    assert chosen("target=t", "small_lm=d", "methods.vanilla.stop.max_draft=3") == ["method=[vanilla]"]
+    for said in ("method=aded", "method=[a,b]", "experiment=mine"):
+        assert chosen("target=t", "small_lm=d", said) == []
+    assert chosen("prompts=p", "debug=true") == chosen("target=t", "+drafters.mine=d") == []
+    assert with_methods(["target=t", "--cfg", "job"]) == ["target=t", "method=[prompt_lookup]", "--cfg", "job"]
 
 
 @pytest.mark.slow

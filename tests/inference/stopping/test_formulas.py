@@ -24,9 +24,11 @@ from inference.stopping.fixed import FixedLength
 from inference.stopping.interface import Step, StopRule
 from inference.stopping.rejection_risk import RejectionRisk
 from inference.stopping.survival import PRIOR_ROUNDS, Survival
-from inference.stopping.trust import DRIFT, Doubt, Trust
+from inference.stopping.trust import DRIFT, Belief, Trust
 from outrider.streams import Streams
 from tests.inference.test_tree_stops import Transfers
+
+AT_ITS_WORD = Belief((0.0, 0.0), (1.0, 0.0))
 
 
 def step(drafted: int, probabilities: Sequence[float] = (0.5, 0.5), token: int = 0) -> Step:
@@ -132,7 +134,7 @@ def costs(step_seconds: float = 0.2, row: float = 0.02) -> Costs:
 def test_survival_times_cost(scores: list[float], history: list[tuple[int, int]], price: float) -> None:
     """Against sums written out: goes on if for some m the expected tokens exceed rate × seconds."""
     seconds = costs(price)
-    rule = Survival(Tuning(seconds), lambda s: ([*scores, 9.0] * 4)[s.drafted - 1], Trust(Doubt(0.0, 0.0)))
+    rule = Survival(Tuning(seconds), lambda s: ([*scores, 9.0] * 4)[s.drafted - 1], Trust(AT_ITS_WORD))
     length, rate = best_length([0.5] * LONGEST_CHAIN, seconds)
     spent = PRIOR_ROUNDS * (length * price + seconds.verify[length + 1] + 0.1)
     emitted = rate * spent
@@ -155,7 +157,7 @@ def test_survival_times_cost(scores: list[float], history: list[tuple[int, int]]
 
 def test_a_dear_draft_step_makes_drafts_short_and_a_sure_text_makes_them_long() -> None:
     def length(price: float, score: float) -> int:
-        rule = Survival(Tuning(costs(price)), lambda _: score, Trust(Doubt(0.0, 0.0)))
+        rule = Survival(Tuning(costs(price)), lambda _: score, Trust(AT_ITS_WORD))
         for _ in range(30):
             drafted = draft_with(rule, [step(i) for i in range(1, 16)])
             rule.observe(drafted, drafted if score > 0 else 0)
@@ -167,12 +169,17 @@ def test_a_dear_draft_step_makes_drafts_short_and_a_sure_text_makes_them_long() 
 @settings(deadline=None)
 @given(
     tokens=st.lists(st.tuples(st.floats(-4, 4), st.booleans()), max_size=12),
-    doubt=st.builds(Doubt, st.floats(0.0, 2.0), st.floats(0.0, 1.0)),
+    belief=st.builds(
+        Belief,
+        st.tuples(st.floats(-2.0, 2.0), st.floats(0.0, 2.0)),
+        st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
+    ),
 )
-def test_trust_is_an_extended_kalman_filter(tokens: list[tuple[float, bool]], doubt: Doubt) -> None:
+def test_trust_is_an_extended_kalman_filter(tokens: list[tuple[float, bool]], belief: Belief) -> None:
     """Matrices beside the three numbers of its covariance."""
-    trust = Trust(doubt)
-    mean, prior = np.array([0.0, 1.0]), np.diag([doubt.offset**2, doubt.slope**2])
+    trust = Trust(belief)
+    (offset, first), (slope, second) = belief.offset, belief.slope
+    mean, prior = np.array([offset, slope]), np.diag([first**2, second**2])
     spread = prior.copy()
     for score, right in tokens:
         x = np.array([1.0, score])
@@ -188,14 +195,14 @@ def test_trust_is_an_extended_kalman_filter(tokens: list[tuple[float, bool]], do
 
 
 def test_trust_learns_what_a_text_does_to_a_score() -> None:
-    chance, trust, found = random.Random(1), Trust(Doubt(1.0, 0.5)), []
+    chance, trust, found = random.Random(1), Trust(Belief((0.0, 1.0), (1.0, 0.5))), []
     for _ in range(1500):
         score = chance.gauss(0, 2)
         trust.drift()
         trust.learn(score, chance.random() < 1 / (1 + math.exp(-(1.0 + 0.5 * score))))
         found.append((trust.offset, trust.slope))
     assert np.mean(found[500:], axis=0) == pytest.approx((1.0, 0.5), abs=0.2)
-    assert abs(Trust(Doubt(0.0, 0.0)).probability(1.0) - 1 / (1 + math.exp(-1))) < 1e-12
+    assert abs(Trust(AT_ITS_WORD).probability(1.0) - 1 / (1 + math.exp(-1))) < 1e-12
 
 
 @settings(deadline=None)

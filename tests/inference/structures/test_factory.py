@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
+from inference.auto.costs import WIDEST, Costs
+from inference.auto.policy import Tuning
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.stopping.beta import BetaThompson
 from inference.stopping.calibrated import CalibratedThompson
@@ -113,6 +115,18 @@ def test_a_rule_is_made_of_its_settings() -> None:
     assert (believed.model_variance, believed.sample_variance) == (0.5**2, 0.25**2)
     assert (believed.mean, believed.evidence) == ("printed", "both")
     assert made("calibrated", evidence="model").posterior.evidence == "model"
+
+
+@pytest.mark.parametrize("score", ["draft", "head"])
+@pytest.mark.parametrize("verify", ["exact", "naive"])
+def test_how_likely_a_drawn_token_was_hardly_matters(score: str, verify: str) -> None:
+    """It is accepted with min(1, p/q). The likeliest token is accepted as often as the target says it."""
+    costs = Costs((0.1,) * (WIDEST + 1), tuple(1 + 0.1 * width for width in range(WIDEST + 1)), 0.1, 1.0)
+    method = MethodConfig(stop=StopConfig(rule="survival", score=score), verify=verify)
+    for drawn in (False, True):
+        made: Any = make_structure(method, Streams(0), drawn, CalibrationHead(2, 2), Tuning(costs))
+        unlikely, likely = (made.rule.trust.probability(odds) for odds in (-3.0, 3.0))
+        assert (0 < likely - unlikely < 0.2) == (drawn and verify == "exact")
 
 
 def test_a_chain_tells_its_rule_what_was_accepted() -> None:
