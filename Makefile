@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo demo-real chat smollm2 test test-all test-fast test-gpu lint format clean
+.PHONY: install kernels demo demo-real chat smollm2 test test-all test-fast test-gpu lint format clean
 .NOTPARALLEL:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -13,6 +13,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN)pip install --quiet --disable-pip-version-check $(TORCH)
 	$(RUN)pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+install: $(STAMP)
+
+# What numba compiles, once, into __pycache__: workers that start together would each compile the same.
+kernels: $(STAMP)
+	$(RUN)python -m pytest -n0 tests/benchmarks/test_compare_fused.py tests/inference/drafters/test_ngram_mixing.py
 
 # Every subject, every mechanism, every planted fault; of what repeats for further models the typical ones.
 test: $(STAMP)

@@ -213,6 +213,8 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     prompts = read_categories(options.prompts, options.per_category)
     given = [source for source in LABELS if config.where(KINDS[source]) is not None]
     minutes = None if options.minutes is None else options.minutes / len(given)
+    nothing = options.recorded_only and not options.recorded
+    require(not nothing, "recorded", options.recorded, "a number above 0 with --recorded-only")
     heads = {source: has_head(config, source) for source in given}
     rules = {source: wanted_rules(rules_of(head), options.rules) for source, head in heads.items()}
     sources: dict[str, Any] = {}
@@ -224,9 +226,10 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
         if not options.recorded_only:
             contest = decode_in_turn(config, source, stops, prompts, work / "measured", minutes)
             found["live"] = live(contest, config.seed)
-        texts, tuning = record_all(config, source, head, prompts[: options.recorded], work / "recorded")
-        recorded = in_hindsight(texts, Rules(stops, tuning, drawn=config.sampling.temperature > 0))
-        sources[source] = {**found, "recorded": recorded}
+        if options.recorded:
+            texts, tuning = record_all(config, source, head, prompts[: options.recorded], work / "recorded")
+            found["recorded"] = in_hindsight(texts, Rules(stops, tuning, drawn=config.sampling.temperature > 0))
+        sources[source] = found
     entry = {
         "command": shlex.join(["python", "benchmarks/compare_stopping.py", *arguments]),
         "note": options.note,
@@ -242,7 +245,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, 
     with suppress(FileNotFoundError):
         known = json.loads(options.out.read_text())
     known["entries"][options.entry] = short(entry)
-    write_json(options.out, known)
+    write_atomically(options.out, json.dumps(known, separators=(",", ":")).encode())  # most of it is for the plot
     write_atomically(options.out.with_suffix(".png"), plot(known["entries"]))
     return entry
 
@@ -265,7 +268,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "runs/stopping")
     parser.add_argument("--rules", nargs="+", metavar="RULE", help="measure only these and fixed lengths")
-    parser.add_argument("--recorded", type=int, default=24, help="record drafts in the first so many prompts")
+    parser.add_argument("--recorded", type=int, default=24, help="record drafts in the first so many prompts; 0: none")
     parser.add_argument("--recorded-only", action="store_true", help="nothing is timed but a draft's costs")
     parser.add_argument("--entry", required=True, help="the name of this measurement in the JSON")
     parser.add_argument("--out", type=Path, required=True, help="JSON; a plot goes beside it")

@@ -16,26 +16,37 @@ def stopping(entry: Entry) -> str:
 
 
 def part(entry: Entry, source: str, found: Mapping[str, Any]) -> str:
-    recorded, measured = found["recorded"], found.get("live", {"arms": {}})
+    """The table of one drafter. What was not decoded, or not recorded, has empty cells."""
+    recorded, measured = found.get("recorded"), found.get("live", {"arms": {}})
+    rules, arms = recorded["rules"] if recorded else {}, measured["arms"]
     kind = "greedy" if not entry["temperature"] else f"temperature {entry['temperature']:g}"
-    timed = f"{measured['prompts']} prompts decoded, " if measured["arms"] else ""
+    said = [f"{measured['prompts']} prompts decoded"] if arms else []
+    said += [f"{recorded['texts']} texts recorded ({recorded['positions']} positions)"] if recorded else []
     lines = [
-        f"{LABELS[source][0].upper()}{LABELS[source][1:]}, {kind}, up to {entry['max_new_tokens']} tokens: {timed}"
-        f"{recorded['texts']} texts recorded ({recorded['positions']} positions).\n",
+        f"{LABELS[source][0].upper()}{LABELS[source][1:]}, {kind}, up to {entry['max_new_tokens']} tokens: "
+        f"{', '.join(said)}.\n",
         "| rule | τ | drafted | wasted | of oracle | least over best K | tokens/s | over K tuned elsewhere [95 %] |",
         "|---" * 8 + "|",
     ]
-    rules = recorded["rules"]
-    for name in sorted(rules, key=lambda rule: rules[rule]["rate"]):
-        lines.append(row(name, rules[name], rules["oracle"]["rate"], measured["arms"].get(name)))
+    speeds = {name: rule["rate"] for name, rule in rules.items()} or {
+        name: arm["tokens_per_second"] or 0.0 for name, arm in arms.items() if name != "autoregressive"
+    }
+    for name in sorted(speeds, key=lambda name: speeds[name]):
+        lines.append(row(name, rules.get(name), rules.get("oracle"), arms.get(name)))
     return "\n".join(lines) + "\n"
 
 
-def row(name: str, rule: Mapping[str, Any], oracle: float, arm: Mapping[str, Any] | None) -> str:
+def row(
+    name: str, rule: Mapping[str, Any] | None, oracle: Mapping[str, Any] | None, arm: Mapping[str, Any] | None
+) -> str:
     """One rule: τ and its parts as decoded, else as recorded."""
     shown = rule if arm is None else arm
+    assert shown is not None
     cells = [f"{shown[key]:.2f}" for key in ("tau", "drafted", "wasted")]
-    cells += [f"{rule['rate'] / oracle:.3f}", f"{min(rule['over_hindsight'].values()):.2f}"]
+    if rule is None or oracle is None:
+        cells += ["", ""]
+    else:
+        cells += [f"{rule['rate'] / oracle['rate']:.3f}", f"{min(rule['over_hindsight'].values()):.2f}"]
     tuned = None if arm is None else arm.get("over_tuned")
     speed = "" if arm is None or arm["tokens_per_second"] is None else f"{arm['tokens_per_second']:.1f}"
     over = "" if tuned is None else f"{tuned['median']:.2f} [{tuned['ci95'][0]:.2f}, {tuned['ci95'][1]:.2f}]"
@@ -43,12 +54,12 @@ def row(name: str, rule: Mapping[str, Any], oracle: float, arm: Mapping[str, Any
 
 
 def plot(entries: Mapping[str, Entry]) -> bytes:
-    """A PNG. Of every entry and drafter: the rate by what a draft step costs, and the time lost from a cold start."""
+    """A PNG. Of every drafter recorded: the rate by what a draft step costs, and the time lost from a cold start."""
     parts = [(name, source, found["recorded"]) for name, entry in entries.items()
-             for source, found in entry["sources"].items()]  # fmt: skip
-    figure = Figure(figsize=(11, 3.6 * len(parts)), layout="constrained")
+             for source, found in entry["sources"].items() if "recorded" in found]  # fmt: skip
+    figure = Figure(figsize=(11, 3.6 * max(1, len(parts))), layout="constrained")
     for (name, source, recorded), (left, right) in zip(
-        parts, figure.subplots(len(parts), 2, squeeze=False), strict=True
+        parts, figure.subplots(max(1, len(parts)), 2, squeeze=False), strict=False
     ):
         ratios = [float(ratio) for ratio in recorded["by_cost"]]
         rules = [rule for rule in recorded["rules"] if rule != "oracle" and not rule.startswith("K = ")]

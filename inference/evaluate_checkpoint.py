@@ -4,10 +4,10 @@ evaluate-checkpoint checkpoint=runs/eesd prompts=python_stdlib method=eesd_survi
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from conf import entry
-from inference.drafters.registry import KINDS, Kind, kind_in
+from inference.drafters.registry import presets_of
 from inference.settings import EvaluateConfig
 
 
@@ -21,20 +21,13 @@ def with_methods(options: Sequence[str]) -> list[str]:
     asked = {key.split(".")[0].split("@")[0] for key in given}
     if asked & {"method", "experiment"}:
         return [*options]
-    kinds = [kind for kind in KINDS.values() if kind.preset and given.get(kind.option or "", "null") != "null"]
-    presets = [str(_kind_of(kind, given).preset) for kind in kinds]
+    presets = presets_of({key: os.path.expanduser(value) for key, value in given.items() if value != "null"})
     if not presets and "target" in given and "drafters" not in asked:
         presets = ["prompt_lookup"]
     if not presets:
         return [*options]
     end = places[-1] + 1  # Hydra takes no option after a flag and its value
     return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]
-
-
-def _kind_of(kind: Kind, given: Mapping[str, str]) -> Kind:
-    """`kind`; of a checkpoint the kind that lies there. Where none does that of an early exit says what is missing."""
-    found = kind_in(os.path.expanduser(given["checkpoint"])) if kind.option == "checkpoint" else None
-    return found or kind
 
 
 @entry("evaluate_checkpoint", EvaluateConfig, complete=with_methods)

@@ -25,7 +25,7 @@ from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.auto.probe import tune
 from inference.decode import Round, autoregressive, speculative, until
-from inference.drafters.registry import KINDS, kind_in
+from inference.drafters.registry import KINDS, kind_in, presets_of
 from inference.evaluate.arms import AUTOREGRESSIVE, GREEDY, Drafters, new_drafter, prepare, synchronized_clock
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.subject import Subject, find_subject, finish, load_drafters, load_stack
@@ -273,8 +273,7 @@ def load(
     if method is None and held is not None and is_drafter:
         method = held.preset
     if method is None:
-        given = {"vanilla": small_lm, "eagle3": eagle3, "ngrams": table, "prompt_lookup": True}
-        method = next(preset for preset, chosen in given.items() if chosen)
+        method = [*presets_of({"small_lm": small_lm, "eagle3": eagle3, "table": table}), "prompt_lookup"][0]
     name = name or (method if isinstance(method, str) else "method")
     config = EvaluateConfig(
         checkpoint=str(source) if is_drafter else None,

@@ -143,18 +143,18 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
         limit = TimeLimit(config.minutes and config.minutes * count / sum(counts.values()))
         starts = range(0, len(prompts), SHARD_PROMPTS)
         there = [start for start in starts if _shard(folder, start).exists()]
-        if not (begun and there):
+        state.wait_for_everyone()  # nobody adds to them before all have looked
+        if begun and there:
+            if len(there) < len(starts) and state.is_main_process:
+                said = "goes on with the texts that it learns from; for more another out_dir"
+                print(f"calibrate split={split}: {said}", flush=True)
+        else:
             capture_shards(config, folder, prompts, stack, draft_model, group, limit, whole=split == "heldout")
             state.wait_for_everyone()
             there = [start for start in starts if limit.minutes is None or _shard(folder, start).exists()]
-        elif len(there) < len(starts) and state.is_main_process:
-            print(
-                f"calibrate split={split}: goes on with the texts that it learns from; for more another out_dir",
-                flush=True,
-            )
-        if limit.minutes is not None and not begun and len(there) < len(starts) and state.is_main_process:
-            # What is learned from is known by it: a resumed run is to find its time over too.
-            write_json(folder / SECONDS_FILE, {"seconds": max(seconds_spent(folder), 60 * limit.minutes)})
+            if limit.minutes is not None and len(there) < len(starts) and state.is_main_process:
+                # What is learned from is known by it: a resumed run is to find its time over too.
+                write_json(folder / SECONDS_FILE, {"seconds": max(seconds_spent(folder), 60 * limit.minutes)})
         shards = [load_file(_shard(folder, start)) for start in there]
         captured[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 

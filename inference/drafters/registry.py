@@ -201,6 +201,17 @@ def kind_in(folder: str) -> Kind | None:
     return next((kind for kind in kinds if len(kinds) == 1 or kind.load_maker().lies_in(folder)), None)
 
 
+def presets_of(given: Mapping[str, str | None]) -> list[str]:
+    """The methods by which the drafters decode that are `given`, by option, where none is chosen.
+
+    `checkpoint` may hold any kind. Where it holds none the method is an early exit's, which then says what is missing.
+    Raises `UserError` where it cannot be read.
+    """
+    kinds = [kind for kind in KINDS.values() if kind.option is not None and given.get(kind.option)]
+    held = [(kind_in(str(given["checkpoint"])) if kind.option == "checkpoint" else None) or kind for kind in kinds]
+    return [*dict.fromkeys(kind.preset for kind in held if kind.preset is not None)]
+
+
 def register(kind: Kind) -> Kind:
     """Make `kind` known; a name is given once."""
     if kind.name in KINDS:

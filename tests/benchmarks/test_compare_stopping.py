@@ -122,3 +122,13 @@ def test_the_command_measures_and_records(tmp_path: Path, tiny_models: Path) -> 
     page = "<!-- greedy stopping: begin -->\n<!-- greedy stopping: end -->\n"
     assert "| survival |" in fill_tables.fill_record(page, {"greedy": entries["greedy"]})
     assert (tmp_path / "out.png").stat().st_size > 0
+    few = ["--rules", "survival", "--recorded", "0", "--entry", "few"]
+    compare_stopping.main([*given, *places, *few, "--out", str(tmp_path / "few.json")])
+    (entry,) = json.loads((tmp_path / "few.json").read_text())["entries"].values()
+    assert "recorded" not in entry["sources"]["small_lm"]
+    table = compare_stopping.stopping(entry)
+    assert "4 prompts decoded.\n" in table
+    assert table.count("\n| K = ") == 9
+    assert table.count("\n| survival |") == 1
+    with pytest.raises(SystemExit):
+        compare_stopping.main([*given, *places, *few, "--recorded-only"])
