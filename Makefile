@@ -52,9 +52,10 @@ demo: $(STAMP)
 demo-real: $(STAMP)
 	$(RUN)python train/pipeline.py experiment=smollm2_demo resume=true
 
-# A real chat model in the place of the demo's toy: two hours on two cores. What is done is skipped.
+# A real chat model in the place of the demo's toy: two hours on two cores. What is done is skipped. With target=MODEL
+# another one, in runs/mine or in out_dir=DIR.
 smollm2: $(STAMP)
-	$(RUN)python train/pipeline.py experiment=smollm2 resume=true
+	$(RUN)python train/pipeline.py experiment=smollm2 resume=true$(if $(target), target=$(target) out_dir=$(or $(out_dir),runs/mine))
 
 # Talk to that chat model in the terminal, one of its drafters before it: /off and /on to feel the difference.
 chat: $(STAMP)

@@ -31,7 +31,7 @@ from inference.fused_layers import FusedLayer, fuse_layers, lay_out
 from inference.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, can_code, pack_linears
 from inference.runtime import make_runtime
 from inference.tree import chain_parents
-from outrider.files import write_json
+from outrider.files import read_json, write_json
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -185,9 +185,12 @@ def main() -> None:
         torch.set_num_threads(threads)
         results.append(measure(target, options))
         show(results[-1])
-    facts = {"target": options.target, "dtype": options.dtype, "context": options.context}
+    machine = describe_machine()
+    facts = {"target": options.target, "dtype": options.dtype, "context": options.context, "machine": machine}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.out, {**facts, "machine": describe_machine(), "results": results})
+    earlier = read_json(options.out, "timings", "give another --out")["entries"] if options.out.exists() else {}
+    entry = {f"{options.dtype} on {machine['device']}": {**facts, "results": results}}
+    write_json(options.out, {"entries": {**earlier, **entry}})  # those of other dtypes and machines stay
 
 
 if __name__ == "__main__":

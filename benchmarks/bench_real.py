@@ -46,7 +46,9 @@ from outrider.files import read_json, require_writable, write_json
 from train.time_budget import STEPS_FILE
 
 HERE = Path(__file__).parent
-PEERS = ("transformers_arms.py", "llamacpp_server.py", "subjects.py")  # what they do decides what is measured
+PEERS = (  # what they do decides what is measured
+    "transformers_arms.py", "peer_llamacpp.py", "llamacpp_server.py", "subjects.py", "interleaved.py",
+)  # fmt: skip
 
 
 def transformers_peers(config: EvaluateConfig, draft_tokens: int, subject: Subject, models: Models) -> ArmsFor:
@@ -68,6 +70,13 @@ def transformers_peers(config: EvaluateConfig, draft_tokens: int, subject: Subje
         return assisted_arms(models.plain, settings, draft_tokens, helpers)
 
     return arms_for
+
+
+def left_of(arms: Mapping[str, Arm], without: Sequence[str]) -> dict[str, Arm]:
+    """`arms` but for those named. Raises `UserError` for a name that none has."""
+    for name in without:
+        require(name in arms, "without", name, f"peers, among {sorted(arms)}")
+    return {name: arm for name, arm in arms.items() if name not in without}
 
 
 def known_tokens(config: EvaluateConfig) -> Sequence[int] | None:
@@ -124,6 +133,7 @@ def record(options: argparse.Namespace) -> None:
     prompts = read_categories(options.prompts, options.per_category)
     code = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PEERS)).hexdigest()[:12]
     identity = {"code": code, "draft_tokens": options.draft_tokens, "llama_cpp": None}
+    identity |= {"without": sorted(options.without)} if options.without else {}
     if options.llama_python:
         identity["llama_cpp"] = llama_version(options.llama_python)
     folder = options.work / config.dtype
@@ -145,7 +155,13 @@ def record(options: argparse.Namespace) -> None:
             server = held.enter_context(started)
             return lambda count: {**ours(count), **{n: server.arm(n, subject.eos, count) for n in server.arms}}
 
-        contest = measure_all([config], prompts, folder, options.minutes, peers=peers, identity=identity, judged=JUDGED)
+        def wanted(subject: Subject, models: Models, positions: int) -> ArmsFor:
+            arms_for = peers(subject, models, positions)
+            return lambda count: left_of(arms_for(count), options.without)
+
+        contest = measure_all(
+            [config], prompts, folder, options.minutes, peers=wanted, identity=identity, judged=JUDGED
+        )
     contest = joined(contest, [work / config.dtype for work in options.beside])
     entry = entry_of(contest, config, options, identity)
     out = options.out or options.work / "record.json"
@@ -159,10 +175,11 @@ def main() -> None:
     add_options(parser, "runs/record")
     parser.add_argument("--draft-tokens", type=int, default=5, help="K of transformers' and llama.cpp's drafts")
     parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
+    parser.add_argument("--without", action="append", default=[], metavar="ARM", help="a peer that takes no part")
     parser.add_argument("--out", type=Path, help="the JSON file; default: record.json in --work")
     add_beside(parser)
     parser.add_argument("--note", default="", help="kept in the entry, e.g. what else the machine was doing")
-    with reported():
+    with reported(goes_on=True):
         record(parser.parse_args())
 
 

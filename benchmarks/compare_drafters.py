@@ -115,7 +115,7 @@ def methods_of(name: str, options: argparse.Namespace) -> dict[str, MethodConfig
         size = {"nodes": wide, "max_depth": options.tree_depth, "width": options.tree_width}
         made = {
             "chain": MethodConfig(source, stop=StopConfig(max_draft=options.draft_tokens)),
-            "tree": MethodConfig(source, StructureConfig("opt_tree", delta=0.0, **size)),
+            "tree": MethodConfig(source, StructureConfig("opt_tree", delta=0.0, temperature=0.5, **size)),
         }
     return {f"{name} {shape}": method for shape, method in made.items()}
 
@@ -275,7 +275,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
-    with reported():
+    with reported(goes_on=True):
         compare(options, arguments)
 
 

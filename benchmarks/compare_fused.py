@@ -42,6 +42,7 @@ HERE = Path(__file__).parent
 FUSED, MODEL, NGRAMS = "fused", "drafter alone", "n-grams alone"
 PARTS = (MODEL, NGRAMS)
 FROZEN = 1e9  # tokens that the prior counts for: weights stay what they begin as
+BASELINES = {"autoregressive", "transformers_generate"}
 COLOURS = {MODEL: ("#D55E00", "s"), NGRAMS: ("#009E73", "^"), FUSED: ("#0072B2", "o")}  # Okabe and Ito's
 
 
@@ -96,7 +97,27 @@ def gains(contest: Contest, arms: Mapping[str, Any], seed: int) -> dict[str, Any
 
 
 def plot(found: Mapping[str, Any]) -> Figure:
-    """By category the speed-up of the fused tree and of its parts, with intervals."""
+    """By category the speed-up of the fused tree and of its parts, with intervals; with --ablate τ of all arms."""
+    arms = [arm for arm, tau in found["all"]["tau"].items() if tau is not None]
+    return plot_tau(found, arms) if set(arms) - COLOURS.keys() - BASELINES else plot_speed(found)
+
+
+def plot_tau(found: Mapping[str, Any], arms: Sequence[str]) -> Figure:
+    """By category τ of every arm that drafts. At fixed sizes only that compares."""
+    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    drafting = [arm for arm in arms if arm not in BASELINES]
+    for place, arm in enumerate(drafting):
+        across = [at + (place - len(drafting) / 2) * 0.8 / len(drafting) for at in range(len(found))]
+        axes.plot(across, [row["tau"][arm] for row in found.values()], "o", color=f"C{place}", label=arm)
+    axes.set_xticks(range(len(found)), [f"{name}\n{row['prompts']} prompts" for name, row in found.items()])
+    axes.set_ylabel("τ, tokens a pass")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=7)
+    return figure
+
+
+def plot_speed(found: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
     axes = figure.subplots()
     for place, (arm, (colour, marker)) in enumerate(COLOURS.items()):
@@ -163,7 +184,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
-    with reported():
+    with reported(goes_on=True):
         compare(options, arguments)
 
 

@@ -48,16 +48,22 @@ def measured(kind: Kind, objective: str, options: argparse.Namespace) -> dict[st
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| drafter | objective | steps | tokens seen | minutes | τ, decoded | τ, analytic | agreement, top 1 |",
-        "|---|---|---|---|---|---|---|---|",
+        "| drafter | objective | steps | tokens seen | minutes of steps | of all | τ, decoded | τ, analytic | top 1 |",
+        "|---" * 9 + "|",
     ]
     for row in rows:
         figures = " | ".join("–" if row[name] is None else f"{row[name]:.3f}" for name in WATCHED)
         lines.append(
             f"| {row['drafter']} | {row['objective']} | {row['steps']} | {row['tokens']} | {row['minutes']:.2f} | "
-            f"{figures} |"
+            f"{spent_of(row)} | {figures} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def spent_of(row: dict[str, Any]) -> str:
+    """The minutes that a training took, evaluations and checkpoints included."""
+    spent = row.get("minutes_spent")
+    return "–" if spent is None else f"{spent:.2f}"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

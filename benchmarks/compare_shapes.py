@@ -215,7 +215,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
-    with reported():
+    with reported(goes_on=True):
         compare(options, arguments)
 
 

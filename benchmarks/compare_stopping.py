@@ -6,7 +6,7 @@
         --prompts chat=mt_bench.jsonl --prompts code=humaneval.jsonl.gz --entry T-sampled --minutes 20 --out FILE
 
 Two parts. First all rules decode in turn, prompt by prompt, in one process: τ, drafted and wasted tokens, tokens per
-second, and the paired ratio over the K that did best on the other half of the prompts. Then drafts of 15 tokens are
+second, and the paired ratio over the K that did best on all other prompts. Then drafts of 15 tokens are
 recorded at every position of the texts. From those follow, with no clock but the measured costs: the best lengths in
 hindsight, the best K of a category, what is lost token by token from a cold start, what a rule that knows one text does
 in another, and all of it at other costs of a draft step. Nothing in the second part depends on what else the machine
@@ -103,10 +103,10 @@ def decode_in_turn(
 
 
 def tuned_elsewhere(results: Sequence[PromptResult]) -> list[tuple[PromptResult, str]]:
-    """Every result with the K that decoded fastest on the prompts of the other half."""
-    halves = results[::2], results[1::2]
-    best = [fastest_length(half) for half in halves]
-    return [(result, best[1 - place]) for place, half in enumerate(halves) for result in half]
+    """Every result with the K that decoded fastest on all other prompts, which are of the same categories."""
+    others = {unit: [result for result in results if result.unit != unit] for unit in {r.unit for r in results}}
+    best = {unit: fastest_length(rest) for unit, rest in others.items()}
+    return [(result, best[result.unit]) for result in results]
 
 
 def fastest_length(results: Sequence[PromptResult]) -> str:
@@ -137,15 +137,17 @@ def over_hindsight(results: Sequence[PromptResult], arm: str) -> dict[str, float
 def live(contest: Contest, seed: int) -> dict[str, Any]:
     """What the clock says of every rule."""
     results, streams = contest.results, Streams(seed)
+    several = len({result.unit for result in results}) > 1
     arms = all_figures(results, seed)
     for name, arm in arms.items():
         rounds = [r for result in results for r in result.generations[name].rounds]
-        arm["drafted"] = sum(r.drafted for r in rounds) / len(rounds)
-        arm["wasted"] = sum(r.drafted - r.accepted for r in rounds) / len(rounds)
-        if len(results) > 1:
+        many = max(1, len(rounds))  # none where every answer ended with its first token
+        arm["drafted"] = sum(r.drafted for r in rounds) / many
+        arm["wasted"] = sum(r.drafted - r.accepted for r in rounds) / many
+        if several:
             arm["over_tuned"] = paired(results, name, streams)
             arm["over_hindsight"] = over_hindsight(results, name)
-    chosen = sorted({k for _, k in tuned_elsewhere(results)}) if len(results) > 1 else []
+    chosen = sorted({k for _, k in tuned_elsewhere(results)}) if several else []
     return {"arms": arms, "tuned": chosen, "prompts": len(results), "asked": contest.asked}
 
 
@@ -278,7 +280,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
-    with reported():
+    with reported(goes_on=True):
         print(stopping(compare(options, arguments)))
 
 

@@ -32,7 +32,15 @@ from inference.evaluate.bench import (
     require_fits,
 )
 from inference.evaluate.lossless import Deviation
-from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
+from inference.evaluate.prompt_results import (
+    RUN_FILE,
+    Measured,
+    append_result,
+    begin_run,
+    next_number,
+    open_run,
+    read_results,
+)
 from inference.evaluate.subject import (
     Models,
     Subject,
@@ -46,14 +54,14 @@ from inference.evaluate.threads import use_threads
 from inference.method_settings import MethodConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError, require
-from outrider.files import require_writable
-from outrider.run_dirs import only_run
+from outrider.files import read_sealed, require_writable
+from outrider.run_dirs import check_identity, only_run
 from outrider.settings import construct
 from outrider.streams import Streams
 
 # Options of evaluate-checkpoint that the benchmarks say by themselves, or have no use for.
 SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
-                  "out_dir", "resume", "debug", "plan", "card", "tensor_parallel", "show_prompts")  # fmt: skip
+                  "out_dir", "resume", "debug", "plan", "card", "wandb", "tensor_parallel", "show_prompts")  # fmt: skip
 ArmsFor = Callable[[int], Mapping[str, Arm]]  # that go on for so many new tokens
 MakePeers = Callable[[Subject, Models, int], ArmsFor]  # from the models, for texts of so many tokens at most
 
@@ -63,7 +71,7 @@ class Contest:
     """What was measured so far.
 
     methods: as they ran, by name. results: of the finished prompts. asked: how many prompts there are in all.
-    threads: of the CPU, and how many prompts were measured with each number.
+    threads: of the CPU, and how many prompts were measured with each number. settings: what decided the results.
     """
 
     subject: Subject
@@ -71,6 +79,7 @@ class Contest:
     results: Sequence[PromptResult]
     asked: int
     threads: Mapping[int, int]
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,8 +112,10 @@ def add_beside(parser: argparse.ArgumentParser) -> None:
 
 
 def joined(contest: Contest, folders: Sequence[Path]) -> Contest:
-    """`contest` and the results in `folders`. Raises `UserError` for those of other arms or of the same prompts."""
+    """`contest` and the results in `folders`. Raises `UserError` for those of the same prompts, or made otherwise."""
     for folder in folders:
+        run = read_sealed(folder / RUN_FILE, "record of a run", "measure again in another --work")
+        check_identity(but_for_prompts(run["settings"]), but_for_prompts(contest.settings), folder)
         found = [measured for _, measured in sorted(read_results(folder).items())]
         results = [result for measured in found for result in measured.turns]
         arms = sorted(contest.results[0].generations)
@@ -118,6 +129,11 @@ def joined(contest: Contest, folders: Sequence[Path]) -> Contest:
     return contest
 
 
+def but_for_prompts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of every set of drafters without what says which prompts were asked."""
+    return {name: {key: value for key, value in own.items() if key != "prompts"} for name, own in settings.items()}
+
+
 def evaluation(options: Sequence[str], *, sampled: bool = False) -> EvaluateConfig:
     """The settings of evaluate-checkpoint with `options`. Raises `UserError` for those that would do nothing here.
 
@@ -125,7 +141,7 @@ def evaluation(options: Sequence[str], *, sampled: bool = False) -> EvaluateConf
     """
     for option in options:
         key = option.partition("=")[0].lstrip("+~")
-        if key in SAID_OTHERWISE:
+        if key.partition(".")[0] in SAID_OTHERWISE:
             raise UserError(f"{option}: not an option here; see --help for prompts and places")
     register("evaluate_checkpoint", EvaluateConfig)
     try:
@@ -205,7 +221,7 @@ def measure_all(
     methods = {name: method for each in known for name, method in construct(Prepared, each).methods.items()}
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
     threads_used = Counter(measured.threads for measured in done.values())
-    return Contest(subject, methods, results, len(prompts), dict(threads_used))
+    return Contest(subject, methods, results, len(prompts), dict(threads_used), settings)
 
 
 def enter(

@@ -16,7 +16,9 @@ mcsd takes several pairs in one run, each an entry: --pair NAME=TARGET,DRAFTER.
 """
 
 import argparse
+import hashlib
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -102,16 +104,32 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
 
 def require_same(options: argparse.Namespace) -> None:
     """Raise `UserError` where --work has counts of other models, prompts or lengths."""
-    free = ("work", "out", "tables", "minutes", "timed", "num_prompts", "label", "exits", "train_steps", "train",
-            "first_layers", "depths", "pair")  # fmt: skip
+    free = ["work", "out", "tables", "minutes", "timed", "label", "exits", "train_steps", "train", "first_layers",
+            "depths", "pair"]  # fmt: skip
+    if options.paper != "aded":  # what it keeps across prompts depends on how many there are
+        free.append("num_prompts")
     asked = {key: value for key, value in vars(options).items() if key not in free}
+    asked |= {"digests": digests_of(options)}
     path = options.work / "options.json"
-    if not path.exists():
-        write_json(path, asked)
-    before = read_json(path, "options", "remove it and the counts beside it")
-    changed = sorted(key for key in asked if before.get(key) != asked[key])
+    before = read_json(path, "options", "remove it and the counts beside it") if path.exists() else {}
+    changed = sorted(key for key in asked if key in before and before[key] != asked[key])
     if changed:
         raise UserError(f"--work {options.work}: has counts of another --{', --'.join(changed)}; choose another --work")
+    write_json(path, {**asked, **before})
+
+
+def digests_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Of every model, table and file of prompts what it holds: one that was made again in its place is another."""
+    kinds = {"small_lm": options.small_lm, "early_exit": options.checkpoint, "eagle3": options.eagle3}
+    known = {kind: KINDS[kind].load_maker().identity(where) for kind, where in kinds.items() if where}
+    tables = [*(options.table or ()), options.code_table, options.frequent_table]
+    known["tables"] = [KINDS["ngrams"].load_maker().identity(where) for where in tables if where]
+    known["target"] = options.target and fingerprint_of(options.target)
+    files = [Path(one.partition("=")[2]) for one in options.prompts]
+    files += [Path(file) for file in (options.transcripts,) if file]
+    known["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    found: dict[str, Any] = json.loads(json.dumps(known))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- choosing
@@ -183,11 +201,10 @@ def entry_of(
     models = {"target": options.target, "small LM": options.small_lm, "early exit": options.checkpoint,
               "EAGLE-3": options.eagle3, "table": options.table and options.table[0],
               "recorded answers": options.transcripts}  # fmt: skip
-    kinds = {"small_lm": options.small_lm, "early_exit": options.checkpoint, "eagle3": options.eagle3}
-    known = {kind: KINDS[kind].load_maker().identity(where) for kind, where in kinds.items() if where}
+    known = digests_of(options)
     return {
         "models": {name: where and Path(where).name for name, where in models.items()},
-        "digests": {**known, "target": options.target and fingerprint_of(options.target)},
+        "digests": {kind: known[kind] for kind in ("small_lm", "early_exit", "eagle3", "target") if kind in known},
         "categories": sorted({asked.category for asked in prompts}),
         "prompts": len(measured & {asked.id for asked in prompts}),
         "tokens": options.tokens,
@@ -197,6 +214,17 @@ def entry_of(
         "made_with": provenance(),
         "tables": dict(tables),
     }
+
+
+def measured_on(table: Table, prompts: Sequence[Asked], options: argparse.Namespace) -> str:
+    """Of how many prompts a table is, in words: tables of one entry may be of several runs."""
+    counts = by_row(table, prompts, options.work)
+    measured = {prompt for own in counts.values() for prompt in own}
+    timed = {prompt for own in counts.values() for prompt, each in own.items() if "seconds" in each}
+    if not measured:
+        return ""
+    length = "whole answers" if options.transcripts else f"up to {options.tokens} tokens"
+    return f"{len(measured)} prompts × {length}" + (f", {len(timed)} timed" if timed else "")
 
 
 def fingerprint_of(target: str) -> dict[str, Any]:
@@ -213,6 +241,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         bench, list(tables.values()), prompts, options.work, minutes=options.minutes, timed_prompts=options.timed
     )
     found = {key: judged(table, by_row(table, prompts, options.work)) for key, table in tables.items()}
+    for key, table in tables.items():
+        found[key]["measured"] = measured_on(table, prompts, options)
     dtype = "replayed" if bench.stack is None else str(bench.stack.dtype).removeprefix("torch.")
     record = {"paper": options.paper, "entries": {}}
     if options.out.exists():
@@ -230,7 +260,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     given = parse()
-    with reported():
+    with reported(goes_on=True):
         runs = [read_options(run) for run in runs_of(given)]
         for options in runs:
             require_same(options)

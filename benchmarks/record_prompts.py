@@ -20,6 +20,7 @@ from typing import Any
 
 from datasets import load_dataset
 
+from data_prep.text.prompts import read_prompts
 from outrider.files import write_atomically
 
 QUESTION = re.compile(r"(?<=[.!?\n] )[A-Z][^.!?\n\"*|]{30,160}\?")
@@ -31,7 +32,8 @@ def main() -> None:
     parser.add_argument("--chats", required=True, help="parquet with the columns instruction and output")
     parser.add_argument("--maths", required=True, help="JSONL with the key question")
     parser.add_argument("--python", required=True, help="prompts of write_prompts.py")
-    parser.add_argument("--without", action="append", default=[], help="prompts that are asked in the record")
+    which = "prompts that are asked in the record, in any layout that evaluate-checkpoint reads"
+    parser.add_argument("--without", action="append", default=[], help=which)
     parser.add_argument("--each", type=int, default=4000, help="prompts of a kind, at most")
     parser.add_argument("--out", required=True)
     given = parser.parse_args()
@@ -39,7 +41,7 @@ def main() -> None:
     chats = load_dataset("parquet", data_files=given.chats, split="train")
     outputs = chats.shuffle(seed=0).select(range(min(len(chats), 40_000)))["output"]
     maths, python = (read_rows(path) for path in (given.maths, given.python))
-    asked = {value.strip() for path in given.without for row in read_rows(path) for value in texts_of(row)}
+    asked = {turn.strip() for path in given.without for prompt in read_prompts(path) for turn in prompt.turns}
     kinds = {
         "instructions": sorted(set(chats["instruction"])),
         "chat": sorted(set(questions_in(outputs))),
@@ -64,11 +66,6 @@ def main() -> None:
 def read_rows(path: str) -> list[dict[str, Any]]:
     """The objects of a JSONL file."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
-def texts_of(row: dict[str, Any]) -> list[str]:
-    """What an evaluation prompt asks, in each of the layouts that evaluate-checkpoint reads."""
-    return [*row.get("turns", ()), *(row[key] for key in ("prompt", "question") if isinstance(row.get(key), str))]
 
 
 def questions_in(outputs: list[str]) -> Iterator[str]:

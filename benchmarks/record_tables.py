@@ -15,7 +15,9 @@ def tables(entry: Mapping[str, Any]) -> str:
 
 def summary(entry: Mapping[str, Any]) -> str:
     """What was measured, and all prompts together; of peers with and without a K that they were told, the former."""
-    asked = {name: arm for name, arm in entry["arms"].items() if not name.endswith("_default")}
+    arms = entry["arms"]
+    told = {name for name in arms if not name.endswith("_default")}
+    asked = {name: arm for name, arm in arms.items() if name in told or name.removesuffix("_default") not in told}
     return "\n".join([said(entry), table(asked)])
 
 

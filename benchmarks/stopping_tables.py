@@ -7,6 +7,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 Entry = Mapping[str, Any]
+TOLD = (16, 64)  # tokens of a text, by which its time is told
+SHOWN_COSTS = ("0.05", "0.2", "0.4")  # of a draft step, of those that were computed
+FEWEST = 5  # prompts, for an interval worth the name
 LABELS = {"early_exit": "early exit", "small_lm": "small LM", "eagle3": "EAGLE-3"}
 
 
@@ -33,6 +36,26 @@ def part(entry: Entry, source: str, found: Mapping[str, Any]) -> str:
     }
     for name in sorted(speeds, key=lambda name: speeds[name]):
         lines.append(row(name, rules.get(name), rules.get("oracle"), arms.get(name)))
+    return "\n".join(lines) + "\n" + (behind(recorded) if recorded else "")
+
+
+def behind(recorded: Mapping[str, Any]) -> str:
+    """What recorded drafts say of a rule from a cold start, after text of another kind, and at other costs."""
+    rules, at_cost, shift = recorded["rules"], recorded["by_cost"], recorded["shift"]
+    best = rules["oracle"]["seconds_by_token"]
+    told = [place for place in TOLD if place <= len(best)]
+    head = ["rule", *(f"ms behind the oracle at token {place}" for place in told)]
+    head += [f"of oracle, step {ratio} of a pass" for ratio in SHOWN_COSTS]
+    head += ["after another kind of text"] if shift else []
+    lines = ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, rule in rules.items():
+        if name == "oracle" or (name.startswith("K = ") and name != "K = 4"):
+            continue
+        lost = [1e3 * (rule["seconds_by_token"][place - 1] - best[place - 1]) for place in told]
+        cells = [f"{value:.0f}" for value in lost]
+        cells += [f"{at_cost[ratio][name]['rate'] / at_cost[ratio]['oracle']['rate']:.2f}" for ratio in SHOWN_COSTS]
+        cells += [f"{shift[name]['carried'] / shift[name]['fresh']:.2f}×"] if shift else []
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -49,7 +72,9 @@ def row(
         cells += [f"{rule['rate'] / oracle['rate']:.3f}", f"{min(rule['over_hindsight'].values()):.2f}"]
     tuned = None if arm is None else arm.get("over_tuned")
     speed = "" if arm is None or arm["tokens_per_second"] is None else f"{arm['tokens_per_second']:.1f}"
-    over = "" if tuned is None else f"{tuned['median']:.2f} [{tuned['ci95'][0]:.2f}, {tuned['ci95'][1]:.2f}]"
+    over = "" if tuned is None else f"{tuned['median']:.2f}"
+    if tuned is not None and tuned["prompts"] >= FEWEST:
+        over += f" [{tuned['ci95'][0]:.2f}, {tuned['ci95'][1]:.2f}]"
     return f"| {name} | {' | '.join(cells)} | {speed} | {over} |"
 
 

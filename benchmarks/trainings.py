@@ -12,6 +12,7 @@ from conf import build, register
 from conf.options import compose_defaults
 from draft_models.checkpoint import META_FILE
 from draft_models.small_lm import TRAINING_FILE
+from inference.drafters.registry import KINDS as DRAFTERS
 from outrider.files import require_writable, write_json
 from train.early_exit import train_early_exit
 from train.progress import LOG_FILE
@@ -62,9 +63,13 @@ def train(kind: Kind, out_dir: Path, *overrides: str) -> Any:
 
 
 def trained_for(out_dir: Path) -> dict[str, Any]:
-    """How many steps a training of so many minutes took, and how long those take by what was measured at its start."""
+    """How many steps a training of so many minutes took, how long those were to take by what was measured at its start,
+    and how long they took, evaluations and checkpoints included."""
     known = json.loads((out_dir / STEPS_FILE).read_text())
-    return {"steps": known["steps"], "minutes": known["steps"] * known["seconds_per_step"] / 60}
+    maker = DRAFTERS["early_exit" if (out_dir / META_FILE).exists() else "small_lm"].load_maker()
+    spent = maker.trained_seconds(str(out_dir))
+    planned = known["steps"] * known["seconds_per_step"] / 60
+    return {"steps": known["steps"], "minutes": planned, "minutes_spent": spent and spent / 60}
 
 
 def log_of(out_dir: Path) -> list[dict[str, Any]]:

@@ -111,10 +111,18 @@ def print_help(name: str, schema: type) -> None:
 
 
 @contextmanager
-def reported() -> Iterator[None]:
-    """Where a `UserError` or a storage error ends the process, with one line on stderr and status 2."""
+def reported(goes_on: bool = False) -> Iterator[None]:
+    """Where a `UserError` or a storage error ends the process, with one line on stderr and status 2.
+
+    goes_on: the same command goes on where it was stopped, and Ctrl-C says so.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        if not goes_on:
+            raise
+        print("interrupted\ngo on with the same command", file=sys.stderr)
+        sys.exit(INTERRUPTED_STATUS)
     except UserError as error:
         _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
     except OSError as error:

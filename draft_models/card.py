@@ -7,6 +7,7 @@ from typing import Any
 from outrider.files import write_atomically
 
 CARD_FILE = "README.md"
+TITLE = "# A draft model for "  # and the target
 REPORT_HEADING = "## Measured"
 
 
@@ -20,7 +21,7 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, Any]) -> N
     base = "" if Path(target).is_dir() else f"base_model: {target}\n"  # a path means nothing on the Hub
     sections = [
         f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
-        f"# A draft model for {target}",
+        f"{TITLE}{target}",
         use.format(path=path, target=target),
         f"## How it was made\n\n{listed}",
         _UPLOAD.format(path=path),

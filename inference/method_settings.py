@@ -195,6 +195,8 @@ class NgramConfig(Settings):
         super().__post_init__()
         if self.keep is None:
             require_default(self, "keep_mb", "keep is null")
+        learns = self.evidence == "mixed" or self.adapt
+        require(self.keep is None or learns, "keep", self.keep, "null with adapt=false, which learns nothing")
         known = self.nodes != AUTO or self.search == "best_first"
         require(known, "nodes", self.nodes, "an integer ≥ 1, or auto with search=best_first")
         most = self.max_probability

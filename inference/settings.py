@@ -23,6 +23,7 @@ from outrider.settings import (
     free,
     only,
 )
+from outrider.wandb_config import WandbConfig
 
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)
@@ -99,6 +100,8 @@ class EvaluateConfig(RehearsedConfig):
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
     # texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed
     show_prompts: Annotated[int, at_least(0)] = free(4)
+    # the table and the page in Weights & Biases too
+    wandb: WandbConfig = free(factory=lambda: WandbConfig(mode="disabled"))
     card: bool = free(False)  # also put the table into README.md of the drafters evaluated
     out_dir: str = free("runs/evaluate")  # where the report goes
 
@@ -149,6 +152,7 @@ class EvaluateConfig(RehearsedConfig):
             ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
             ("show_prompts", self.show_prompts != 4 and str(self.show_prompts), "4 for target=replay: it has no page"),
             ("minutes", self.minutes, "null for target=replay: it takes seconds"),
+            ("wandb.mode", self.wandb.mode != "disabled" and self.wandb.mode, "disabled for target=replay: no page"),
             ("plan", self.plan, "false for target=replay: no model runs"),
             ("tensor_parallel", self.tensor_parallel > 1, "1 for target=replay: no model runs"),
             ("runtime", self.runtime == "graphed", "auto for target=replay: no model runs"),
@@ -177,7 +181,7 @@ class EvaluateConfig(RehearsedConfig):
             name: replace(method, skip=None, ngrams=replace(method.ngrams, keep=None, keep_mb=NgramConfig.keep_mb))
             for name, method in self.methods.items()
         }
-        given |= {"reading": ReadingChanges(), "doctor_lengths": ()}
+        given |= {"reading": ReadingChanges(), "doctor_lengths": (), "wandb": WandbConfig(mode="disabled")}
         return replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
 
     def where(self, kind: Kind) -> str | None:

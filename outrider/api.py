@@ -101,7 +101,8 @@ class Model:
         prompt: a text to continue, or a conversation, to which the tokenizer's chat template is put.
         The options are transformers' and mean the same; top_k=0 keeps all tokens. What the target's own generation
         config says of greedy decoding holds unless an option says otherwise.
-        seed: of sampling. The same seed gives the same text again.
+        seed: of sampling. The same seed gives the same text again where the same drafts are made; those of sizes that
+        follow measured times may differ from run to run.
 
         The text ends with an end token, which is not shown, or with one of stop_strings, which is.
 
@@ -171,8 +172,11 @@ class Model:
         return report
 
     def close(self) -> None:
-        """Save what the drafter keeps from text to text (ngrams.keep). Raises `UserError`."""
+        """Save what the drafter keeps from text to text (ngrams.keep), and leave the file to others; this model cannot
+        go on with it. Raises `UserError`."""
         finish(self.drafters)
+        for name in self.drafters:
+            KINDS[name].load_maker().release(self.method)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -44,6 +44,7 @@ from inference.settings import SamplingConfig
 from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain, make_structure
 from outrider.streams import Streams
+from outrider.wandb_config import WandbConfig
 from tests.eagle3_runs import require_same_texts
 from tests.tiny import (
     ARCHITECTURES,
@@ -56,7 +57,7 @@ from tests.tiny import (
     save_target,
 )
 from train.early_exit import train_early_exit
-from train.fit_settings import FitConfig, WandbConfig
+from train.fit_settings import FitConfig
 from train.settings import EesdConfig
 
 pytestmark = pytest.mark.gpu

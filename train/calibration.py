@@ -42,7 +42,7 @@ from outrider.processes import from_main, join_processes, only_run_of
 from outrider.settings import keyed
 from train import run_dir
 from train.calibration_model import CalibrationModel, Examples
-from train.calibration_scores import Batch, brier, judge, plot_reliability, predict, temper
+from train.calibration_scores import Batch, brier, judge, later_half, plot_reliability, predict, temper
 from train.fit import fit
 from train.settings import CalibrateConfig
 from train.watch import heldout_prompt
@@ -173,8 +173,9 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
     )  # fmt: skip
     if state.is_main_process:
         head = learner.cpu().folded()
-        judged = judge(head, captured["train"], only_tested(captured["heldout"]))
-        judged["survival"] = temper(head, captured["heldout"])
+        survival = temper(head, captured["heldout"])
+        judged = judge(head, captured["train"], only_tested(later_half(captured["heldout"])))
+        judged["survival"] = survival
         write_json(out_dir / "calibration.json", judged)
         write_atomically(out_dir / "reliability.png", plot_reliability(judged))
         facts = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": result.steps}
@@ -183,9 +184,8 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
         save_calibration(folder, head, digest, {**facts, "heldout": judged})
         for name, row in judged["predictors"].items():
             print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
-        survival = judged["survival"]
-        print(f"calibration survival ece_before={survival['ece_before']:.4f} ece_after={survival['ece_after']:.4f}",
-              flush=True)  # fmt: skip
+        errors = f"ece_before={survival['ece_before']:.4f} ece_after={survival['ece_after']:.4f}"
+        print(f"calibration survival {errors} temperatures={'kept' if survival['kept'] else 'none'}", flush=True)
         print(f"saved calibration={folder} examples={recipe['examples']}", flush=True)
     state.wait_for_everyone()
 

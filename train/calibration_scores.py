@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from draft_models.calibration import CalibrationHead
-from train.sequential_temperature import describe, fit_temperatures, rounds_of, survivals
+from train.sequential_temperature import describe, fit_temperatures, log_loss, rounds_of, survivals
 
 BINS = 10
 Batch = dict[str, Tensor]
@@ -29,19 +29,26 @@ def logits_of(head: CalibrationHead, captured: Batch) -> Tensor:
 
 @torch.no_grad()
 def temper(head: CalibrationHead, heldout: Batch) -> dict[str, Any]:
-    """Give `head` its temperatures, fitted on the first half of the rounds of `heldout`. What is said is of the other.
+    """Give `head` temperatures, fitted on the first half of the rounds of `heldout`, if they are better on the other.
+    What is said is of the other half.
 
     heldout: whole rounds, as `capture` leaves them.
     """
     rounds = rounds_of(logits_of(head, heldout), heldout["position"], heldout["label"])
     half = len(rounds.accepted) // 2
     temperatures, rest = fit_temperatures(rounds.part(slice(half))), rounds.part(slice(half, None))
-    before, after = (
-        expected_calibration_error(reliability(*survivals(rest, each)))
-        for each in (torch.ones_like(temperatures), temperatures)
-    )
-    head.temperature.copy_(temperatures)
-    return describe(temperatures, before, after, rest)
+    none = torch.ones_like(temperatures)
+    kept = log_loss(rest, temperatures) < log_loss(rest, none)
+    before, after = (expected_calibration_error(reliability(*survivals(rest, each))) for each in (none, temperatures))
+    head.temperature.copy_(temperatures if kept else none)
+    return describe(temperatures, kept, before, after, rest)
+
+
+def later_half(captured: Batch) -> Batch:
+    """The rounds of `captured` on which `temper` has fitted nothing."""
+    row = (captured["position"] == 1).cumsum(0) - 1
+    kept = row >= (int(row[-1]) + 1) // 2
+    return {name: value[kept] for name, value in captured.items()}
 
 
 def brier(predicted: Tensor, label: Tensor) -> float:

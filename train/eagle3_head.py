@@ -15,7 +15,7 @@ from data_prep.text.rows import Rows, load_rows
 from draft_models.acceptance import tau_of_rounds
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
-from draft_models.eagle3.card import TRAINING_FILE, USE
+from draft_models.eagle3.card import TRAINING_FILE, use_of
 from draft_models.eagle3.checkpoint import StoredHead, make_head, open_head
 from draft_models.eagle3.export import require_said, save_head
 from draft_models.eagle3.model import Eagle3
@@ -27,8 +27,9 @@ from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, fast_dtype, open_target
 from draft_models.target.stack import LayerStack
 from inference.drafters.eagle3 import Eagle3Source
-from outrider.errors import UserError
+from outrider.errors import UserError, warn
 from outrider.files import require_writable, write_json
+from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.streams import Streams
 from train import run_dir, sharding
@@ -52,7 +53,10 @@ def train_eagle3(config: Eagle3Config) -> None:
     target, head, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
-    stored = None if config.start is None else open_head(config.start, target.config)
+    stored = None if config.start is None else open_head(config.start, target.config, changes=config.reading)
+    if stored is not None and not stored.made_here:
+        warn(f"start={config.start}: another trainer's head, read as its config.json says; examine it first "
+             "(evaluate-checkpoint eagle3=… doctor=true): a misread head learns to be one")  # fmt: skip
     reading = reading_of(config, stored, target.config)
     if config.plan:
         print(describe_plan(config, reading, target.config), flush=True)
@@ -96,9 +100,10 @@ def _train(
     heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
     tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
     fingerprint = from_main(state, lambda: target.fingerprint)
+    group = join_group(state, config.tensor_parallel)
 
     def build() -> Eagle3Student:
-        return make_student(config, target, stored, reading, tokens, state.device)
+        return make_student(config, target, stored, reading, tokens, state.device, group)
 
     taught: Rows | RowsWithStates = rows
     if config.features is not None:
@@ -106,15 +111,15 @@ def _train(
         made_from["frozen_dtype"] = str(frozen_dtype(config, state.device))
         item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
         dtype = getattr(torch, config.features_dtype)
-        taught = with_states(rows, build, item, Path(config.features), dtype, made_from, state)
-    settings = within_minutes(config.minutes, build, taught, config.fit, out_dir, resume=config.resume)
+        taught = with_states(rows, build, item, Path(config.features), dtype, made_from, state, group)
+    settings = within_minutes(config.minutes, build, taught, config.fit, out_dir, resume=config.resume, group=group)
     student = build()
     if state.is_main_process:
         print(describe(student, config), flush=True)
     identity = config.deciding() | {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
     identity["start_model"] = None if stored is None else from_main(state, lambda: model_identity(stored.files))
     best = Best(out_dir / BEST_FOLDER, identity, config)
-    watch = Watch(config, target.config, heldout, student, best) if state.is_main_process else None
+    watch = Watch(config, target.config, heldout, student, best, group) if group.is_first else None
     result = fit(
         student,
         taught,
@@ -124,6 +129,7 @@ def _train(
         identity=identity,
         settings=config,
         evaluate=watch or (lambda *_: {}),
+        group=group,
     )
     sharding.make_whole(student.head, frozen=True)  # what is frozen of it is saved as well
     if state.is_main_process and result.was_finished and (out_dir / TRAINING_FILE).exists():  # the card may have more
@@ -131,12 +137,14 @@ def _train(
     elif state.is_main_process:
         step, metrics = best.restore(student)
         head = copy.deepcopy(student.head).to(served_dtype(target.config)).requires_grad_(False)
-        save_head(out_dir, head, config.dialect, target.config, config.target, drafted=min(config.draft_steps, 7))
+        made_here = stored is None or stored.made_here  # of another's, a doctor has still to see how it is read
+        drafted = min(config.draft_steps, 7)
+        save_head(out_dir, head, config.dialect, target.config, config.target, drafted, made_here=made_here)
         facts: dict[str, Any] = {"taps": list(reading.taps), "objective": config.objective}
         facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len, "data": config.data.source}
         facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
         facts |= {"steps": result.steps, "chosen step": step, "tau": round(metrics["tau"], 3)}
-        write_card(out_dir, USE, config.target, facts)
+        write_card(out_dir, use_of(config.dialect, reading.fc_bias), config.target, facts)
         report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
         report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}
         report |= {"settings": identity, "fit": asdict(settings)}
@@ -152,15 +160,20 @@ def make_student(
     reading: Reading,
     tokens: Tensor | None,
     device: torch.device,
+    group: Group,
 ) -> Eagle3Student:
-    """What is trained: `stored`, or a new head of `tokens`, beside the whole target."""
-    stack = target.stack(dtype=frozen_dtype(config, device), device=device)
+    """What is trained: `stored`, or a new head of `tokens`, beside the whole target.
+
+    The target's layers are split over `group`. Embedding and head are whole: losses are computed without logits.
+    """
+    placed: dict[str, Any] = {"dtype": frozen_dtype(config, device), "device": device}
+    stack = LayerStack(target.layers(**placed, group=group, vocabulary=False))
     if stored is None:
         tokens = None if tokens is None else tokens.to(device)
         head = new_head(reading, stack, tokens, Streams(config.fit.seed).number("weights", bits=63))
     else:
         require_target(reading, target.config, stored.source)
-        head = make_head(reading, stored.tensors(torch.float32, device), stored.source)
+        head = make_head(reading, stored.weights(torch.float32, device), stored.source)
     return Eagle3Student(
         stack, head, objective=config.objective, steps=config.draft_steps, decay=config.step_decay,
         train_head=config.train_head,
@@ -185,7 +198,7 @@ def describe(student: Eagle3Student, config: Eagle3Config) -> str:
 
 
 class Watch:
-    """Evaluation while training, on the main process: decodes with what would be served, and keeps the best.
+    """Evaluation while training, for the main process's group: decodes with what would be served, and keeps the best.
 
     loss_<i>, agree_<i>: of the i-th token of a draft on held-out text, the loss and the share of places where the
     head's likeliest token is the target's own. tau_analytic: what sampling would come to (see `expected_tau`). Besides,
@@ -195,9 +208,15 @@ class Watch:
     """
 
     def __init__(
-        self, config: Eagle3Config, target: PreTrainedConfig, heldout: Rows, student: Eagle3Student, best: Best
+        self,
+        config: Eagle3Config,
+        target: PreTrainedConfig,
+        heldout: Rows,
+        student: Eagle3Student,
+        best: Best,
+        group: Group,
     ) -> None:
-        self.best, self.new_tokens = best, config.decode_tokens
+        self.best, self.new_tokens, self.group = best, config.decode_tokens, group
         self.steps = max(config.draft_steps, WATCHED_DRAFT)
         self.norms = MovedNorms(student, served_dtype(target))
         self.batches = batches_of(heldout, config.eval_batch_rows)
@@ -207,6 +226,8 @@ class Watch:
         assert isinstance(student, Eagle3Student)
         metrics = judge_steps(student, self.batches, self.steps)
         metrics |= decode_student(student, self.prompts, self.new_tokens)
+        if not self.group.leads:
+            return {}
         metrics |= self.norms(student, step)
         self.best.offer(student, step, metrics)
         return metrics

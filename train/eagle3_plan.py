@@ -11,7 +11,9 @@ from draft_models.eagle3.checkpoint import head_shapes
 from draft_models.eagle3.reading import Reading
 from draft_models.losses import OVERLAPS
 from draft_models.target.empty_models import empty_model
+from draft_models.target.tensor_parallel import split_model
 from inference.memory_plan import GB
+from outrider.groups import Group
 from train.eagle3_settings import Eagle3Config
 from train.eagle3_student import rows_at_once
 from train.plan import BYTES_PER_TRAINED
@@ -27,6 +29,9 @@ def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConf
     model = empty_model(target)
     width = torch.finfo(torch.bfloat16 if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)).bits
     whole = _count({id(p): p for p in model.parameters()}.values())
+    if config.tensor_parallel > 1:
+        split_model(model, Group(size=config.tensor_parallel), vocabulary=False)
+    held = _count({id(p): p for p in model.parameters()}.values())
     shapes = head_shapes(reading)
     every, matrix = sum(map(prod, shapes.values())), prod(shapes["lm_head.weight"])
     own = prod(shapes.get("embed_tokens.weight", (0,)))
@@ -36,7 +41,7 @@ def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConf
     columns = reading.vocabulary if config.objective in OVERLAPS else reading.draft_vocabulary
     logits = 4 * rows_at_once(reading, config.objective) * columns
     memory = {
-        "the target's weights": width // 8 * whole,
+        "the target's weights": width // 8 * held,
         "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained + 4 * (every - trained),
         f"activations of {rows} rows × {config.seq_len} tokens × {config.draft_steps} steps": tokens
         * kept_bytes(config, reading),

@@ -1,10 +1,11 @@
 """Config of the training of EAGLE-3 heads. Light on purpose: a mistake shows before torch is imported."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from data_prep.settings import DataConfig
+from draft_models.eagle3.changes import ReadingChanges
 from draft_models.settings import EAGLE3, TARGET, Dialect, FloatDtype, Model, TargetConfig
 from outrider.errors import require
 from outrider.settings import Count, Named, Positive, RunConfig, Share, at_least, free, require_default
@@ -30,6 +31,8 @@ class Eagle3Config(TargetConfig):
     # an EAGLE-3 head to go on with, a directory or Hub name; null: a new one, of random weights but for its logits',
     # which begin as the target's
     start: Model | None = None
+    # how that head is read where its config.json is wrong
+    reading: ReadingChanges = field(default_factory=ReadingChanges)
     # of a new head: 3.1 norms each tap and what a step hands on; 3: neither, as first published
     version: Literal["3", "3.1"] = "3.1"
     # of a new head: boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one
@@ -42,6 +45,7 @@ class Eagle3Config(TargetConfig):
     objective: Objective = "forward_kl"  # see draft_models/losses.py; cross_entropy: on the text's tokens
     # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
+    tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     # whose names and words config.json and the tensors have: SpecForge's heads have three taps
     dialect: Dialect = "specforge"
     # a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
@@ -61,6 +65,8 @@ class Eagle3Config(TargetConfig):
         super().__post_init__()
         for name in OF_A_NEW_HEAD if self.start is not None else ():
             require_default(self, name, f"start={self.start} has decided it")
+        started = self.start is not None or not self.reading.given()
+        require(started, "reading", str(self.reading), "nothing without start=, which it is about")
         ascending = all(low < high for low, high in zip(self.taps, self.taps[1:], strict=False))
         require(ascending, "taps", self.taps, "boundaries in ascending order, or none")
         longest = self.seq_len - 2
@@ -76,12 +82,13 @@ class Eagle3Config(TargetConfig):
     def small(self, models: Path) -> Self:
         """Two steps for a tiny target: of a new head, or of a finished one where one was given."""
         limits = self.cut(
-            seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
+            seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8, tensor_parallel=1,
             draft_vocabulary=REHEARSED_VOCABULARY, draft_steps=4,
         )  # fmt: skip
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small(), "taps": ()}
         given["features"] = None if self.features is None else str(models.parent / "features")
         given["start"] = None if self.start is None else str(models / EAGLE3)
+        given["reading"] = ReadingChanges()
         return replace(self, target=str(models / TARGET), revision=None, **given)
 
 
@@ -92,6 +99,7 @@ class ExportHeadConfig(RunConfig):
     head: Annotated[str, Named("a directory or Hub name of an EAGLE-3 head")] = free()  # of any trainer
     target: Model = free()  # directory or Hub name of the model that it was trained for; only its config.json is read
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
+    reading: ReadingChanges = field(default_factory=ReadingChanges)  # where the head's config.json is wrong
     dialect: Dialect = "speculators"  # whose config.json and names of tensors are written
     dtype: FloatDtype | None = None  # of the weights that are written; null: as they are
     out_dir: str = free("runs/export_eagle3")  # where it goes; resume=true replaces what is there

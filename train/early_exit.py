@@ -128,6 +128,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
         save_drafter(out_dir, student, fingerprint, training, target.config, trained_on)
         facts = {key: recipe[key] for key in ("exit_layer", "exit_depth", "train_head", "seq_len")}
         facts |= {"objective": config.loss} | ({"teacher": config.teacher} if config.distils else {})
+        facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {target.config.vocab_size}"}
         facts |= {"data": config.data.source, "steps": result.steps}
         facts |= {"chosen step": step, "tau": round(metrics["tau"], 3)} if best else {}
         write_card(out_dir, USE, config.target, facts)

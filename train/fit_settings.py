@@ -1,37 +1,16 @@
 """Config of the training loop; light, so that a mistake shows before torch is imported."""
 
 import math
-import netrc
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
 
 from outrider.errors import UserError, require
-from outrider.settings import Count, Named, Positive, Seed, Settings, at_least, below, free
+from outrider.settings import Count, Positive, Seed, Settings, at_least, below, free
+from outrider.wandb_config import WandbConfig
 
-WandbMode = Literal["auto", "online", "offline", "disabled"]
 REHEARSED_STEPS = 2
 Beta = Annotated[float, at_least(0), below(1)]
 NotNegative = Annotated[float, at_least(0)]
-
-
-@dataclass(frozen=True)
-class WandbConfig(Settings):
-    """Weights & Biases: `auto` is online when a key is at hand (WANDB_API_KEY or netrc), else offline."""
-
-    mode: WandbMode = "auto"  # offline: written to disk
-    project: Annotated[str, Named("a project name")] = "outrider"  # the W&B project
-    name: str | None = None  # of the run there; null: W&B makes one up
-
-    def resolved_mode(self) -> str:
-        """`online`, `offline` or `disabled`; the environment's WANDB_MODE decides for `auto` when set."""
-        if self.mode != "auto":
-            return self.mode
-        if os.environ.get("WANDB_MODE") in get_args(WandbMode)[1:]:
-            return os.environ["WANDB_MODE"]
-        return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_wandb() else "offline"
 
 
 @dataclass(frozen=True)
@@ -115,12 +94,3 @@ class FitConfig(Settings):
         if self.schedule == "constant":
             return 1.0
         return left if self.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
-
-
-def _netrc_has_wandb() -> bool:
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        return host in netrc.netrc(path).hosts
-    except (OSError, netrc.NetrcParseError):
-        return False

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from draft_models.card import write_card
-from draft_models.eagle3.card import USE
+from draft_models.eagle3.card import use_of
 from draft_models.eagle3.checkpoint import make_head, open_head
 from draft_models.eagle3.export import save_head
 from draft_models.target.architectures import read_config
@@ -34,18 +34,19 @@ def _export(config: ExportHeadConfig, out_dir: Path) -> None:
     if not config.resume and (out_dir / CONFIG_FILE).exists():
         raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
     target = read_config(config.target, config.revision)
-    stored = open_head(config.head, target)
+    stored = open_head(config.head, target, changes=config.reading)
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     reading = stored.reading
-    head = make_head(reading, stored.tensors(dtype), config.head)
-    save_head(out_dir, head, config.dialect, target, config.target, made_here=stored.made_here)
+    head = make_head(reading, stored.weights(dtype), config.head)
+    made_here = stored.made_here and not config.reading.given()
+    save_head(out_dir, head, config.dialect, target, config.target, made_here=made_here)
     facts: dict[str, Any] = {
         "head": config.head,
         "written by": stored.dialect,
         "written for readers of": config.dialect,
     }
     facts |= {"taps": list(reading.taps), "tokens": f"{reading.draft_vocabulary} of {reading.vocabulary}"}
-    write_card(out_dir, USE, config.target, facts)
+    write_card(out_dir, use_of(config.dialect, reading.fc_bias), config.target, facts)
     size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
     said = str(head.dtype).removeprefix("torch.")
     print(f"export_eagle3 out_dir={out_dir} dialect={config.dialect} dtype={said} megabytes={size:.2f}", flush=True)

@@ -17,16 +17,25 @@ LEAST = 0.05  # of what a step was expected to take is taken to be left of it wh
 
 @dataclass
 class Pace:
-    """Seconds that steps were expected to take, in order (None: nobody knows), and that those done have taken."""
+    """Seconds that steps were expected to take, in order (None: nobody knows), and that those done have taken.
+
+    given: of those expected the ones that a step is given to work in, on any machine.
+    """
 
     expected: Mapping[str, float | None]
     done: dict[str, float] = field(default_factory=dict)
+    given: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
-        """How much slower this machine is than the one that the expectations are from, by the steps done; 1 before."""
-        known = {name: expected for name in self.done if (expected := self.expected.get(name))}
-        return sum(self.done[name] for name in known) / sum(known.values()) if known else 1.0
+        """How much slower this machine is than the one that the expectations are from, by the steps done; 1 before.
+
+        Time that a step is given says nothing of it.
+        """
+        known = [name for name in self.done if self.expected.get(name)]
+        expected = sum((self.expected[name] or 0.0) - self.given.get(name, 0.0) for name in known)
+        taken = sum(max(0.0, self.done[name] - self.given.get(name, 0.0)) for name in known)
+        return taken / expected if expected > 0 else 1.0
 
     def left(self, current: str | None = None, spent: float = 0.0) -> float | None:
         """Seconds until all is done, of the `current` step `spent` seconds behind it; None where nobody knows."""
@@ -36,7 +45,8 @@ class Pace:
                 continue
             if expected is None:
                 return None
-            needed = expected * self.scale
+            given = self.given.get(name, 0.0)
+            needed = given + (expected - given) * self.scale
             total += max(needed - spent, LEAST * needed) if name == current else needed
         return total
 
@@ -57,8 +67,9 @@ class Pace:
 class StepBar(AbstractContextManager):
     """The bar while one step runs, drawn anew every second; only where stderr is a terminal."""
 
-    def __init__(self, pace: Pace, step: str, clock: Clock = time.monotonic):
-        self._pace, self._step, self._clock = pace, step, clock
+    def __init__(self, pace: Pace, step: str, clock: Clock = time.monotonic, spent: float = 0.0):
+        """spent: seconds that earlier runs of the step have taken."""
+        self._pace, self._step, self._clock, self._spent = pace, step, clock, spent
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, daemon=True)
 
@@ -85,7 +96,7 @@ class StepBar(AbstractContextManager):
             self._draw()
 
     def _draw(self) -> None:
-        spent = self._clock() - self._began
+        spent = self._spent + self._clock() - self._began
         share = self._pace.share(self._step, spent)
         self._bar.n = round(share, 3)
         self._bar.set_postfix_str(f"{100 * share:.0f} %, left: {self._pace.words(self._step, spent)}")

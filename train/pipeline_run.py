@@ -65,7 +65,8 @@ def run_pipeline(config: PipelineConfig) -> None:
         (out_dir / LOGS).mkdir(exist_ok=True)
         records = _records(config)
         minutes = {name: None if config.debug else config.expected_minutes(name) for name in config.to_do}
-        pace = Pace({name: expected and 60 * expected for name, expected in minutes.items()})
+        given = {} if config.debug else {name: 60 * config.given_minutes(name) for name in config.to_do}
+        pace = Pace({name: expected and 60 * expected for name, expected in minutes.items()}, given=given)
         try:
             for name in config.to_do:
                 if _is_done(out_dir, name, records):
@@ -128,7 +129,7 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record], 
     began, cut = time.time(), out_dir / LOGS / f"{name}.seconds.json"
     spent = read_as(dict[str, float], cut, "seconds of a step that was cut", "remove it") if cut.exists() else {}
     try:
-        with StepBar(pace, name):
+        with StepBar(pace, name, spent=spent.get("seconds", 0.0)):
             status = _tee(command, log)
     finally:  # also where it is interrupted: what it has trained is of all its runs, and so is the time that it took
         seconds = spent.get("seconds", 0.0) + time.time() - began

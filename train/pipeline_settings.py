@@ -167,7 +167,11 @@ class PipelineConfig(RunConfig):
     def expected_minutes(self, name: str) -> float | None:
         """What step `name` will take on two CPU cores."""
         step = self.steps[name]
-        return step.expected_minutes and step.expected_minutes + (self._share - 1) * step.minutes
+        return step.expected_minutes and step.expected_minutes - step.minutes + self.given_minutes(name)
+
+    def given_minutes(self, name: str) -> float:
+        """What step `name` gets to work in, on any machine; 0 where it takes what it needs."""
+        return self._share * self.steps[name].minutes
 
     @property
     def to_do(self) -> list[str]:

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_wandb_available
 from torch import Tensor
 from tqdm import tqdm
 
 from draft_models.losses import IGNORE
-from outrider.errors import UserError
-from train.fit_settings import WandbConfig
+from outrider.wandb_config import ID_FILE, WandbConfig
 
 LOG_FILE = "log.jsonl"
 FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta": "{:.0f}s"}
@@ -93,11 +91,7 @@ class Report:
 
 def tracker_of(config: WandbConfig) -> str | None:
     """What an `Accelerator` is to log with; None where W&B is disabled. Raises `UserError` without wandb otherwise."""
-    if config.resolved_mode() == "disabled":
-        return None
-    if not is_wandb_available():
-        raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled")
-    return "wandb"
+    return "wandb" if config.is_on() else None
 
 
 def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, run: Mapping[str, Any]) -> None:
@@ -107,15 +101,7 @@ def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, ru
     """
     if not accelerator.log_with:
         return
-    id_file = out_dir / "wandb_run_id"
-    known = id_file.read_text().strip() if id_file.exists() else None  # a resumed run continues its curves
-    options = {
-        "name": config.name,
-        "mode": config.resolved_mode(),
-        "dir": str(out_dir),
-        "id": known,
-        "resume": "allow" if known else None,
-    }
+    options = config.init_options(out_dir)
     accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": options})
     if accelerator.is_main_process:
-        id_file.write_text(accelerator.get_tracker("wandb", unwrap=True).id)
+        (out_dir / ID_FILE).write_text(accelerator.get_tracker("wandb", unwrap=True).id)

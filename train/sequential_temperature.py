@@ -13,7 +13,7 @@ from torch import Tensor
 from draft_models.calibration import POSITIONS
 
 CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, 1 among them
-FEWEST = 30  # rounds, for a temperature of a position's own
+FEWEST = 100  # rounds whose drafts were right up to a position, for a temperature of its own: others say little of it
 
 
 class Rounds(NamedTuple):
@@ -38,18 +38,23 @@ def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
 
 
 def fit_temperatures(rounds: Rounds) -> Tensor:
-    """T [POSITIONS], one after the other: that of the least log loss of Π_{j≤i} sigmoid(z_j / T_j), 1 where there are
-    few rounds. Later positions share the last."""
+    """T [POSITIONS], one after the other: that of the least log loss of Π_{j≤i} sigmoid(z_j / T_j), 1 where few rounds
+    came so far. Later positions share the last."""
     found, survival = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
     for place in range(min(POSITIONS, rounds.logits.shape[1])):
         there = rounds.there[:, place]
         right = (rounds.accepted > place).float()
-        if there.sum() >= FEWEST:
+        if (there & (rounds.accepted >= place)).sum() >= FEWEST:
             products = survival * (rounds.logits[:, place] / CANDIDATES[:, None]).sigmoid()
             losses = [F.binary_cross_entropy(product[there], right[there]) for product in products]
             found[place] = CANDIDATES[int(torch.stack(losses).argmin())]
         survival = survival * (rounds.logits[:, place] / found[place]).sigmoid()
     return found
+
+
+def log_loss(rounds: Rounds, temperatures: Tensor) -> float:
+    """Of the products up to every token of every round."""
+    return float(F.binary_cross_entropy(*survivals(rounds, temperatures)))
 
 
 def survivals(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +65,9 @@ def survivals(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     return each.cumprod(1)[rounds.there], right[rounds.there]
 
 
-def describe(temperatures: Tensor, before: float, after: float, rounds: Rounds) -> dict[str, Any]:
-    """What is kept of it: the calibration error of the products, before and after."""
+def describe(temperatures: Tensor, kept: bool, before: float, after: float, rounds: Rounds) -> dict[str, Any]:
+    """What is said of it: the calibration error of the products without temperatures and with, and whether the head
+    has them."""
     shown = [round(value, 4) for value in temperatures.tolist()]
-    return {"rounds": len(rounds.accepted), "ece_before": before, "ece_after": after, "temperature": shown}
+    errors = {"ece_before": before, "ece_after": after}
+    return {"rounds": len(rounds.accepted), **errors, "temperature": shown, "kept": kept}

@@ -369,5 +369,7 @@ class ShipConfig(RunConfig):
 
     run: Annotated[str, Named("a pipeline's directory")] = "runs/smollm2"  # where the drafters are now
     out_dir: str = free("drafters/smollm2")  # where they go; resume=true replaces what is there
+    # name or directory of the target for the commands on the cards, where others have it; null: as it was trained with
+    target: str | None = None
     dtype: FloatDtype = "bfloat16"  # of the weights that are written
     max_mb: Positive = 20.0  # all of them together, in megabytes; larger ones are refused

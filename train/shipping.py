@@ -7,6 +7,7 @@ trigrams/   an n-gram table
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from draft_models.calibration import META_FILE as CALIBRATION_FILE
 from draft_models.calibration import CalibrationHead, drafter_digest, load_calibration, save_calibration
-from draft_models.card import CARD_FILE
+from draft_models.card import CARD_FILE, TITLE
 from draft_models.checkpoint import read_meta, recast
 from draft_models.draft_vocabulary import read_own_tokens, save_tokens
 from draft_models.ngrams.table import TrigramTable
@@ -53,6 +54,7 @@ def _ship(config: ShipConfig, out_dir: Path) -> None:
     if run.resolve() == out_dir.resolve():
         raise UserError(f"out_dir={out_dir}: is run= itself, whose trainings would be replaced; give another out_dir")
     found = [name for name in SHIPPED if (run / name).is_dir()]
+    left = [name for name in ("eagle3",) if (run / name).is_dir()]
     if not found:
         raise UserError(f"run={run}: no drafters there; expected a pipeline's directory with {', '.join(SHIPPED)}")
     if not config.resume and any((out_dir / name).exists() for name in found):
@@ -61,7 +63,7 @@ def _ship(config: ShipConfig, out_dir: Path) -> None:
     try:
         for name in found:
             SHIPPED[name](run / name, staging / name, getattr(torch, config.dtype))
-            _ship_card(run / name, staging / name, out_dir / name)
+            _ship_card(run / name, staging / name, out_dir / name, config.target)
         sizes = {name: _megabytes(staging / name) for name in found}
         said = " ".join(f"{name}={size:.2f}" for name, size in sizes.items())
         if sum(sizes.values()) > config.max_mb:
@@ -75,6 +77,8 @@ def _ship(config: ShipConfig, out_dir: Path) -> None:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     print(f"ship_drafters out_dir={out_dir} dtype={config.dtype} megabytes: {said}", flush=True)
+    for name in left:  # in 16 bits and by itself already
+        print(f"ship_drafters left={run / name}: a head is handed on as it is, or by export_eagle3.py", flush=True)
 
 
 def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:
@@ -124,11 +128,12 @@ SHIPPED: dict[str, Callable[[Path, Path, torch.dtype], None]] = {
 }
 
 
-def _ship_card(source: Path, to: Path, final: Path) -> None:
-    """The card of the drafter in `source`, whose commands name the place where it will be."""
+def _ship_card(source: Path, to: Path, final: Path, target: str | None) -> None:
+    """The card of the drafter in `source`, whose commands name the place where it will be, and `target`."""
     if (source / CARD_FILE).exists():
-        text = (source / CARD_FILE).read_text(errors="replace")
-        (to / CARD_FILE).write_text(text.replace(str(source), str(final)))
+        text = (source / CARD_FILE).read_text(errors="replace").replace(str(source), str(final))
+        known = re.search(rf"^{TITLE}(.+)$", text, re.MULTILINE)
+        (to / CARD_FILE).write_text(text.replace(known[1], target) if known and target else text)
 
 
 def _megabytes(folder: Path) -> float:

@@ -4,7 +4,9 @@
                    as `train.packed_states` packs them
     states.json    written last: what they were made from
 
-Every process of a launcher writes its share of the rows into one file, so the folder is one that all of them see.
+Until then states.filling.json says it, and states.done has a byte for every block of rows, 1 where it is there: a run
+that is killed goes on with those that are not. Every process of a launcher writes its share of the rows into one file,
+so the folder is one that all of them see.
 """
 
 import math
@@ -22,6 +24,7 @@ from torch.utils.data import default_collate
 from data_prep.text.rows import Rows
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_json
+from outrider.groups import ALONE, Group, each_alone
 from outrider.processes import from_main, only_run_of
 from outrider.run_dirs import changes
 from outrider.settings import listed
@@ -29,6 +32,7 @@ from train.eagle3_student import Eagle3Student
 from train.packed_states import pack, packed_width, unpack
 
 STATES_FILE, MADE_FROM_FILE = "states.bin", "states.json"
+FILLING_FILE, DONE_FILE = "states.filling.json", "states.done"
 ROWS_AT_ONCE = 8
 
 
@@ -61,14 +65,17 @@ def with_states(
     dtype: torch.dtype,
     made_from: Mapping[str, Any],
     state: PartialState,
+    group: Group = ALONE,
 ) -> RowsWithStates:
     """`rows` with what the target makes of them, read from `folder`, which is filled where it is not yet.
 
     build: makes the student whose target that is. item: (T, k + 1, H_t). made_from: JSON-able, what decides the states.
-    What they take is said before the first one is made. All processes call this. Raises `UserError` where the folder
+    group: the processes that hold this one's target together. What they take is said before the first one is made. All
+    processes call this. Raises `UserError` where the folder
     holds others, where it cannot be written or has no room for them, and where `dtype` cannot hold them.
     """
     require_writable(folder)
+    blocks = -(-len(rows) // ROWS_AT_ONCE)
     width = item[-1]
     shape = (len(rows), *item[:-1], packed_width(width) if dtype == torch.int8 else width)
     identity = {**made_from, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
@@ -79,13 +86,20 @@ def with_states(
             if state.is_main_process:
                 said = f"rows={shape[0]} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}"
                 print(f"features={folder} {said}", flush=True)
-            from_main(state, lambda: _make_room(folder, size))
+            from_main(state, lambda: _make_room(folder, identity, size, blocks))
         states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
         if not there:
-            _fill(states, rows, build(), folder, state)
+            done = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
+            _fill(states, done, rows, build(), folder, group if group.size > 1 else each_alone(state))
             state.wait_for_everyone()
-            from_main(state, lambda: write_json(folder / MADE_FROM_FILE, identity))
+            from_main(state, lambda: _finish(folder, identity))
     return RowsWithStates(rows, states, width)
+
+
+def _finish(folder: Path, identity: Mapping[str, Any]) -> None:
+    write_json(folder / MADE_FROM_FILE, identity)
+    for name in (FILLING_FILE, DONE_FILE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _is_there(folder: Path, identity: Mapping[str, Any], size: int) -> bool:
@@ -102,9 +116,19 @@ def _is_there(folder: Path, identity: Mapping[str, Any], size: int) -> bool:
     return states.exists() and states.stat().st_size == size
 
 
-def _make_room(folder: Path, size: int) -> None:
-    """Remove what is incomplete. Raises `UserError` without room: a full disk kills who writes to a mapped file."""
-    for name in (MADE_FROM_FILE, STATES_FILE):
+def _make_room(folder: Path, identity: Mapping[str, Any], size: int, blocks: int) -> None:
+    """Keep what an earlier run of these states has made, and remove any other.
+
+    Raises `UserError` without room: a full disk kills who writes to a mapped file.
+    """
+    filling, sizes = folder / FILLING_FILE, {STATES_FILE: size, DONE_FILE: blocks}
+    begun = read_json(filling, "record of a target's states", "remove its folder") if filling.exists() else {}
+    whole = all((folder / name).exists() and (folder / name).stat().st_size == own for name, own in sizes.items())
+    if whole and isinstance(begun, dict) and not changes(begun, identity):
+        there = int(torch.from_file(str(folder / DONE_FILE), False, blocks, dtype=torch.uint8).sum())
+        print(f"features={folder} goes_on_after={there} of {blocks} blocks of {ROWS_AT_ONCE} rows", flush=True)
+        return
+    for name in (MADE_FROM_FILE, STATES_FILE, FILLING_FILE, DONE_FILE):
         (folder / name).unlink(missing_ok=True)
     free = shutil.disk_usage(folder).free
     if free < size:
@@ -112,12 +136,15 @@ def _make_room(folder: Path, size: int) -> None:
             f"features={folder}: the target's states take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; "
             "free space, choose another folder, or leave it at null"
         )
+    (folder / DONE_FILE).write_bytes(bytes(blocks))
+    write_json(filling, identity)
 
 
-def _fill(states: Tensor, rows: Rows, student: Eagle3Student, folder: Path, state: PartialState) -> None:
-    """This process's share, every so many rows."""
+def _fill(states: Tensor, done: Tensor, rows: Rows, student: Eagle3Student, folder: Path, group: Group) -> None:
+    """This group's share, every so many rows, but for what is `done`, uint8 [blocks]."""
     device = student.stack.device
-    for begin in range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE):
+    shares = range(group.index * ROWS_AT_ONCE, len(rows), group.count * ROWS_AT_ONCE)
+    for begin in group.agreed([begin for begin in shares if not done[begin // ROWS_AT_ONCE]]):
         chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
         batch = default_collate([rows[index] for index in chosen])
         given = {name: batch[name].to(device) for name in ("input_ids", "positions", "documents")}
@@ -130,7 +157,10 @@ def _fill(states: Tensor, rows: Rows, student: Eagle3Student, folder: Path, stat
                 f"features={folder}: {name} cannot hold the target's states of rows {chosen.start} to "
                 f"{chosen.stop - 1}; expected finite ones: give features_dtype=bfloat16"
             ) from None
+        if not group.leads:
+            continue
         states[chosen.start : chosen.stop] = kept.cpu()
+        done[begin // ROWS_AT_ONCE] = 1  # both are the kernel's to keep, whatever becomes of this process
 
 
 def _converted(states: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,9 +19,10 @@ from outrider.files import write_json
 from outrider.groups import Group
 from outrider.processes import join_processes
 from outrider.settings import read_as
+from outrider.wandb_config import WandbConfig
 from train import run_dir
 from train.fit import Rows, fit
-from train.fit_settings import FitConfig, WandbConfig
+from train.fit_settings import FitConfig
 
 STEPS_FILE = "steps.json"
 WARM_UP, MEASURED = 5, 10  # optimizer steps: the first ones compile, allocate and fill caches

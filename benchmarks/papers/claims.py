@@ -4,7 +4,6 @@ A row of a table is a way of decoding. What was measured of it are counts by pro
 made of such sums, so that the bootstrap draws prompts anew and nothing else: rows stay paired by prompt.
 """
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +53,7 @@ class Row:
 class Claim:
     """The paper says it. terms: rows in the order of the claim, "row", or "row@quantity" for another than `quantity`.
 
-    rises: every term is at least the one before it. level: the terms differ by no more than the share `bound` of their
+    rises: every term is above the one before it. level: the terms differ by no more than the share `bound` of their
     mean. peaks: some term in the middle is above both ends. above, below: the one term is at least, at most `bound`.
     scale: what each term is multiplied by first.
     """
@@ -72,7 +71,8 @@ class Table:
     """A table or figure of the paper. columns: of its own cells; quantities: what is shown of ours. Rows have names of
     their own, and claims say different things, by which those of several targets find each other.
 
-    plot: the quantity that its picture shows, over the rows' x. never: why nothing of it is run. note: one sentence.
+    plot: the quantity that its picture shows, over the rows' x; or several, as alpha_*, over their numbers. never: why
+    nothing of it is run. note: one sentence.
     """
 
     title: str
@@ -145,6 +145,9 @@ QUANTITIES = {
     "drafting_ms": Quantity("draft ms/round", _share("draft_seconds", "timed_rounds", 1e3), ("seconds",)),
     "verifying_ms": Quantity("verify ms/round", _share("verify_seconds", "timed_rounds", 1e3), ("seconds",)),
     "others_ms": Quantity("other ms/round", _share("other_seconds", "timed_rounds", 1e3), ("seconds",)),
+    "drafting_per_token": Quantity("draft ms/token", _share("draft_seconds", "timed", 1e3), ("seconds",)),
+    "verifying_per_token": Quantity("verify ms/token", _share("verify_seconds", "timed", 1e3), ("seconds",)),
+    "deciding_per_token": Quantity("stop rule ms/token", _share("structure_seconds", "timed", 1e3), ("seconds",)),
     "tree_share": Quantity("share of tree operations", _share("structure_seconds", "seconds"), ("seconds",), 3),
 }  # fmt: skip
 
@@ -223,14 +226,14 @@ def statistic(kind: str, bound: float, terms: Sequence[Any]) -> Any:
         return stacked[1:-1].max(0) - np.maximum(stacked[0], stacked[-1])
     if kind in ("above", "below"):
         return stacked[0] - bound if kind == "above" else bound - stacked[0]
-    return stacked[-1] - stacked[0]
+    return np.diff(stacked, axis=0)  # by step
 
 
 def judge(claim: Claim, rows: Mapping[str, Row], measured: Mapping[str, Mapping[str, Counts]]) -> dict[str, Any]:
     """The claim with its verdict. measured: the counts by row and prompt.
 
-    A rising claim holds if the last term is above the first by an interval above 0 and no step certainly falls. It
-    does not hold if one does. All else is undecided.
+    It holds if the interval of its statistic is above 0, and does not hold if that is below. A rising claim holds if
+    that of every step is above, and does not hold if that of one is below. All else is undecided.
     """
     found: dict[str, Any] = {"says": claim.says}
     named = [(*term.partition("@")[::2], claim.quantity) for term in claim.terms]
@@ -255,15 +258,14 @@ def judge(claim: Claim, rows: Mapping[str, Row], measured: Mapping[str, Mapping[
         ]
 
     drawn, whole = terms(draws), terms(np.ones(len(prompts)))
-    low, high = np.quantile(statistic(claim.kind, claim.bound, drawn), [0.025, 0.975]).tolist()
-    steps = itertools.pairwise(drawn) if claim.kind == "rises" else ()
-    falls = any(np.quantile(after - before, 0.975) < 0 for before, after in steps)
-    verdict = FAILS if high < 0 or falls else HOLDS if low > 0 else UNDECIDED
+    ends = np.quantile(statistic(claim.kind, claim.bound, drawn), [0.025, 0.975], axis=-1)
+    low, high = (float(end.min()) for end in ends)  # of the step that stands worst, where there are several
+    verdict = FAILS if high < 0 else HOLDS if low > 0 else UNDECIDED
     return {
         **found,
         "verdict": verdict if len(prompts) >= MIN_PROMPTS else UNDECIDED,
         "values": [float(term) for term in whole],
-        "statistic": float(statistic(claim.kind, claim.bound, [np.asarray(term) for term in whole])),
+        "statistic": float(np.min(statistic(claim.kind, claim.bound, [np.asarray(term) for term in whole]))),
         "ci95": [low, high],
         "prompts": len(prompts),
     }

@@ -37,6 +37,8 @@ def table(key: str, found: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
     first = next(iter(here.values()))
     lines = [f"### {first['title']}", ""]
     lines += [first["note"], ""] if first["note"] else []
+    own = [f"`{name}` {one['measured']}" for name, one in here.items() if one.get("measured")]
+    lines += [f"Here: {'; '.join(own)}.", ""] if own and not first["never"] else []
     if first["never"]:
         return [*lines, f"Not run: {first['never']}."]
     labels = [(name, quantity) for name, one in here.items() for quantity in one["quantities"]]
@@ -111,8 +113,8 @@ def plot(record: Mapping[str, Any]) -> Figure | None:
             for line, places in points(entry["tables"].get(key)).items():
                 axes.plot(*zip(*places, strict=True), "o-", label=f"{name}: {line}" if line else name)
         one = next(entry["tables"][key] for entry in entries.values() if points(entry["tables"].get(key)))
-        axes.set(title=one["title"].partition(":")[0], xlabel=one["xlabel"],
-                 ylabel=one["quantities"][one["plot"]]["label"])  # fmt: skip
+        known = [own["label"] for name, own in one["quantities"].items() if shows(one["plot"], name)]
+        axes.set(title=one["title"].partition(":")[0], xlabel=one["xlabel"], ylabel=known[0].partition(",")[0])
         axes.legend(fontsize=7)
     for axes in panels[len(keys) :]:
         axes.axis("off")
@@ -120,10 +122,19 @@ def plot(record: Mapping[str, Any]) -> Figure | None:
 
 
 def points(table: Mapping[str, Any] | None) -> dict[str, Sequence[tuple[float, float]]]:
-    """By line, the places of the rows that have one."""
+    """By line, the places of the rows that have one. Of a plot of several quantities, as alpha_*, a row is a line, and
+    the number in a quantity's name is its place."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for row in table["rows"].values() if table and table["plot"] else ():
-        value = row["here"].get(table["plot"]) if table else None
-        if row["x"] is not None and value is not None:
-            found.setdefault(row["line"], []).append((row["x"], value))
+    for name, row in table["rows"].items() if table and table["plot"] else ():
+        assert table is not None
+        for quantity, value in row["here"].items():
+            several = table["plot"].endswith("*")
+            x = float(quantity.rpartition("_")[2]) if several and shows(table["plot"], quantity) else row["x"]
+            if shows(table["plot"], quantity) and x is not None and value is not None:
+                found.setdefault(name if several else row["line"], []).append((x, value))
     return {line: sorted(places) for line, places in found.items()}
+
+
+def shows(plot: str, quantity: str) -> bool:
+    """Whether a plot shows a quantity: "tau" one of that name, "alpha_*" all that begin so."""
+    return quantity.startswith(plot[:-1]) if plot.endswith("*") else quantity == plot

@@ -20,7 +20,7 @@ from draft_models.ngrams.table import TrigramTable, merged_facts, write_suffixes
 from draft_models.ngrams.table_files import TABLE_FILE, publish, read_header, require_no_table, require_vocabulary
 from draft_models.rehearsal import rehearsable
 from draft_models.target.vocabulary import vocabulary_digest
-from outrider.errors import UserError, require
+from outrider.errors import UserError, require, warn
 from outrider.files import require_writable
 from outrider.run_dirs import only_run
 from outrider.settings import default_at
@@ -47,7 +47,12 @@ def build_table(config: TrigramConfig) -> None:
     if config.resume and (out_dir / TABLE_FILE).exists():
         _require_same(TrigramTable.open(out_dir), config, encoder, others)
         print(f"{out_dir}: finished already")
+        if work.exists():  # of a build that was killed when the table was there
+            with only_run(work, f"the table of out_dir={out_dir}"):
+                shutil.rmtree(work)
         return
+    for path, other in zip(config.merge, others, strict=True):
+        _warn_of_what_was_left_out(path, other)
     require_no_table(out_dir)
     require_writable(out_dir.parent)
     unfinished = (work / "shards").exists()
@@ -86,6 +91,7 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
     if not shards.tokens:
         found = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
         raise UserError(f"{_where(config)}: empty corpus: no text in it (found {found}); give more data")
+    _warn_of_the_same_twice(shards, others)
     memory = int(config.memory_gb * _GB)
     if config.suffixes:
         _require_room_to_sort(shards, others, memory)
@@ -197,6 +203,21 @@ def _open_other(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTa
         raise UserError(f"merge={path}: has orders {sorted(table.levels)}, expected {sorted(config.orders)}")
     require((table.suffixes is not None) == config.suffixes, "suffixes", config.suffixes, f"as in merge={path}")
     return table
+
+
+def _warn_of_what_was_left_out(path: str, other: TrigramTable) -> None:
+    """Say where the sum will not be what one build of both corpora is."""
+    for part in other.facts.get("merged") or [other.facts]:
+        if part.get("min_count", 1) > 1 or part.get("max_successors") or part.get("max_mb"):
+            built = " ".join(f"{key}={part.get(key)}" for key in ("min_count", "max_successors", "max_mb"))
+            warn(f"merge={path}: built with {built}: what was rare there is missing from the sum; min_count=1 keeps it")
+
+
+def _warn_of_the_same_twice(shards: Shards, others: Sequence[TrigramTable]) -> None:
+    parts = [part for other in others for part in other.facts.get("merged") or [other.facts]]
+    digests = [shards.digest, *(part.get("corpus", {}).get("digest") for part in parts)]
+    if len(set(digests)) < len(digests):
+        warn("merge: one corpus is in it more than once, and counts as often")
 
 
 def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, others: list[TrigramTable]) -> None:

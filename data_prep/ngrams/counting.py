@@ -1,9 +1,9 @@
-"""Counting n-grams out of core: shards of token ids → a table's arrays, in memory that does not grow with the corpus.
+"""Counting n-grams out of core: shards of token ids → a table's arrays, in memory that hardly grows with the corpus.
 
 For each order there are two passes. First, blocks of n-grams are sorted and counted, each to a sorted run on disk.
-Then the runs are merged, one range of keys after another, and written as the table's arrays. Keys are evenly spread
-(`draft_models.ngrams.kernels.mix`), so ranges of equal width are of about equal size. The table's bytes do not depend
-on the size of blocks and ranges.
+Then the runs are merged, one range of keys after another, and written as the table's arrays. Only `Level.buckets` is
+held whole, 2 to 4 bytes a context. Keys are evenly spread (`draft_models.ngrams.kernels.mix`), so ranges of equal width
+are of about equal size. The table's bytes do not depend on the size of blocks and ranges.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from data_prep.ngrams.blocks import blocks
 from data_prep.ngrams.token_shards import Shards
 from draft_models.ngrams.kernels import Grams, group, merge_grams
 from draft_models.ngrams.table_files import Described, array_file, count_buckets, start_type, token_bits, token_type
+from outrider.errors import require
 
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory an n-gram of a block takes, see `_aggregate`
 _MERGE_BYTES = 80  # memory an n-gram of a range takes: read, merged, grouped
@@ -75,6 +76,7 @@ def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocabulary: i
         found, contexts, successors = files.described(), files.sizes["keys"], files.sizes["tokens"]
     found |= _write_starts(lengths, table / array_file(order, "starts"), start_type(successors))
     lengths.unlink()
+    require(contexts < 2**32, "orders", contexts, f"fewer than 2^32 contexts of order {order}; raise min_count")
     buckets = count_buckets(_chunks(paths["keys"], _U8), contexts, order, vocabulary)
     with _Files.of_one("buckets", table / array_file(order, "buckets"), buckets.dtype) as files:
         files.append("buckets", buckets)

@@ -23,6 +23,7 @@ from typing import Any
 
 from data_prep.settings import ConvertConfig, FetchConfig
 from data_prep.targets.target_copy import SOURCE_FOLDER, convert
+from draft_models.target.gguf_tensors import load_package
 from draft_models.tiny_models import save_tiny_model
 from outrider.errors import UserError, reason
 from outrider.files import read_json, require_writable, write_json
@@ -69,6 +70,8 @@ def _fetch(config: FetchConfig, folder: Path) -> None:
     if _is_finished(folder, identity, config):
         print(f"{folder}: finished already")
     else:
+        if config.model != "tiny":
+            load_package()  # that it is missing shows before anything is downloaded
         if not config.resume:
             shutil.rmtree(source, ignore_errors=True)
         require_writable(source)

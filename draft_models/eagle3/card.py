@@ -1,22 +1,38 @@
 """What a trained EAGLE-3 head's directory says of itself, beside its weights."""
 
+from draft_models.settings import Dialect
+
 TRAINING_FILE = "eagle3.json"  # what a training here leaves beside the weights, last
 
-USE = """An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone.
+
+def use_of(dialect: Dialect, fc_bias: bool) -> str:
+    """How a head in `dialect` is used, with {path} and {target} to fill in: here, and by servers that read it.
+
+    fc_bias: whether its first matrix has a bias, for which vLLM has no room.
+    """
+    read = {"vLLM": _VLLM if not fc_bias else "", "SGLang": _SGLANG if dialect != "speculators" else ""}
+    others = [name for name, how in read.items() if not how]
+    parts = [_OUTRIDER, *(how for how in read.values() if how)]
+    if others:
+        parts.append(f"{' and '.join(others)}: not in this dialect; `python train/export_eagle3.py` writes others.")
+    return "\n\n".join(parts)
+
+
+_OUTRIDER = """An EAGLE-3 head: it drafts from hidden states of the target, and belongs to that target alone.
 
 Outrider:
 
 ```
 evaluate-checkpoint target={target} eagle3={path} method=eagle3_opt_tree
-```
+```"""
 
-vLLM:
+_VLLM = """vLLM:
 
 ```
 vllm serve {target} --speculative-config '{{"method": "eagle3", "model": "{path}", "num_speculative_tokens": 4}}'
-```
+```"""
 
-SGLang:
+_SGLANG = """SGLang:
 
 ```
 python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\

@@ -56,6 +56,11 @@ class StoredHead:
         read = self.files.read(self.stored.values(), dtype, device=device)
         return {name: read[stored] for name, stored in self.stored.items()}
 
+    def weights(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Those of its `reading`, which are others than are stored where it is not the declared one."""
+        found = self.tensors(dtype, device)
+        return found if self.reading == self.declared else fit_tensors(self.reading, found, self.source)
+
     @property
     def made_here(self) -> bool:
         """Whether this toolkit trained it, and so by the reading that its config declares."""
@@ -84,10 +89,20 @@ def open_head(
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {listed(twice)}; fetch it again")
     by_stored = {name: tuple(tensor.shape) for name, tensor in files.stored(files.file_of)}
     shapes = {name: by_stored[theirs] for name, theirs in stored.items()}
-    declared = read_config(config, shapes, target.num_hidden_layers, source)
+    try:
+        declared = read_config(config, shapes, target.num_hidden_layers, source)
+    except UserError:
+        if changes.taps is None:
+            raise
+        declared = read_config(config, shapes, target.num_hidden_layers, source, changes.taps)
     reading = changed(declared, changes, target)
     require_target(reading, target, source)
-    _require_shapes(declared, shapes, dialect, source)
+    try:
+        _require_shapes(declared, shapes, dialect, source)
+    except UserError:
+        if reading == declared:
+            raise
+        _require_shapes(reading, shapes, dialect, source)  # the config is wrong, and what it is told fits
     return StoredHead(source, dialect, config, declared, reading, files, stored)
 
 
@@ -122,10 +137,7 @@ def load_head(
 ) -> Eagle3:
     """The same with its weights, frozen. Without an embedding or a head of its own it waits for the target's."""
     head = open_head(source, target, revision, changes)
-    tensors = head.tensors(dtype, device)
-    if head.reading != head.declared:
-        tensors = fit_tensors(head.reading, tensors, source)
-    return make_head(head.reading, tensors, source)
+    return make_head(head.reading, head.weights(dtype, device), source)
 
 
 def fit_tensors(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """What the trainers of EAGLE-3 heads write into config.json, and how they name tensors.
 
 eagle        SafeAILab/EAGLE: `midlayer.`, a flat config, no word of the taps
-specforge    sgl-project/SpecForge: `midlayer.`, a flat config, taps as outputs of layers in `eagle_config`
+specforge    sgl-project/SpecForge: `midlayer.`, a flat config, taps as outputs of layers in `eagle_config`; written
+             here as boundaries too, which vLLM looks for
 speculators  vllm-project/speculators: `layers.0.`, the layer's config nested, taps as boundaries
 modelopt     NVIDIA/Model-Optimizer: `layers.0.`, a flat config, `eagle_config` with taps as outputs and switches
 
@@ -34,13 +35,16 @@ _FIXED = {
     "use_mtp_layernorm": (False, "norms of multi-token prediction"),
     "next_layer_regular": (True, "later layers that are given the embedding too"),
     "parallel_draft_step": (1, "several tokens drafted at once"),
-    "layer_ids": (None, "taps under another name"),
 }
+# What SGLang's first code of EAGLE-3.1 called the norms of the taps, and the switch for them.
+_FORMER = {f"aux_norm_{place}.weight": f"fc_norm.{i}.weight" for i, place in enumerate(("low", "mid", "high"))}
+_FORMER_SWITCH = {"fc_norm": "use_aux_norm"}
 
 
 def own_name(stored: str) -> str:
     """The name here of a tensor that is `stored` under that name."""
     name = stored.removeprefix(BASE)
+    name = _FORMER.get(name, name)
     return FIRST_LAYER + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name
 
 
@@ -67,18 +71,21 @@ def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) 
     return "modelopt"
 
 
-def read_config(config: Mapping[str, Any], shapes: Shapes, target_layers: int, source: str) -> Reading:
+def read_config(
+    config: Mapping[str, Any], shapes: Shapes, target_layers: int, source: str, taps: tuple[int, ...] | None = None
+) -> Reading:
     """The reading that `config`, what config.json says, declares of tensors of `shapes`, by their names here.
 
-    target_layers: of the target, by which taps are chosen that the config does not name. Raises `UserError`.
+    target_layers: of the target, by which taps are chosen that the config does not name. taps: in the place of what it
+    says of them. Raises `UserError`.
     """
     try:
-        return _read(config, shapes, target_layers)
+        return _read(config, shapes, taps or _taps(config, target_layers))
     except UserError as error:
         raise UserError(f"eagle3={source}: {error} (in its config.json); fetch the head again, or correct it") from None
 
 
-def _read(config: Mapping[str, Any], shapes: Shapes, target_layers: int) -> Reading:
+def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
     switches = _Switches(config)
     for name, (known, what) in _FIXED.items():
         if switches.get(name, known) != known:
@@ -88,7 +95,7 @@ def _read(config: Mapping[str, Any], shapes: Shapes, target_layers: int) -> Read
     layer = _layer_config(described, layers)
     rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
     return Reading(
-        taps=_taps(config, target_layers),
+        taps=taps,
         target_hidden=config.get("target_hidden_size") or layer.hidden_size,
         hidden=layer.hidden_size,
         intermediate=layer.intermediate_size,
@@ -128,9 +135,11 @@ class _Switches:
 
     def get(self, name: str, default: Any) -> Any:
         """The value of one; `default` where there is none. Raises `UserError` where two differ."""
-        found = [place[name] for place in self._places if place.get(name) is not None]
-        if len(found) == 2 and found[0] != found[1]:
-            raise UserError(f"{name}={found[0]!r} at the top, {found[1]!r} in eagle_config: expected one of them")
+        names = (name, _FORMER_SWITCH.get(name, name))
+        found = [place[key] for place in self._places for key in dict.fromkeys(names) if place.get(key) is not None]
+        other = next((value for value in found if value != found[0]), None)
+        if other is not None:
+            raise UserError(f"{name}={found[0]!r} at the top, {other!r} in eagle_config: expected one of them")
         return found[0] if found else default
 
 
@@ -160,19 +169,24 @@ def _windows(layer: PreTrainedConfig, layers: int) -> tuple[int | None, ...]:
 
 def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     """Boundaries; where none are named 2, n // 2 and n − 3 of n layers (EAGLE, SpecForge and vLLM alike)."""
-    outputs = (config.get("eagle_config") or {}).get(TAPS)
-    for given in (config.get(TAPS), outputs):
-        if given and not (isinstance(given, list) and all(type(one) is int for one in given)):
-            raise UserError(f"{TAPS}={given!r}: expected a list of layers")
-    named = [tuple(config[TAPS])] if config.get(TAPS) else []
-    named += [tuple(layer + 1 for layer in outputs)] if outputs else []
-    if len(set(named)) == 2:
-        raise UserError(
-            f"{TAPS} are boundaries {list(named[0])} at the top, but in eagle_config outputs of layers {outputs}, "
-            f"boundaries {list(named[1])}: expected the same"
-        )
+    inner = config.get("eagle_config") or {}
+    given = {TAPS: config.get(TAPS), f"eagle_config.{TAPS}": inner.get(TAPS)}
+    for name, place in (("layer_ids", config), ("eagle_config.layer_ids", inner)):
+        given[name] = place.get("layer_ids")  # boundaries, as vLLM reads them
+    named = {}
+    for name, layers in given.items():
+        if not layers:
+            continue
+        if not (isinstance(layers, list) and all(type(one) is int for one in layers)):
+            raise UserError(f"{name}={layers!r}: expected a list of layers")
+        outputs = name == f"eagle_config.{TAPS}"
+        named[name] = tuple(layer + 1 for layer in layers) if outputs else tuple(layers)
+    if len(set(named.values())) > 1:
+        said = "; ".join(f"{name}={given[name]} means boundaries {list(taps)}" for name, taps in named.items())
+        raise UserError(f"{said}: expected the same, or give reading.taps")
     if named:
-        return named[0]
+        return next(iter(named.values()))
     if target_layers < 7:
-        raise UserError(f"names no {TAPS}: expected them, as the target's {target_layers} layers are too few to choose")
+        few = f"the target's {target_layers} layers are too few to choose"
+        raise UserError(f"names no {TAPS}: expected them, as {few}; or give reading.taps")
     return (2, target_layers // 2, target_layers - 3)

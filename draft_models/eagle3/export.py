@@ -95,6 +95,8 @@ def _config(
         "architectures": [_ARCHITECTURES[dialect]],
         "draft_vocab_size": reading.draft_vocabulary,
     }
+    if len(reading.taps) != 3:
+        config["num_aux_hidden_states"] = len(reading.taps)
     if reading.hidden != reading.target_hidden:  # EAGLE's own loader takes no embedding from a target where it stands
         config["target_hidden_size"] = reading.target_hidden
     if dialect == "speculators":
@@ -114,6 +116,8 @@ def _config(
     config |= _layer(reading, target)
     if dialect == "eagle":
         config["bias"] = reading.fc_bias
+    else:  # vLLM reads boundaries at the top, SGLang and TensorRT-LLM outputs in eagle_config
+        config[TAPS] = list(reading.taps)
     if dialect == "specforge":
         config |= switches | {"eagle_config": {"use_aux_hidden_state": True, TAPS: outputs}}
     if dialect == "modelopt":
@@ -162,6 +166,8 @@ def require_said(head: Eagle3, dialect: Dialect, target: PreTrainedConfig) -> No
 
     Of the head only names and shapes are looked at, so it may be on the meta device.
     """
+    if not head.reading.own_head:
+        raise UserError("reading.own_head=false: expected null: what is written has the rows of its own logits")
     config = _config(head.reading, dialect, target, "", 1)
     # As they are written, whatever they were read from.
     reading = replace(head.reading, draft_ids="offset", own_head=True)

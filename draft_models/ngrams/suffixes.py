@@ -13,6 +13,7 @@ import numpy as np
 
 from draft_models.ngrams.kernels import lean
 from draft_models.ngrams.table_files import token_bits, token_type
+from outrider.errors import require
 
 LEAST, REACH = 4, 12  # tokens of a context; n-grams have the shorter ones
 SAMPLE = 64  # places of a context that are looked at, evenly spread, where there are many
@@ -85,6 +86,7 @@ def separated(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: int) 
 def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
     """The suffix array of separated `tokens`, in memory: `SORT_BYTES` a token."""
     size, bits = len(tokens), token_bits(vocabulary + 1)
+    require(size < 2**32, "suffixes", size, "fewer than 2^32 tokens: places are numbers of 32 bits")
     together = 64 // bits
     padded = np.concatenate([tokens, np.full(REACH + together, vocabulary, tokens.dtype)])
     order, begins = np.arange(size, dtype=np.uint32), np.zeros(size, bool)

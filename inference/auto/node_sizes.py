@@ -90,13 +90,19 @@ def band_of(q):  # type: ignore[no-untyped-def]
 
 
 @lean
+def share_of(prob, above):  # type: ignore[no-untyped-def]
+    """A node's probability after its parent; 0 below a path so deep that its own is 0 in float64."""
+    return prob / above if above > 0 else 0.0
+
+
+@lean
 def best_nodes(parents, probs, trust, seconds, worths):  # type: ignore[no-untyped-def]
     """How many of the first nodes make the most tokens a second. seconds: float64, of a round with 0, 1, … nodes."""
     best, count, emitted = 1.0 / seconds[0], 0, 1.0
     for n in range(min(len(probs), len(seconds) - 1)):
         above, prob, worth = parents[n], probs[n], 1.0
         if above >= 0:
-            prob, worth = prob / probs[above], worths[above]
+            prob, worth = share_of(prob, probs[above]), worths[above]
         worths[n] = worth * min(1.0, prob * trust[band_of(prob)])
         emitted += worths[n]
         if emitted / seconds[n + 1] > best:
@@ -113,7 +119,7 @@ def count_trials(parents, probs, accepted, counts):  # type: ignore[no-untyped-d
         right = accepted[step + 1] if step + 1 < len(accepted) else -1
         for child in range(len(parents)):
             if parents[child] == node:
-                q = probs[child] / probs[node] if node >= 0 else probs[child]
+                q = share_of(probs[child], probs[node]) if node >= 0 else probs[child]
                 index = band_of(q)
                 counts[0, index] += q
                 counts[1, index] += child == right

@@ -82,9 +82,10 @@ def verdict(found: Findings) -> Iterator[Line]:
 
 def refuse(kind: str, where: str, found: Findings) -> None:
     """Raise `UserError` where another reading that can be had here is the better one."""
-    better = found["better"]
-    if better is None or not better["option"]:
+    had = [row for row in found["ways"] if row["wins"] and row["option"]]
+    if not had:
         return
+    better = max(had, key=lambda row: row["agreement"])
     declared = found["ways"][0]
     raise UserError(
         f"{kind}={where}: its config.json declares another head than its weights are. Over {found['places']} tokens it "

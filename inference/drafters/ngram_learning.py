@@ -92,7 +92,8 @@ def learn_weights(levels, known, longest, recycled, suffixes, weights, strength,
     left = 1.0
     for i in range(m):
         source, kind = sources[0, i], sources[1, i]
-        hit = left * weights.now[source, kind] * probs[i] / below[i]
+        # λ of 1, which few texts and no strength may come to, has left nothing to a token that its source did not know.
+        hit = left * weights.now[source, kind] * probs[i] / below[i] if below[i] > 0 else 0.0
         weights.hits[source, kind] += hit
         weights.trials[source, kind] += left
         left -= hit

@@ -28,13 +28,15 @@ from inference.drafters.ngram_mixing import new_weights
 from inference.method_settings import NgramConfig
 from outrider.errors import UserError, require
 from outrider.files import parse_json, require_writable, sealed, unsealed, write_atomically
-from outrider.run_dirs import system_lock
+from outrider.run_dirs import changes, system_lock
+from outrider.settings import listed
 
 _FORMAT = 1
 _RECYCLED_CONTEXT = 2  # a row of the target's is known by its last token and by its last two
 _EVERY = 60.0  # seconds between two writes while decoding goes on
 _LEAVES = 0.9  # of the limit, where it was reached: so that it is not reached again at once
 _BYTES = (32, 12)  # that a context takes in the file, and a successor
+_TRUST = 0.99  # of λ from one text to the next, at most, and 1 less that at least: what always came true may end
 _NOTES = "ngrams_memory"  # where the file says, as JSON, what it belongs to
 
 
@@ -58,6 +60,11 @@ def nothing(table: TrigramTable, config: NgramConfig) -> Learnt:
     recycled = new_recycled(_RECYCLED_CONTEXT, config.recycle)
     weights = new_weights(config.longest, recycled.longest, table.suffixes is not None)
     return Learnt(new_map(1 << 14), recycled, weights.prior)
+
+
+def carried(shares: np.ndarray) -> np.ndarray:
+    """λ as the next text begins with it. A source that was right in every text may be wrong in the next."""
+    return shares.clip(1 - _TRUST, _TRUST)
 
 
 def _copy(learnt: Learnt) -> Learnt:
@@ -100,7 +107,9 @@ class Memory:
         taken = sum(count * size for count, size in zip(known.used.tolist(), _BYTES, strict=True))
         if taken + others <= self.limit:
             return learnt
-        return learnt._replace(known=map_of(most_used(contexts_of(known), _LEAVES * self.limit - others)))
+        kept = most_used(contexts_of(known), _LEAVES * self.limit - others)
+        # Counted anew by half, so that what was seen often long ago makes room for what is seen now.
+        return learnt._replace(known=map_of(kept._replace(seen=np.maximum(1, kept.seen // 2))))
 
     def _write(self, learnt: Learnt) -> None:
         arrays = _arrays(learnt)
@@ -172,8 +181,10 @@ def save_all() -> None:
 
 
 def close(path: str) -> None:
-    """Save the memory in `path`, and leave the file to others."""
-    _open.pop(Path(path).resolve()).close()
+    """Save the memory in `path`, and leave the file to others; nothing where it is not open."""
+    memory = _open.pop(Path(path).resolve(), None)
+    if memory is not None:
+        memory.close()
 
 
 def _learning(config: NgramConfig, table: TrigramTable) -> dict[str, Any]:
@@ -183,9 +194,9 @@ def _learning(config: NgramConfig, table: TrigramTable) -> dict[str, Any]:
 
 
 def _require_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    differ = [f"{name} {found.get(name)}, not {wanted[name]}" for name in wanted if found.get(name) != wanted[name]]
+    differ = [f"{name}: {old} there, {new} here" for name, old, new in changes(found, wanted)]
     if differ:
-        raise UserError(f"ngrams.keep={path}: was learnt with another {'; '.join(differ)}; give another file")
+        raise UserError(f"ngrams.keep={path}: was learnt with another {listed(differ, 3)}; give another file")
 
 
 def _read(path: Path, notes: Mapping[str, Any], empty: Learnt, vocabulary: int) -> Learnt:
@@ -196,24 +207,35 @@ def _read(path: Path, notes: Mapping[str, Any], empty: Learnt, vocabulary: int) 
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
         if written["arrays"] != _digests(arrays):
             raise ValueError("its sha256 does not fit the rest")
+        belongs = written["belongs"]
+        if not isinstance(belongs, dict):
+            raise ValueError("it does not say what it belongs to")
     except (OSError, SafetensorError, UserError, ValueError, KeyError) as error:
         raise _damaged(path, str(error)) from None
-    _require_same(path, written["belongs"], notes)
+    _require_same(path, belongs, notes)
     try:
         contexts = from_arrays(arrays)
         recycled = Recycled(empty.recycled.longest, *(arrays[f"recycled_{name}"] for name in Recycled._fields[1:]))
-        learnt = Learnt(map_of(contexts), recycled, arrays["shares"])
+        shares = arrays["shares"]
     except (ValueError, KeyError) as error:
         raise _damaged(path, str(error)) from None
-    alike = zip((*learnt.recycled[1:], learnt.shares), (*empty.recycled[1:], empty.shares), strict=True)
-    fault = fault_of_contexts(contexts, vocabulary)
-    if not fault and any(one.shape != other.shape or one.dtype != other.dtype for one, other in alike):
-        fault = "arrays of other shapes"
-    if not fault and ((recycled.tokens < 0).any() or (recycled.tokens >= vocabulary).any()):
-        fault = "tokens that are not in the vocabulary"
+    # Before anything else: compiled code follows these numbers, and does not look where they lead.
+    fault = fault_of_contexts(contexts, vocabulary) or _fault_of_others(recycled, shares, empty, vocabulary)
     if fault:
         raise _damaged(path, fault)
-    return learnt
+    return Learnt(map_of(contexts), recycled, shares)
+
+
+def _fault_of_others(recycled: Recycled, shares: np.ndarray, empty: Learnt, vocabulary: int) -> str:
+    """Why what is not contexts cannot be used, or ""; empty: of the shapes that it must have."""
+    alike = zip((*recycled[1:], shares), (*empty.recycled[1:], empty.shares), strict=True)
+    if any(one.shape != other.shape or one.dtype != other.dtype for one, other in alike):
+        return "arrays of other shapes"
+    if (recycled.tokens < 0).any() or (recycled.tokens >= vocabulary).any() or (recycled.seen < 0).any():
+        return "recycled rows of tokens that are not in the vocabulary, or of less than no occurrences"
+    if not all(((array >= 0) & (array <= 1)).all() for array in (recycled.probs, shares)):  # so not a number neither
+        return "probabilities that are not between 0 and 1"
+    return ""
 
 
 def _damaged(path: Path, why: str) -> UserError:

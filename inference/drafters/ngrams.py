@@ -3,6 +3,7 @@
 Neither runs a model, and both see nothing but tokens.
 """
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from inference.auto.node_sizes import ROOMS, BestNodes
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter
 from inference.drafters.ngram_learning import learn_text
-from inference.drafters.ngram_memory import Learnt, memory_of, nothing, open_memory, save_all
+from inference.drafters.ngram_memory import Learnt, carried, close, memory_of, nothing, open_memory, save_all
 from inference.drafters.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, weights_from
 from inference.drafters.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from inference.drafters.registry import Maker, recorded_data
@@ -58,11 +59,11 @@ class _OverText(Drafter):
         return {} if self.sizes is None else self.sizes.totals
 
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
-        prompt = session.tokens.tolist()
+        prompt, keep = session.tokens.tolist(), self.config.keep
+        learnt = nothing(self.table, self.config) if keep is None else memory_of(keep).begin(prompt, self._known)
         self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
         self._length = self._learnt = 0
-        keep = self.config.keep
-        self._reset(nothing(self.table, self.config) if keep is None else memory_of(keep).begin(prompt, self._known))
+        self._reset(learnt)
         self._append(prompt)
         self._learn_prompt(self._ids, self._length)
         self._learnt = self._length
@@ -73,6 +74,11 @@ class _OverText(Drafter):
         self._ids[self._length] = root  # committed, but only with the round it opens
         self._learn(self._ids, self._learnt, self._length + 1)
         self._learnt = self._length + 1
+
+    def _catch_up(self) -> None:
+        """Learn the end of the text, which no further draft has asked for."""
+        self._learn(self._ids, self._learnt, self._length)
+        self._learnt = self._length
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self.read(int(root))
@@ -113,7 +119,7 @@ class _OverText(Drafter):
 
     @abstractmethod
     def _known(self) -> Learnt:
-        """What was learnt so far."""
+        """What was learnt, of all the text so far."""
 
     @abstractmethod
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
@@ -150,6 +156,7 @@ class TrigramDrafter(_OverText):
         self.overlay.known = learnt.known
 
     def _known(self) -> Learnt:
+        self._catch_up()
         return self._others._replace(known=self.overlay.known)
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
@@ -183,7 +190,7 @@ class MixedDrafter(_OverText):
         self._verified: tuple[Any, ...] | None = None  # the last round's rows, as `recycle` takes them, until it does
 
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
-        self._session = session
+        self._session: Any = weakref.proxy(session)  # a memory holds this drafter longer, and not its target's cache
         super().begin(session, chooser, watch)
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -222,7 +229,8 @@ class MixedDrafter(_OverText):
         self.weights = weights_from(learnt.shares)
 
     def _known(self) -> Learnt:
-        return Learnt(self.index.known, self.recycled, self.weights.now)
+        self._catch_up()
+        return Learnt(self.index.known, self.recycled, carried(self.weights.now))
 
     def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
         self.index.learn(ids, 0, stop)  # what a user wrote says little about how the target follows its sources
@@ -324,6 +332,10 @@ class NgramMaker(Maker):
 
     def finish(self, model: TrigramTable) -> None:
         save_all()
+
+    def release(self, method: MethodConfig) -> None:
+        if method.ngrams.keep is not None:
+            close(method.ngrams.keep)
 
     def make(
         self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None

@@ -77,6 +77,10 @@ class Maker(ABC):
         """Decoding has ended: save what is to outlive it. Raises `UserError`."""
         return
 
+    def release(self, method: "MethodConfig") -> None:
+        """Nobody decodes by `method` any more: leave to other processes what was opened for it. Raises `UserError`."""
+        return
+
     def stacks(self, model: Any) -> "list[LayerStack]":
         """The stacks that it runs in sessions of their own."""
         return []

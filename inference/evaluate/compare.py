@@ -50,6 +50,7 @@ from inference.evaluate.subject import (
 )
 from inference.evaluate.threads import use_threads
 from inference.evaluate.time_limit import TimeLimit
+from inference.evaluate.to_wandb import log_reports
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig
 from inference.stopwatch import Clock
@@ -75,6 +76,7 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock
     group = join_group(state, config.tensor_parallel)
     use_threads(config.threads, group)
     out_dir = require_writable(config.out_dir)
+    config.wandb.is_on()  # what is missing for it shows now
     with only_run_of(state, out_dir, "results"):
         wrong = _evaluate(config, prompts, out_dir, state, group, limit)
     if wrong:
@@ -253,4 +255,5 @@ def report(
         where = config.where(kind)
         if config.card and kind.card and where is not None and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
+    log_reports(config.wandb, out_dir, reports, settings)
     return [made["method"] for made in reports if not is_lossless(made)]

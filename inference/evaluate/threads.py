@@ -43,7 +43,7 @@ def use_threads(threads: int | str | None, group: Group = ALONE) -> int:
 
 @functools.cache
 def _layer() -> nn.Module:
-    """A layer as the runtime's: packed where it packs. Plain products gain less by threads, or nothing."""
+    """A float32 layer as a stand-in for the runtime's: packed where it packs. Plain products gain less by threads."""
     linear = nn.Linear(IN, OUT, bias=False).requires_grad_(False)
     return PackedLinear(linear) if can_pack(linear.weight.device, linear.weight.dtype) else linear
 

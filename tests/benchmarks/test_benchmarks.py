@@ -179,7 +179,8 @@ def test_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(
         monkeypatch, bench_layouts, "--target", path, "--threads", threads, "--repeats", 1, "--context", 9, "--out", out
     )
-    (result,) = json.loads(out.read_text())["results"]
+    (entry,) = json.loads(out.read_text())["entries"].values()
+    (result,) = entry["results"]
     assert result["milliseconds"].keys() == {"plain", "blocked", "halved", "chosen", "int8"}
     assert all(by_width.keys() == {"1", "3"} for by_width in result["milliseconds"].values())
     text = torch.arange(9)

@@ -15,6 +15,7 @@ from inference.auto.policy import Tuning
 from inference.decode import Round, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
+from inference.evaluate.arms import Generation, PromptResult
 from inference.method_settings import StopConfig
 from inference.stopping.factory import make_rule
 from inference.structures.factory import Chain
@@ -91,6 +92,22 @@ def test_rules_can_be_left_out_but_for_fixed_lengths() -> None:
     assert set(compare_stopping.wanted_rules(stops, ["survival", "AdaEDL"])) == lengths | {"survival", "AdaEDL"}
     with pytest.raises(UserError, match=r"rules='SpecDec\+\+': expected some of: max-probability"):
         compare_stopping.wanted_rules(stops, ["survival", "SpecDec++"])  # which asks a head
+
+
+def test_k_is_tuned_on_all_other_prompts() -> None:
+    """Not on the prompt itself, nor on another turn of it."""
+    import compare_stopping
+
+    def result(prompt: str, turn: int, best: str) -> PromptResult:
+        seconds = {name: 1.0 if name == best else 2.0 for name in ("K = 1", "K = 2", "K = 3")}
+        rounds = {name: (Round((7,), 1, 0, 0, spent),) * 4 for name, spent in seconds.items()}
+        generations = {
+            name: Generation((7,) * 5, 0.1, sum(r.seconds for r in found), found) for name, found in rounds.items()
+        }
+        return PromptResult(prompt, "c", (1, 2), generations, "K = 1", conversation=prompt)
+
+    results = [result("a", 0, "K = 1"), result("a", 1, "K = 1"), result("b", 0, "K = 2"), result("c", 0, "K = 2")]
+    assert [k for _, k in compare_stopping.tuned_elsewhere(results)] == ["K = 2", "K = 2", "K = 1", "K = 1"]
 
 
 @pytest.mark.slow

@@ -37,7 +37,10 @@ def drafters(models: Path) -> list[str]:
     return ["--small-lm", str(models / SMALL_LM), "--checkpoint", str(models / EARLY_EXIT)]
 
 
-TIMES = {"drafting_ms", "speedup", "milliseconds", "verifying_ms", "others_ms", "tree_share"}
+TIMES = {
+    "drafting_per_token", "verifying_per_token", "deciding_per_token", "drafting_ms", "speedup", "milliseconds",
+    "verifying_ms", "others_ms", "tree_share",
+}  # fmt: skip
 
 
 SOME = {"gsd": ["table_1", "figure_3"], "opt_tree": ["figure_6"], "mcsd": ["table_4"], "eesd": ["table_4", "table_5"]}

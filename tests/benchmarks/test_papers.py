@@ -1,5 +1,6 @@
 """The papers' tables: what is replayed is what is decoded, what is counted and judged is right."""
 
+import argparse
 import importlib
 import json
 import math
@@ -16,6 +17,7 @@ from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.settings import SamplingConfig
 from inference.structures.token_graph import GraphTree
 from inference.tree import OptimalTree
+from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, save_target
 
 Counts = dict[str, float]
@@ -119,6 +121,8 @@ MANY = [2.0, 2.1, 1.9, 2.05, 1.95, 2.2]
         ("rises", 0, "ab", {"a": MANY, "b": MANY[::-1]}, "undecided"),
         ("rises", 0, "ab", {"a": MANY[:4], "b": [x + 0.5 for x in MANY[:4]]}, "undecided"),  # too few
         ("rises", 0, "abc", {"a": MANY, "b": [x - 1 for x in MANY], "c": [x + 1 for x in MANY]}, "does not hold"),
+        ("rises", 0, "abc", {"a": MANY, "b": MANY[::-1], "c": [x + 1 for x in MANY]}, "undecided"),  # one step is not
+        ("rises", 0, "abc", {"a": MANY, "b": [x + 1 for x in MANY], "c": [x + 2 for x in MANY]}, "holds"),
         ("level", 0.1, "ab", {"a": MANY, "b": [x * 1.05 for x in MANY]}, "holds"),
         ("level", 0.1, "ab", {"a": MANY, "b": [x * 1.5 for x in MANY]}, "does not hold"),
         ("peaks", 0, "aba", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "holds"),
@@ -333,7 +337,7 @@ def test_pages_show_every_figure_and_verdict() -> None:
     claims = (Claim("b beats a", "tau", ("a", "b")),)
     table = Table("Table 9: all", ("tau",), rows, claims, ("MAL",), plot="tau")
     facts = {"models": {"target": "t"}, "prompts": 6, "categories": ["x"], "tokens": 8, "dtype": "float32"}
-    found = judged(table, measured(a=MANY, b=[x + 1 for x in MANY]))
+    found = judged(table, measured(a=MANY, b=[x + 1 for x in MANY])) | {"measured": "6 prompts × up to 8 tokens"}
     other = judged(
         Table("Table 9", ("tau",), (Row("d", row),), (Claim("d", "tau", ("d",), "above", 1.0),)), measured(d=MANY)
     )
@@ -341,7 +345,7 @@ def test_pages_show_every_figure_and_verdict() -> None:
     text = markdown({"entries": record})
     for said in ("### Table 9: all", "| a | 1.5 | 2.03 | – |", "| b | – | 3.03 | – |", "| c | – | not run: no time |",
                  "| d | – | – | 2.03 |", "- b beats a: here **holds** (2.03 → 3.03)", "- d: there **holds** (2.03)",
-                 "Claims: 1 holds"):  # fmt: skip
+                 "Claims: 1 holds", "Here: `here` 6 prompts × up to 8 tokens.\n"):  # fmt: skip
         assert said in text
     page = "before\n<!-- x tables: begin -->\nold\n<!-- x tables: end -->\n"
     filled = fill_paper(page, {"paper": "x", "entries": record})
@@ -352,3 +356,37 @@ def test_pages_show_every_figure_and_verdict() -> None:
     assert drawn is not None
     places = drawn.axes[0].lines[0].get_xydata().tolist()
     assert places == [[1.0, pytest.approx(12.2 / 6)], [2.0, pytest.approx(18.2 / 6)]]
+
+
+def test_a_plot_of_several_quantities_is_a_line_of_every_row() -> None:
+    from papers.claims import Row, Table, judged
+    from papers.writing import plot
+
+    counts = {"a": {f"p{n}": {"tried": 10.0, "rank_1": 5.0, "rank_2": 2.0} for n in range(6)}}
+    table = Table("Fig. 3: α", ("tau", "alpha_1", "alpha_2"), (Row("a", MethodConfig(source="prompt_lookup")),),
+                  plot="alpha_*", xlabel="k")  # fmt: skip
+    drawn = plot({"entries": {"here": {"tables": {"figure_3": judged(table, counts)}}}})
+    assert drawn is not None
+    [line] = drawn.axes[0].lines
+    assert line.get_xydata().tolist() == [[1.0, 0.5], [2.0, 0.7]]
+    assert (line.get_label(), drawn.axes[0].get_ylabel()) == ("here: a", "α")
+
+
+def test_counts_of_a_drafter_made_again_in_its_place_are_not_taken(tmp_path: Path) -> None:
+    import paper
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
+    names = ("small_lm", "checkpoint", "eagle3", "table", "code_table", "frequent_table", "target", "transcripts")
+    given = argparse.Namespace(paper="gsd", prompts=[f"a={tmp_path}/prompts.jsonl"], work=tmp_path / "work", tokens=8,
+                               num_prompts=2, **dict.fromkeys(names))  # fmt: skip
+    (tmp_path / "work").mkdir()
+    paper.require_same(given)
+    paper.require_same(argparse.Namespace(**{**vars(given), "num_prompts": 3}))  # more of them
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "two"}\n')
+    with pytest.raises(UserError, match="has counts of another --digests"):
+        paper.require_same(given)
+    aded = argparse.Namespace(**{**vars(given), "paper": "aded", "work": tmp_path / "aded"})
+    (tmp_path / "aded").mkdir()
+    paper.require_same(aded)
+    with pytest.raises(UserError, match="has counts of another --num_prompts"):
+        paper.require_same(argparse.Namespace(**{**vars(aded), "num_prompts": 3}))

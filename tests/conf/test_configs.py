@@ -1,6 +1,7 @@
 """Every command's config composes with every choice, and says clearly what is wrong with a bad one."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -323,8 +324,20 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def test_makefile_commands_compose() -> None:
-    lines = (ROOT / "Makefile").read_text().replace("$(RUN)", "").splitlines()
+    lines = re.sub(r"\$\(if .*\)", "", (ROOT / "Makefile").read_text()).replace("$(RUN)", "").splitlines()
     found = written_commands([line.strip() for line in lines if line.startswith("\t")])
     assert [command for command, _ in found] == ["pipeline"] * 3 + ["fetch_target", "chat"]
     for command, overrides in found:
         compose_and_build(command, overrides)
+
+
+def test_make_smollm2_takes_another_target() -> None:
+    """And leaves what is in runs/smollm2 alone."""
+    said = {}
+    for words in ((), ("target=org/model",), ("target=org/model", "out_dir=runs/other")):
+        done = subprocess.run(["make", "-n", "smollm2", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        [said[words]] = [line for line in done.stdout.splitlines() if "experiment=smollm2" in line]
+    plain, other, placed = said.values()
+    assert "target=" not in plain
+    assert other.endswith("resume=true target=org/model out_dir=runs/mine")
+    assert placed.endswith("resume=true target=org/model out_dir=runs/other")

@@ -14,9 +14,10 @@ from draft_models.rehearsal import MODELS
 from draft_models.settings import TARGET, Architecture
 from draft_models.tiny_architectures import TINY_ARCHITECTURES
 from outrider.errors import UserError
+from outrider.wandb_config import WandbConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from tests.tiers import quick_where, typical_where
-from train.fit_settings import FitConfig, WandbConfig
+from train.fit_settings import FitConfig
 
 EXPERIMENTS = sorted(f"{f.parent.name}/{f.stem}" for f in (CONF_DIR / "experiment").glob("*/*.yaml"))
 ANY_MODEL = {"eesd/without_self_distillation", *(name for name in EXPERIMENTS if name.endswith("/demo"))}

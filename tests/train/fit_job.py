@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draft_models.losses import IGNORE
+from outrider.wandb_config import WandbConfig
 from train.fit import fit
-from train.fit_settings import FitConfig, WandbConfig
+from train.fit_settings import FitConfig
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 23, 8, 6, 37
 

@@ -26,10 +26,11 @@ from draft_models.target.architectures import load_config
 from draft_models.target.fingerprint import fingerprint_target
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.tensor_files import open_tensors
+from outrider.wandb_config import WandbConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, save_target
 from train import run_dir
 from train.eagle3_settings import Eagle3Config
-from train.fit_settings import FitConfig, WandbConfig
+from train.fit_settings import FitConfig
 from train.settings import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
 
 ROOT = Path(__file__).parents[2]

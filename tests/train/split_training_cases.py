@@ -16,11 +16,13 @@ from data_prep.responses.generate import generate_responses
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import DataConfig
 from draft_models.checkpoint import read_meta
+from draft_models.eagle3.card import TRAINING_FILE
 from outrider.processes import join_processes
 from tests.launched import launched
 from tests.tiny import save_target
 from tests.train import jobs
 from train.calibration import calibrate
+from train.eagle3_head import train_eagle3
 from train.early_exit import train_early_exit
 from train.settings import CalibrateConfig
 from train.small_lm import finetune_drafter
@@ -103,6 +105,26 @@ def test_a_small_lm_distilled_from_a_split_target(target: Path, corpus: DataConf
     expected, got = drafter(tmp_path / "one"), drafter(tmp_path / "split")
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(("processes", "kept"), [(4, False), (2, True)])
+def test_an_eagle3_head_on_a_split_target(
+    target: Path, corpus: DataConfig, tmp_path: Path, processes: int, kept: bool
+) -> None:
+    """Losses, τ and weights, of two groups that share the rows out and of one; by way of a folder of states too."""
+    one = jobs.heading(target, corpus, tmp_path / "one")
+    features = {"features": str(tmp_path / "features"), "features_dtype": "float32"} if kept else {}
+    split = replace(one, tensor_parallel=2, out_dir=str(tmp_path / "split"), **features)
+    run(train_eagle3, one, 1)
+    run(train_eagle3, split, processes)
+    assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    expected, got = drafter(tmp_path / "one"), drafter(tmp_path / "split")
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-3, atol=2e-5)
+    metrics = [json.loads((tmp_path / name / TRAINING_FILE).read_text())["metrics"] for name in ("one", "split")]
+    assert metrics[0]["tau"] == metrics[1]["tau"]
+    assert metrics[0]["agree_1"] == metrics[1]["agree_1"]
 
 
 def test_a_calibration_head_of_a_split_target(target: Path, corpus: DataConfig, tmp_path: Path) -> None:

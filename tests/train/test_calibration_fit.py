@@ -7,8 +7,16 @@ from draft_models.calibration import CalibrationHead
 from draft_models.losses import IGNORE
 from tests.train.jobs import synthetic
 from train.calibration_model import EXAMPLES, CalibrationModel, Examples
-from train.calibration_scores import brier, expected_calibration_error, judge, predict, reliability, temper
-from train.sequential_temperature import CANDIDATES, fit_temperatures, rounds_of, survivals
+from train.calibration_scores import (
+    brier,
+    expected_calibration_error,
+    judge,
+    later_half,
+    predict,
+    reliability,
+    temper,
+)
+from train.sequential_temperature import CANDIDATES, FEWEST, fit_temperatures, rounds_of, survivals
 
 
 def drawn_rounds(bias: float, scale: float, count: int, seed: int) -> dict[str, torch.Tensor]:
@@ -58,6 +66,39 @@ def test_a_head_is_tempered_on_one_half_and_judged_on_the_other() -> None:
     assert found["ece_after"] < 0.6 * found["ece_before"]
     assert head.temperature[:4].tolist() == pytest.approx(found["temperature"][:4], abs=1e-3)
     torch.testing.assert_close(head.temperature[:4], torch.full((4,), 2.5), rtol=0.3, atol=0)
+
+
+def test_temperatures_that_do_not_help_are_not_kept() -> None:
+    """Logits that were right: what a half of few rounds fits is noise, on the other half worse than none."""
+    kept, fitted = [], []
+    for seed in range(12):
+        drawn = drawn_rounds(0.5, 1.0, 260, seed)
+        head = CalibrationHead(1, 1).requires_grad_(False)
+        head.draft.fill_(1.0)
+        tokens = len(drawn["label"])
+        batch = {"target_hidden": torch.zeros(tokens, 1), "draft_hidden": drawn["logits"][:, None]}
+        batch |= {"position": drawn["position"], "label": drawn["label"], "confidence": torch.full((tokens,), 0.5)}
+        found = temper(head, batch)
+        kept.append(found["kept"])
+        assert (head.temperature == 1).all() or found["kept"]
+        fitted += [value for value in found["temperature"] if value != 1]
+        later = later_half(batch)
+        assert len(later["label"]) == tokens // 2
+        assert torch.equal(later["label"], batch["label"][tokens // 2 :])
+    assert not all(kept)
+    assert fitted
+
+
+def test_a_position_that_few_drafts_reached_has_no_temperature() -> None:
+    """Rounds that ended before it have it too, but say nothing of it."""
+    drawn = drawn_rounds(-1.5, 2.5, 600, 3)
+    rounds = rounds_of(**drawn)
+    reached = [int((rounds.accepted >= place).sum()) for place in range(4)]
+    found = fit_temperatures(rounds)
+    assert reached[0] == 600
+    assert reached[3] < FEWEST < reached[1]
+    assert found[0] != 1
+    assert found[3] == 1
 
 
 def test_rows_hold_every_example_once() -> None:

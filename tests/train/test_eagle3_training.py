@@ -134,6 +134,34 @@ def test_from_a_folder_of_features_it_learns_the_same(
         train_eagle3(replace(kept, features_dtype="bfloat16", out_dir=str(tmp_path / "other")))
 
 
+def test_a_killed_filling_goes_on_with_the_rows_that_are_missing(
+    sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    run = heading(sure, corpus, tmp_path / "out", eval_rows=1, fit=replace(FIT, steps=2), features_dtype="float32",
+                  features=str(tmp_path / "features"))  # fmt: skip
+    train_eagle3(replace(run, features=str(tmp_path / "whole"), out_dir=str(tmp_path / "uninterrupted")))
+    states, made = Eagle3Student.states, list[int]()
+
+    def killed_at_the_third(*own: Any, **given: torch.Tensor) -> torch.Tensor:
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(1)
+        return states(*own, **given)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Eagle3Student, "states", killed_at_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            train_eagle3(run)
+    assert not (tmp_path / "features" / MADE_FROM_FILE).exists()
+    capsys.readouterr()
+    train_eagle3(run)
+    assert "goes_on_after=2 of " in capsys.readouterr().out
+    whole, resumed = ((tmp_path / name / STATES_FILE).read_bytes() for name in ("whole", "features"))
+    assert whole == resumed
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "uninterrupted"))
+    assert {path.name for path in (tmp_path / "features").glob("states*")} == {STATES_FILE, MADE_FROM_FILE}
+
+
 def test_from_features_in_int8_it_learns_what_their_values_teach(
     sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draft_models.eagle3.card import use_of
+from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import open_head
 from draft_models.settings import EAGLE3, TARGET
 from draft_models.target.architectures import load_config
@@ -51,6 +53,32 @@ def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="dialect=eagle: has no word for tap_norms=True"):
         export_head(ExportHeadConfig(head=head, target=str(tmp_path / "target"), dialect="eagle", out_dir=out_dir))
     assert not list(Path(out_dir).glob("*.safetensors"))
+
+
+def test_a_head_whose_config_is_wrong_is_written_as_it_should_be_read(tmp_path: Path) -> None:
+    """Ids where offsets belong, and taps a layer off: with reading= the export is sound, and a doctor looks at it."""
+    facts = DIALECTS["specforge"]
+    weights = {**head_weights(facts), "d2t": torch.tensor(facts.draft_tokens)}
+    head = write_head(tmp_path / "head", facts, weights)
+    WIDE_TARGET.save_pretrained(tmp_path / "target")
+    given = ExportHeadConfig(head=head, target=str(tmp_path / "target"), out_dir=str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"reading\.draft_ids=index reads it otherwise"):
+        export_head(given)
+    export_head(replace(given, reading=ReadingChanges(draft_ids="index", taps=(2, 5, 8))))
+    found = open_head(given.out_dir, WIDE_TARGET)
+    assert (found.reading.taps, found.reading.draft_ids, found.made_here) == ((2, 5, 8), "offset", False)
+    assert torch.equal(found.tensors()["d2t"], head_weights(facts)["d2t"])
+    with pytest.raises(UserError, match=r"reading\.own_head=false: expected null"):
+        export_head(replace(given, reading=ReadingChanges(draft_ids="index", own_head=False), resume=True))
+
+
+def test_the_card_has_commands_of_servers_that_read_the_dialect() -> None:
+    both, vllm, neither = use_of("specforge", False), use_of("speculators", False), use_of("eagle", True)
+    assert [("vllm serve" in card, "sglang" in card) for card in (both, vllm, neither)] == [
+        (True, True), (True, False), (False, True),
+    ]  # fmt: skip
+    assert "SGLang: not in this dialect" in vllm
+    assert "vLLM: not in this dialect" in neither
 
 
 def test_maps_of_the_vocabulary_are_written_where_readers_ask_for_them(tmp_path: Path) -> None:

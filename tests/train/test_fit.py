@@ -14,12 +14,12 @@ from torch.utils.data import default_collate
 
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
+from outrider.wandb_config import WandbConfig
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
 from tests.train.fit_runs import fit_tiny, trained_weights
 from tests.train.jobs import log
 from train import run_dir
 from train.fit import fit
-from train.fit_settings import WandbConfig
 from train.progress import Report, start_wandb, tracker_of
 from train.row_order import epoch_order, step_rows
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
@@ -277,10 +277,9 @@ def test_a_resumed_run_continues_its_wandb_curves(tmp_path, monkeypatch):
 
 
 def test_wandb_disabled_does_without_wandb(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "wandb", None)  # it is not there
     fit_tiny(tmp_path, steps=2)
     assert [entry["step"] for entry in log(tmp_path)] == [2]
-    monkeypatch.setattr("train.progress.is_wandb_available", lambda: False)
     with pytest.raises(UserError, match=r"wandb\.mode: wandb is not installed; pip install wandb, or disabled"):
         fit_tiny(tmp_path / "offline", steps=2, wandb=WandbConfig(mode="offline"))
 

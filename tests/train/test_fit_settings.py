@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import UserError
-from train.fit_settings import FitConfig, WandbConfig
+from outrider.wandb_config import WandbConfig
+from train.fit_settings import FitConfig
 
 SHAPES = {
     "linear": lambda done: 1 - done,

@@ -28,6 +28,18 @@ def test_the_time_left_by_hand() -> None:
     assert (pace.left(), pace.share()) == (0.0, 1.0)
 
 
+def test_time_that_a_step_is_given_is_the_same_on_any_machine() -> None:
+    """A slow download says nothing of trainings of half an hour, but for what they do beside."""
+    pace = Pace({"fetch": 20.0, "train": 1900.0, "report": 1500.0}, given={"train": 1800.0, "report": 1400.0})
+    assert pace.left() == 3420.0
+    pace.done["fetch"] = 100.0  # five times as slow
+    assert pace.left() == 1800.0 + 5 * 100.0 + 1400.0 + 5 * 100.0
+    pace.done["train"] = 1860.0
+    assert pace.left() == pytest.approx(1400.0 + 100.0 * (100.0 + 60.0) / (20.0 + 100.0))
+    only = Pace({"train": 1800.0, "more": 60.0}, {"train": 900.0}, {"train": 1800.0})  # over before its time
+    assert only.left() == 60.0
+
+
 def test_what_nobody_knows_is_not_made_up() -> None:
     pace = Pace({"a": 100.0, "b": None, "c": None}, {"a": 100.0})
     assert (pace.left("b", 5.0), pace.words(), pace.share("b", 5.0)) == (None, "unknown", 1 / 3)
@@ -68,3 +80,13 @@ def test_the_bar_is_drawn_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPa
     assert "pipeline 2/3 b |" in drawn[True]
     assert "25 %, left: 7 min 30 s" in drawn[True]
     assert drawn[False] == ""
+
+
+def test_the_bar_of_a_resumed_step_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = StepBar(Pace(EXPECTED, {"a": 100.0}), "b", clock=count(0.0, 50.0).__next__, spent=100.0)
+    said: list[str] = []
+    monkeypatch.setattr(pipeline_bar, "tqdm", partial(tqdm, file=io.StringIO(), disable=True))
+    with bar:
+        monkeypatch.setattr(bar._bar, "set_postfix_str", said.append)
+        bar._draw()
+    assert said == ["42 %, left: 5 min 50 s"]  # 250 of 600 seconds: 100 before, 100 earlier, 50 now

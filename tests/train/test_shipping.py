@@ -1,6 +1,8 @@
 """Drafters that are handed on: they load, they are their target's and no other's, and they are small."""
 
+import contextlib
 import hashlib
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -12,8 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from draft_models.calibration import META_FILE as CALIBRATION_FILE
+from draft_models.card import write_card
 from draft_models.checkpoint import WEIGHTS_FILE, read_meta
 from draft_models.draft_vocabulary import OwnTokens, narrow
+from draft_models.early_exit import USE
 from draft_models.ngrams.table import TrigramTable
 from draft_models.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.small_lm import TRAINING_FILE, load_small_lm
@@ -112,6 +116,21 @@ def test_a_small_lm_of_some_tokens_keeps_what_its_ids_stand_for(run: Path, tmp_p
     assert shipped.own_tokens is not None
     assert torch.equal(shipped.own_tokens.tokens, own.tokens)
     assert torch.equal(shipped.head.weight, model.get_output_embeddings().weight.bfloat16().float())
+
+
+def test_cards_name_the_target_as_others_have_it(run: Path, tmp_path: Path) -> None:
+    """Title and commands; an EAGLE-3 head beside them is not shipped, and that is said."""
+    shutil.copytree(run, tmp_path / "run")
+    write_card(tmp_path / "run/eesd", USE, str(tmp_path / "run/fetch"), {})
+    (tmp_path / "run/eagle3").mkdir(exist_ok=True)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        ship(tmp_path / "run", tmp_path / "out", target="org/model")
+    card = (tmp_path / "out/eesd/README.md").read_text()
+    assert "# A draft model for org/model\n" in card
+    assert f"checkpoint={tmp_path}/out/eesd target=org/model" in card
+    assert str(tmp_path / "run") not in card
+    assert f"ship_drafters left={tmp_path}/run/eagle3" in said.getvalue()
 
 
 def test_too_much_or_nothing_is_refused_and_leaves_what_is_there(run: Path, tmp_path: Path) -> None:

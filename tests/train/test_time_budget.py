@@ -10,8 +10,9 @@ from torch import nn
 
 from outrider.errors import UserError
 from outrider.groups import Group
+from outrider.wandb_config import WandbConfig
 from train import time_budget
-from train.fit_settings import FitConfig, WandbConfig
+from train.fit_settings import FitConfig
 from train.time_budget import MEASURED, WARM_UP, steps_for_minutes
 
 FIT = FitConfig(steps=1000, batch_rows=2, precision="fp32", warmup=0.1, wandb=WandbConfig(mode="disabled"))

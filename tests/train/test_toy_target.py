@@ -20,9 +20,10 @@ from data_prep.text.rows import load_rows
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from outrider.run_dirs import LOCK_FILE
+from outrider.wandb_config import WandbConfig
 from train import time_budget
 from train.export import export
-from train.fit_settings import FitConfig, WandbConfig
+from train.fit_settings import FitConfig
 from train.settings import TOY_REPORT, ToyTargetConfig
 from train.time_budget import STEPS_FILE
 from train.toy_model import (

@@ -186,6 +186,22 @@ def test_tables_are_added_up(config: TrigramConfig) -> None:
         build_table(replace(more, orders=(3,), out_dir=f"{config.out_dir}.3"))
 
 
+def test_a_sum_that_is_not_what_one_build_would_be_is_said(
+    config: TrigramConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of parts that had left out what is rare, and of one corpus twice."""
+    more = with_records(config, [{"text": text} for text in sentences(50, seed=1)])
+    for name, min_count in (("whole", 1), ("frequent", 3)):
+        part = replace(config, out_dir=f"{config.out_dir}.{name}", min_count=min_count)
+        build_table(part)
+        build_table(replace(more, out_dir=f"{part.out_dir}.more", merge=(part.out_dir,)))
+        said = capsys.readouterr().err
+        assert ("built with min_count=3 max_successors=None max_mb=None" in said) == (min_count == 3)
+        assert "more than once" not in said
+    build_table(replace(config, out_dir=f"{config.out_dir}.twice", merge=(f"{config.out_dir}.whole.more",)))
+    assert "one corpus is in it more than once" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------------- resuming
 
 
@@ -242,9 +258,11 @@ def test_a_finished_table_is_neither_built_again_nor_overwritten(
     config: TrigramConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_table(config)
-    before = content(config.out_dir)
+    before, work = content(config.out_dir), Path(f"{config.out_dir}.building")
+    (work / "shards").mkdir(parents=True)  # of a build killed between its table and its end
     build_table(replace(config, resume=True, memory_gb=0.3, workers=2))
     assert "finished already" in capsys.readouterr().out
+    assert not work.exists()
     for other, message in [
         (config, "holds an n-gram table already"),
         (replace(config, resume=True, min_count=2), "min_count=1, not 2"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import load_head, open_head
 from draft_models.eagle3.model import Eagle3
 from outrider.errors import UserError
@@ -143,7 +144,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a tap beyond": ("speculators", {TAPS: [0, 4, 9]}, r"boundaries \[0, 4, 9\], but expected are 0 to 8"),
     "taps in disorder": ("speculators", {TAPS: [4, 0, 8]}, "expected boundaries in ascending order"),
     "taps of no number": ("speculators", {TAPS: [True, 4, 8]}, "expected a list of layers"),
-    "taps at odds": ("specforge", {TAPS: [0, 3, 6]}, r"in eagle_config outputs of layers \[0, 3, 6\]"),
+    "taps at odds": (
+        "specforge",
+        {TAPS: [0, 3, 6]},
+        r"eagle_config.*=\[0, 3, 6\] means boundaries \[1, 4, 7\]",
+    ),
+    "other taps at odds": (
+        "specforge",
+        eagle_config(layer_ids=[0, 3, 6]),
+        r"eagle_config\.layer_ids=\[0, 3, 6\] means",
+    ),
+    "a tap that is no number": ("specforge", eagle_config(layer_ids=["low"]), "layer_ids=.*expected a list of layers"),
     "switches at odds": ("specforge", eagle_config(norm_output=False), "norm_output=True at the top, False in"),
     "no taps": ("specforge", eagle_config(use_aux_hidden_state=False), "use_aux_hidden_state=False: a head without"),
     "parallel": ("specforge", eagle_config(parallel_draft_step=4), "several tokens drafted at once"),
@@ -162,3 +173,35 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path: Path, ca
     facts = DIALECTS[dialect]
     with pytest.raises(UserError, match=said):
         open_head(write_head(tmp_path, facts, head_weights(facts), **changes), TARGET)
+
+
+def test_taps_under_the_names_that_servers_know(tmp_path: Path) -> None:
+    """layer_ids of eagle_config are boundaries, as vLLM reads them; SGLang's first names of the norms are known."""
+    facts = DIALECTS["specforge"]
+    weights = head_weights(facts)
+    head = open_head(write_head(tmp_path / "a", facts, weights), TARGET)
+    places = dict(zip(("0", "1", "2"), ("low", "mid", "high"), strict=True))
+    former = {
+        f"aux_norm_{places[name.split('.')[1]]}.weight" if name.startswith("fc_norm.") else name: tensor
+        for name, tensor in weights.items()
+    }
+    assert former.keys() != weights.keys()
+    config = {key: value for key, value in facts.config["eagle_config"].items() if key != TAPS}
+    named = write_head(
+        tmp_path / "b", facts, former, eagle_config={**config, "layer_ids": [1, 4, 7]}, use_aux_norm=True
+    )
+    assert open_head(named, TARGET).reading == head.reading
+
+
+def test_a_reading_rescues_a_config_that_says_nothing_sound(tmp_path: Path) -> None:
+    """Taps at odds, and a tensor that the config denies; without it both are refused."""
+    facts = DIALECTS["specforge"]
+    weights, sound = head_weights(facts), ReadingChanges(taps=(1, 4, 7), tap_norms=True)
+    where = write_head(tmp_path, facts, weights, **{TAPS: [0, 3, 6]}, fc_norm=False)
+    for changes in (ReadingChanges(), ReadingChanges(taps=(1, 4, 7)), ReadingChanges(tap_norms=True)):
+        with pytest.raises(UserError, match="eagle3="):
+            open_head(where, TARGET, changes=changes)
+    found = open_head(where, TARGET, changes=sound)
+    assert found.reading == open_head(write_head(tmp_path / "sound", facts, weights), TARGET).reading
+    head = load_head(where, TARGET, dtype=torch.float32, changes=sound)
+    assert torch.equal(head.state_dict()["fc_norm.0.weight"], weights["fc_norm.0.weight"].float())

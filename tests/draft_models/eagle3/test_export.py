@@ -51,6 +51,18 @@ def test_a_dialect_gives_back_what_was_written(tmp_path: Path, dialect: str) -> 
     assert written == able
 
 
+def test_a_plain_head_goes_into_every_dialect(tmp_path: Path) -> None:
+    """EAGLE's first kind, without a switch: each dialect has words for it."""
+    exotic = DIALECTS["eagle"]
+    facts = replace(exotic, on=frozenset(), config={**exotic.config, "bias": False})
+    head = load_head(write_head(tmp_path / "head", facts, head_weights(facts)), TARGET, dtype=torch.float32)
+    for dialect in DIALECTS:
+        assert not refusal(tmp_path / dialect, head, dialect)
+        again = load_head(str(tmp_path / dialect), TARGET, dtype=torch.float32)
+        assert again.reading == head.reading
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+
+
 def test_files_are_as_their_readers_expect(tmp_path: Path) -> None:
     """Names, offsets, and taps as outputs of layers or as boundaries."""
     head = loaded(tmp_path, "specforge")
@@ -63,6 +75,7 @@ def test_files_are_as_their_readers_expect(tmp_path: Path) -> None:
         assert torch.equal(tensors["t2d"], expected["t2d"])
     own, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("specforge", "speculators"))
     assert own["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 3, 6]
+    assert own["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]  # vLLM looks at the top, and takes boundaries
     assert other["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]
     assert other["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
     assert "target_hidden_size" not in own  # as wide as the target

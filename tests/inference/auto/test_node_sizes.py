@@ -52,6 +52,14 @@ def test_it_is_the_count_that_opt_tree_chooses(draft: tuple, row: float, seed: i
     assert sizes.count(parents, probs) == (count if rate > none else 0)
 
 
+def test_a_path_too_deep_for_a_float_is_worth_nothing() -> None:
+    """Below a node of probability 0 nothing is divided by it."""
+    parents, probs = np.array([-1, 0, 1, 2]), np.array([0.9, 1e-320, 0.0, 0.0])
+    tuning = Tuning(FLAT, (0.0,) * BANDS, (0.0,) * BANDS)
+    assert BestNodes(tuning).count(parents, probs) <= 2
+    BestNodes(tuning).observe(parents, probs, [0, 1, 2, 3])
+
+
 @settings(deadline=None, max_examples=60)
 @given(draft=drafts(), data=st.data())
 def test_trials_are_those_of_an_opt_tree(draft: tuple, data: st.DataObject) -> None:

@@ -229,3 +229,14 @@ def test_what_is_drafted_along_a_text_is_what_decoding_drafts(clinic: Clinic) ->
         torch.testing.assert_close(first[number], clinic.head.logits(alone), rtol=1e-4, atol=1e-4)
         _, after = hidden_of(clinic.stack, clinic.head, tokens[: place - 2], tokens[place - 2 : place])
         torch.testing.assert_close(second[number], clinic.head.logits(after), rtol=1e-4, atol=1e-4)
+
+
+def test_a_reading_to_be_had_is_not_hidden_by_a_better_one_that_is_not() -> None:
+    """What wins by most may be what no option gives; then the best of the others is named."""
+    row = {"agreement": 0.3, "agree": (0.3, 0.2), "wins": False, "option": "", "name": "as declared", "meaning": "m",
+           "chance": 1e-9}  # fmt: skip
+    still = {**row, "name": "drafted positions stand still", "agreement": 0.8, "wins": True}
+    later = {**row, "name": "taps a layer later", "agreement": 0.6, "wins": True, "option": "reading.taps=[2,5,8]"}
+    refuse("eagle3", "there", {"places": 9, "ways": [row, still], "better": still})
+    with pytest.raises(UserError, match=r"Give reading\.taps=\[2,5,8\]"):
+        refuse("eagle3", "there", {"places": 9, "ways": [row, still, later], "better": still})

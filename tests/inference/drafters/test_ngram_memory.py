@@ -1,16 +1,24 @@
 """Memory across prompts: what it gains, that no text ever finds its own answer in it, and what is refused."""
 
+import gc
 import itertools
+import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save
 
+from draft_models.ngrams.kept import contexts_of
+from draft_models.ngrams.overlay import ContextMap, TextIndex
 from inference.decode import speculative
 from inference.drafters import ngram_memory
 from inference.drafters.ngram_memory import close, memory_of, open_memory
@@ -18,7 +26,8 @@ from inference.drafters.ngrams import make_ngram_drafter
 from inference.method_settings import MethodConfig, NgramConfig, StructureConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
-from tests.inference.ngram_cases import TABLE, FakeSession
+from outrider.files import parse_json, sealed, unsealed
+from tests.inference.ngram_cases import TABLE, FakeSession, draft
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 
 ANSWER = np.random.default_rng(1).integers(0, 12, 60).tolist()
@@ -106,6 +115,27 @@ def test_a_memory_keeps_within_its_limit(kept: Path) -> None:
     assert 10_000 < max(sizes) < 20_000 + 2_000  # and what the file says of itself
 
 
+def test_what_is_seen_now_drives_out_what_was_seen_often_long_ago(kept: Path) -> None:
+    """A new kind of text, as often as the old one was: the memory is its own, half of it at least."""
+    config = replace(CONFIGS["mixed"], keep=str(kept), keep_mb=0.05)
+    memory = open_memory(config, TABLE, TARGET)
+    kinds = [np.random.default_rng(seed).integers(0, 12, 300).tolist() for seed in (0, 1)]
+    for text in kinds:
+        for number in range(12):
+            drafter = make_ngram_drafter(TABLE, config, 0)
+            drafter.begin(FakeSession([number % 12, *text]), None, None)  # type: ignore[arg-type]
+    memory.save()
+    held = set(contexts_of(memory._within_limit(memory._last[1]()).known).keys.tolist())  # type: ignore[index]
+    old, new = (set(contexts_of(index_of(text)).keys.tolist()) for text in kinds)
+    assert len(held & (new - old)) > len(held & (old - new))
+
+
+def index_of(text: list[int]) -> ContextMap:
+    index = TextIndex(CONFIGS["mixed"].longest, CONFIGS["mixed"].decay)
+    index.learn(np.array(text), 0, len(text))
+    return index.known
+
+
 def test_a_limit_that_leaves_no_room_for_contexts_is_refused(kept: Path) -> None:
     config = replace(CONFIGS["mixed"], recycle=8, keep=str(kept), keep_mb=4.5)
     with pytest.raises(
@@ -140,6 +170,105 @@ def test_what_is_not_its_own_is_refused(kept: Path) -> None:
     open_memory(config, TABLE, TARGET)
 
 
+def forged(path: Path, changed: dict[str, Any], notes: dict[str, Any] | None = None) -> None:
+    """The memory in `path` with other arrays or other notes, under digests that fit."""
+    with safe_open(path, "numpy") as file:
+        written = unsealed(parse_json(file.metadata()["ngrams_memory"]))
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    arrays |= {name: change(arrays[name].copy()) for name, change in changed.items()}
+    written = {"belongs": written["belongs"], "arrays": ngram_memory._digests(arrays)} if notes is None else notes
+    path.write_bytes(save(arrays, {"ngrams_memory": json.dumps(sealed(written))}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"lengths": lambda a: a + 1}, "lengths that are not those of its successors"),
+        ({"lengths": lambda a: np.full_like(a, 2**30)}, "lengths that are not those of its successors"),
+        ({"tokens": lambda a: a + 12}, "tokens that are not in the vocabulary"),
+        ({"shares": lambda a: a * np.nan}, "probabilities that are not between 0 and 1"),
+        ({"shares": lambda a: a + 1}, "probabilities that are not between 0 and 1"),
+        ({"recycled_probs": lambda a: a - 1}, "probabilities that are not between 0 and 1"),
+        ({"recycled_probs": lambda a: a * np.float32("nan")}, "probabilities that are not between 0 and 1"),
+        ({"recycled_seen": lambda a: a - 1}, "of less than no occurrences"),
+        ({"recycled_tokens": lambda a: a - 1}, "recycled rows of tokens"),
+    ],
+)
+def test_a_file_is_not_trusted_for_its_digests(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], why: str
+) -> None:
+    """Compiled code follows what a file says without looking where it leads, so nothing of it runs before all fits."""
+    config = replace(CONFIGS["recycled"], keep=str(kept))
+    open_memory(config, TABLE, TARGET)
+    hits(config, [1, 2])
+    close(str(kept))
+    forged(kept, {})
+    open_memory(config, TABLE, TARGET)  # as good as its own
+    close(str(kept))
+    forged(kept, changed)
+    monkeypatch.setattr(ngram_memory, "map_of", lambda _: pytest.fail("linked before it was checked"))
+    with pytest.raises(UserError, match=f"damaged, or no memory of n-grams.*{why}"):
+        open_memory(config, TABLE, TARGET)
+
+
+@pytest.mark.parametrize("notes", [{"arrays": None}, {}, {"belongs": [], "arrays": None}])
+def test_a_file_that_does_not_say_whose_it_is_is_refused(kept: Path, notes: dict[str, Any]) -> None:
+    config = replace(CONFIGS["mixed"], keep=str(kept))
+    open_memory(config, TABLE, TARGET)
+    close(str(kept))
+    with safe_open(kept, "numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    forged(kept, {}, {**notes, **({"arrays": ngram_memory._digests(arrays)} if "arrays" in notes else {})})
+    with pytest.raises(UserError, match="damaged, or no memory of n-grams"):
+        open_memory(config, TABLE, TARGET)
+
+
+@pytest.mark.parametrize("name", ["mixed", "table"])
+def test_the_end_of_a_text_is_learnt_too(kept: Path, name: str) -> None:
+    """The tokens of the last round, after which no draft is asked for."""
+    config = replace(CONFIGS[name], keep=str(kept))
+    open_memory(config, TABLE, TARGET)
+    alone = replace(config, keep=None)
+    pairs = [pair for pair in itertools.product(range(12), repeat=2)
+             if not len(draft(make_ngram_drafter(TABLE, alone, 0), [1, 2, *pair]))]  # fmt: skip
+    before, last = pairs[0] if name == "table" else (12, 10)  # nothing is known to follow them
+    firsts = []
+    for end in ([before, last, 9], []):
+        drafter = make_ngram_drafter(TABLE, config, 0)
+        drafter.begin(FakeSession([1, 2, *([] if end else [before])]), None, None)  # type: ignore[arg-type]
+        tree = drafter.draft(torch.tensor([3 if end else last]), 2)
+        firsts.append(tree.tokens[0].item() if len(tree) else None)
+        drafter.commit(tree, (), [3, *end])
+    assert firsts[1] == 9
+
+
+def test_what_was_always_right_may_be_wrong_in_the_next_text(kept: Path) -> None:
+    """λ stays away from 0 and 1 from text to text, and a text that breaks the habit is decoded like any other."""
+    config = replace(CONFIGS["mixed"], strength=1e-12, keep=str(kept))
+    memory = open_memory(config, TABLE, TARGET)
+    for number in range(6):
+        drafter = make_ngram_drafter(TABLE, config, 0)
+        drafter.begin(FakeSession([number % 3 + 4]), None, None)  # type: ignore[arg-type]
+        habit = [1, 2, 3] * 20 if number < 5 else [1, 2, 9, 3, 2, 1, 11] * 3
+        for token in habit:
+            drafter.commit(drafter.draft(torch.tensor([token]), 4), (), [token])
+    memory.save()
+    shares = memory._last[1]().shares  # type: ignore[index]
+    assert np.isfinite(shares).all()
+    assert 0.01 <= shares.min() < shares.max() <= 0.99
+
+
+def test_a_memory_does_not_hold_the_targets_cache(kept: Path) -> None:
+    config = replace(CONFIGS["recycled"], keep=str(kept))
+    open_memory(config, TABLE, TARGET)
+    session = FakeSession([1, 2], {0: [1 / 12] * 12})
+    make_ngram_drafter(TABLE, config, 0).begin(session, None, None)  # type: ignore[arg-type]
+    gone = weakref.ref(session)
+    del session
+    gc.collect()
+    assert gone() is None
+
+
 def test_one_process_at_a_time(kept: Path) -> None:
     config = replace(CONFIGS["mixed"], keep=str(kept))
     open_memory(config, TABLE, TARGET)
@@ -155,6 +284,8 @@ def test_one_process_at_a_time(kept: Path) -> None:
 def test_settings_that_mean_nothing_are_refused() -> None:
     with pytest.raises(UserError, match=r"keep_mb=5\.0: expected 64\.0, its default: keep is null"):
         NgramConfig(keep_mb=5.0)
+    with pytest.raises(UserError, match="keep='k': expected null with adapt=false, which learns nothing"):
+        NgramConfig(keep="k", adapt=False)
     method = MethodConfig("ngrams", ngrams=NgramConfig(keep="k"))
     with pytest.raises(UserError, match="a file of its own for every method"):
         EvaluateConfig(target="t", table="t", methods={"a": method, "b": method})

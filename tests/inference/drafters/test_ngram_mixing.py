@@ -142,7 +142,8 @@ def test_recycled_rows_are_evidence_of_the_mixture() -> None:
     """Of the root, of an accepted node and of a rejected one: between the text's contexts and the table's."""
     drafter = MixedDrafter(TABLE, NgramConfig(evidence="mixed", nodes=400, depth=2, longest=2, recycle=WIDEST))
     text, rows = [1, 2, 3, 1, 2, 4, 1, 2], dict[tuple[int, ...], tuple[int, dict[int, float]]]()
-    drafter.begin(FakeSession(text[:-1], {row: LAWS[row] for row in range(3)}), None, None)
+    session = FakeSession(text[:-1], {row: LAWS[row] for row in range(3)})
+    drafter.begin(session, None, None)
     drafter.draft(torch.tensor([2]), 2)
     drafter.commit(DraftTree(torch.tensor([7, 3]), (-1, 0), (-1, -1)), (0,), (2, 7))
     for row, path in enumerate(([], [7], [7, 3])):
