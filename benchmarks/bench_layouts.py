@@ -2,9 +2,11 @@
 
     python benchmarks/bench_layouts.py --target runs/smollm2/fetch [--threads 1 2] [--dtype float32]
 
-Loads the target once for each of `inference.packing.LAYOUTS` and once as evaluate-checkpoint does. Times passes over 1
-to 32 tokens behind a text of `--context` tokens, all in turn. Beside them stand a token of transformers' `generate`
-and the floor: the time that reading the weights takes at the measured bandwidth, as they are stored in `--dtype`.
+Loads the target once for each of `inference.packing.LAYOUTS` and once as evaluate-checkpoint does. There all layers of
+a pass of few tokens run in one call, which is left out once: "layer by layer". Times passes over 1 to 32 tokens behind
+a text of `--context` tokens, all in turn. Beside them stand a token of transformers' `generate` and the floor: the
+time that reading the weights takes at the measured bandwidth, as they are stored in `--dtype`. A pass in one call may
+take less, as it reads float32 weights that were bfloat16 once as such.
 
 Beside them stand the passes of the int8 model that `dtype=int8` decodes (another model), laid out as there, and the
 floor of its own bytes: a byte a weight. The products of a pass are timed alone as well: in every layout, and those of
@@ -35,7 +37,7 @@ from outrider.files import read_json, write_json
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = (1, 2, 4, 8, 16, 32)
-CHOSEN, INT8 = "chosen", "int8"
+CHOSEN, BY_LAYER, INT8 = "chosen", "layer by layer", "int8"
 CPU = torch.device("cpu")
 
 
@@ -62,8 +64,9 @@ class Passes:
 def laid_out(target: OpenTarget, dtype: torch.dtype, layout: str) -> LayerStack:
     """The target with all linear layers in `layout`, or as evaluate-checkpoint has it, also with `dtype=int8`."""
     stack = target.stack(dtype=dtype, device=CPU, int8=layout == INT8)
-    if layout in (CHOSEN, INT8):
+    if layout in (CHOSEN, BY_LAYER, INT8):
         lay_out(stack, stack)
+        stack.at_once = None if layout == BY_LAYER else stack.at_once
         return stack
     fuse_layers(stack)
     pack_linears(stack, lambda _: layout)
@@ -78,7 +81,7 @@ def measure(target: OpenTarget, options: argparse.Namespace) -> dict[str, Any]:
     """Everything with the threads that torch has now."""
     dtype = getattr(torch, options.dtype)
     text = torch.arange(options.context) % target.config.vocab_size
-    stacks = {layout: laid_out(target, dtype, layout) for layout in (*LAYOUTS, CHOSEN, INT8)}
+    stacks = {layout: laid_out(target, dtype, layout) for layout in (*LAYOUTS, BY_LAYER, CHOSEN, INT8)}
     passes = {layout: Passes(stack, text) for layout, stack in stacks.items()}
     plain = load_causal_lm(options.target, dtype=dtype).eval()
     seconds: dict[tuple[str, int], list[float]] = {(layout, width): [] for layout in passes for width in WIDTHS}
@@ -102,6 +105,7 @@ def measure(target: OpenTarget, options: argparse.Namespace) -> dict[str, Any]:
         "milliseconds": found,
         "milliseconds_of_products": products,
         "chosen": {name: kinds_of(stacks[name]) for name in (CHOSEN, INT8)},
+        "rows_at_once": {name: getattr(stacks[name].at_once, "rows", 0) for name in (CHOSEN, INT8)},
         "generate_milliseconds_a_token": 1e3 * statistics.median(token),
         "weight_bytes": weights,
         "read_bytes_per_second": device["read_bytes_per_second"],
@@ -158,7 +162,7 @@ def seconds_a_token(plain: nn.Module, text: Tensor, tokens: int = 8) -> float:
 
 def show(result: dict[str, Any]) -> None:
     """The table on standard output."""
-    print(f"\n{result['threads']} threads, chosen: {result['chosen']}")
+    print(f"\n{result['threads']} threads, chosen: {result['chosen']}; at once up to {result['rows_at_once']} tokens")
     for what in ("milliseconds", "milliseconds_of_products"):
         print(f"| {what} | {' | '.join(map(str, WIDTHS))} |\n|{'---|' * (1 + len(WIDTHS))}")
         for layout, by_width in result[what].items():

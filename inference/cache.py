@@ -49,6 +49,18 @@ class KVCache:
         """
         return self._views.get(layer_idx) or self._allocate(key, value, layer_idx)
 
+    def whole(self, heads: int, head_dim: int, like: Tensor) -> Tensor | None:
+        """The one buffer of all layers, for a pass that writes to it by itself; None where it has not all of them.
+
+        like: of the dtype and device of keys and values.
+        """
+        shape = like.new_empty(1, heads, 0, head_dim)
+        if len(self._views) < len(self.layers):
+            for layer in self.layers:
+                self.views(shape, shape, layer)
+        fits = self._buffer is not None and self._buffer.shape[2::2] == (heads, head_dim) and not self._odd
+        return self._buffer if fits else None
+
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Room for a layer: for all in one buffer, where its keys and values are of the shape that the first one's are.
 

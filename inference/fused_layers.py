@@ -12,6 +12,7 @@ from draft_models.target.attention import grouped_attention, triton_kernels
 from draft_models.target.int8 import Int8Linear
 from draft_models.target.stack import LayerCache, LayerStack
 from inference.cache import KVCache
+from inference.cpu.at_once import LayersAtOnce
 from inference.packing import can_pack, fastest_layout, pack_linears
 
 # Whose arithmetic is known to be what is fused here. Layers of other architectures run as they are.
@@ -89,7 +90,13 @@ class FusedLayer(nn.Module):
             head_scale = torch.stack([query] * self.heads + [key] * (self.rotated - self.heads))
         self.register_buffer("signs", signs, persistent=False)
         self.register_buffer("head_scale", head_scale, persistent=False)
+        self.at_once: LayersAtOnce | None = None  # itself alone, where it is no stack's
         self.bind()
+
+    @property
+    def products(self) -> list[Any]:
+        """Its linear layers."""
+        return [self.qkv, self.out, self.up, self.down]
 
     def bind(self) -> None:
         """Keep its modules where `forward` finds them at once: looking one up takes longer than a view of a tensor."""
@@ -104,6 +111,22 @@ class FusedLayer(nn.Module):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """As transformers' layers: hidden [B, Q, d] → [B, Q, d]."""
+        if self.at_once is not None:
+            done = self.at_once.run(hidden, 0, 1, position_embeddings, attention_mask, past_key_values)
+            if done is not None:
+                return done
+        return self.one_by_one(hidden, attention_mask, position_embeddings, past_key_values)
+
+    __call__ = forward
+
+    def one_by_one(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        past_key_values: LayerCache | None,
+    ) -> Tensor:
+        """`forward`, an operation after the other."""
         batch, queries, _ = hidden.shape
         if self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed is not None:
             kernels = triton_kernels(hidden.device)
@@ -125,8 +148,6 @@ class FusedLayer(nn.Module):
         else:
             inner = activation(inner)
         return hidden + down(inner)
-
-    __call__ = forward
 
     def _in_few_launches(
         self, kernels: Any, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache
@@ -191,15 +212,44 @@ def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def lay_out(model: nn.Module, like: LayerStack) -> None:
-    """Make `model` ready to decode where `like`, the target, is: its layers fused, its weights packed where that is
-    faster."""
+    """Make `model` ready to decode where `like`, the target, is: its layers fused.
+
+    On a CPU they run at once, and weights are packed, where that is faster.
+    """
     fuse_layers(model)
+    # Processes that share a model out must round alike, or what they draft by themselves may differ.
+    together = run_at_once(model) if like.group.size == 1 else []
     if can_pack(like.device, like.dtype):
-        # Processes that share a model out must round alike, or what they draft by themselves may differ.
-        pack_linears(model, lambda linears: like.group.agreed(fastest_layout(linears)))
+        of_layers = {id(linear) for layers, _ in together for layer in layers for linear in layer.products}
+
+        def fastest(linears: Sequence[Any]) -> str:
+            return like.group.agreed(fastest_layout(linears, panels=id(linears[0]) not in of_layers))
+
+        pack_linears(model, fastest)
         for module in model.modules():
             if isinstance(module, FusedLayer):
                 module.bind()
+    for layers, at_once in together:
+        at_once.measure(layers)
+
+
+def run_at_once(model: nn.Module) -> list[tuple[list[FusedLayer], LayersAtOnce]]:
+    """Let the layers of `model` run at once where they can: a stack's together, others each for itself.
+
+    Returns which layers those are, and what runs them.
+    """
+    fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    if isinstance(model, LayerStack):
+        alike = len(set(model.windows)) == 1 and len({call.table for call in model.anatomy.calls}) == 1
+        at_once = LayersAtOnce.of(fused) if alike and len(fused) == len(model.layers) else None
+        model.at_once = at_once
+        return [] if at_once is None else [(fused, at_once)]
+    together = []
+    for layer in fused:
+        layer.at_once = LayersAtOnce.of([layer])
+        if layer.at_once is not None:
+            together.append(([layer], layer.at_once))
+    return together
 
 
 def fuse_layers(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from draft_models.target.int8 import Int8Linear, scaled
+from inference.cpu.at_once import PanelLinear, fits_panels
 
 ROWS = 8  # the row count the blocked layout is chosen for; it serves 1 to 32 rows nearly as well
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
@@ -123,12 +124,14 @@ LAYOUTS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "plain": lambda linear: linear,
     "blocked": PackedLinear,
     "halved": lambda linear: HalvedLinear(linear) if fits_half(linear.weight) else PackedLinear(linear),
+    "panels": lambda linear: PanelLinear(linear) if fits_panels(linear) else PackedLinear(linear),
 }
 INT8_LAYOUTS: dict[str, Callable[[Int8Linear], nn.Module]] = {
     "plain": lambda linear: linear,
     "blocked": lambda linear: WidenedLinear(linear, PackedLinear),
     "halved": lambda linear: WidenedLinear(linear, HalvedLinear),
     "coded": CodedLinear,
+    "panels": lambda linear: PanelLinear(linear) if fits_panels(linear) else WidenedLinear(linear, PackedLinear),
 }
 
 
@@ -197,8 +200,12 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
 
 
 @torch.inference_mode()
-def fastest_layout(linears: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> str:
+def fastest_layout(
+    linears: Sequence[Any], clock: Callable[[], float] = time.perf_counter, *, panels: bool = True
+) -> str:
     """Which of `layouts_of` them is fastest for layers of one shape, here and now, over passes of `TIMED_ROWS` rows.
+
+    panels: whether that layout is tried too. It serves few rows, for which decoder layers have another way already.
 
     They are timed in turn over as many of the layers as exceed the caches, or over one again and again where it is the
     only one. The mean of the logarithms decides. Takes some tens of milliseconds, and the memory of copies of those.
@@ -215,6 +222,8 @@ def fastest_layout(linears: Sequence[Any], clock: Callable[[], float] = time.per
         left_out.add("halved")
     if coded and not can_code(first):
         left_out.add("coded")
+    if not (panels and fits_panels(first)):
+        left_out.add("panels")
     layouts = layouts_of(first).items()
     tried = {name: [make(linear) for linear in sample] for name, make in layouts if name not in left_out}
     logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)

@@ -1,0 +1,1 @@
+"""Decoding on a CPU: compiled passes over few rows, shared by PyTorch's own threads."""

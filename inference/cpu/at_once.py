@@ -1,0 +1,258 @@
+"""Layers and products on a CPU by `inference.cpu`: what of a model they can run, and how they are called."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draft_models.target.int8 import Int8Linear
+from inference.cache import KVCache
+from inference.cpu import entries
+from inference.cpu.passes import Shape
+from inference.cpu.products import PANEL, TILE
+from inference.cpu.team import call_in_team, most_threads, team
+
+WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured; wider ones are left to a library's products
+SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
+COLD = 64 * 2**20  # bytes of weights that no processor's caches hold
+SMALL = 2**19  # bytes of a layer whose time is that of its calls
+REPEATS = 3  # after a first one that does not count
+STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
+
+
+def fits_panels(linear: Any) -> bool:
+    """Whether the kernels multiply by such a layer's weight on a CPU."""
+    if isinstance(linear, Int8Linear):
+        kind, device = linear.scale.dtype, linear.codes.device
+    elif type(linear) is nn.Linear:
+        kind, device = linear.weight.dtype, linear.weight.device
+    else:
+        return False
+    whole = linear.out_features % PANEL == 0
+    return whole and device.type == "cpu" and kind in (torch.float32, torch.bfloat16)
+
+
+def stored(linears: Sequence[Any]) -> list[Tensor]:
+    """The weights [out, in] of layers of a kind, in the fewest bytes that keep each of them exactly.
+
+    Where a weight was a bfloat16 once, it is one here.
+    """
+    if isinstance(linears[0], Int8Linear):
+        return [linear.codes for linear in linears]
+    weights = [linear.weight.detach() for linear in linears]
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(weight.to(dtype).to(weight.dtype), weight) for weight in weights):
+            return [weight.to(dtype) for weight in weights]
+    return weights
+
+
+def in_panels(weight: Tensor) -> Tensor:
+    """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], in one axis."""
+    return weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2).flatten()
+
+
+def _scales(linear: Any) -> Tensor:
+    return linear.scale.float() if isinstance(linear, Int8Linear) else torch.ones(linear.out_features)
+
+
+def _biases(linear: Any) -> Tensor:
+    return torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
+
+
+@cache
+def _entry(make: Any, stored: torch.dtype, kept: torch.dtype) -> int:
+    """The address of one of `cpu_kernels`' entries for weights and results of these dtypes."""
+    address: int = make(STORED[stored], STORED[kept]).address
+    return address
+
+
+def _run(entry: int, table: list[int], size: int) -> None:
+    """Call an entry with a table, in all threads where the reading of `size` bytes of weights is worth it."""
+    # Never in some of them: OpenMP ends the others then, and starts them anew for the next operation of PyTorch.
+    threads = most_threads()
+    if size < SHARE * threads:
+        threads = 1
+    if threads > 1:
+        table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads
+    given = torch.tensor(table)
+    call_in_team(entry, given.data_ptr(), threads)
+
+
+class PanelLinear(nn.Module):
+    """A linear layer without gradient by `inference.cpu.products`, for one that `fits_panels`. Sums are in float32."""
+
+    def __init__(self, linear: Any):
+        super().__init__()
+        (weight,) = stored([linear])
+        self.shape = weight.shape
+        self._panels, self._scales, self._biases = in_panels(weight), _scales(linear), _biases(linear)
+        self.bias = linear.bias
+        self._dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
+        self._function = _entry(entries.product_entry, weight.dtype, self._dtype)
+        table = [0] * entries.TABLE
+        table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
+        table[entries.BIASES] = self._biases.data_ptr()
+        table[entries.OUTPUTS], table[entries.INPUTS] = weight.shape
+        self._table = table
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy [out, in]."""
+        out, depth = self.shape
+        plain = self._panels.view(-1, depth, PANEL).transpose(1, 2).reshape(out, depth).to(self._dtype)
+        return plain * self._scales.to(self._dtype)[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]. Given `x` of another dtype it computes in that, as `precise` does."""
+        if x.dtype != self._dtype:
+            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        rows = x.reshape(-1, self.shape[1]).float().contiguous()
+        out = x.new_empty(*x.shape[:-1], self.shape[0])
+        room = torch.empty(most_threads() * TILE * PANEL)
+        table = self._table.copy()
+        table[entries.X], table[entries.OUT], table[entries.ROOM] = rows.data_ptr(), out.data_ptr(), room.data_ptr()
+        table[entries.ROWS] = len(rows)
+        _run(self._function, table, self._panels.nbytes)
+        return out
+
+    __call__ = forward
+
+
+class LayersAtOnce:
+    """Consecutive layers of one shape, any range of which runs in one call where a pass has few rows.
+
+    rows: the most for which it is asked (see `measure`). stored: the dtype of its weights, which it has a second time,
+    beside the layers' own.
+    """
+
+    def __init__(self, layers: Sequence[Any]):
+        first = layers[0]
+        self.rows = WIDTHS[-1]
+        self._dtype = dtype_of(first)
+        self._first = first.layer_idx
+        self._shape = Shape(
+            first.qkv.in_features, first.heads, first.rotated - first.heads, first.head_dim, first.down.in_features
+        )
+        weights = stored([linear for layer in layers for linear in layer.products])
+        self.stored = weights[0].dtype
+        count = len(first.products)
+        panels = [in_panels(weight) for weight in weights]
+        ones = torch.ones(first.rotated, first.head_dim)
+        head_eps = -1.0 if first.head_scale is None else first.head_eps
+        self._weights = torch.stack([torch.cat(panels[at : at + count]) for at in range(0, len(panels), count)])
+        self._floats = (  # with what `table` has of them
+            torch.stack([torch.cat([_scales(linear) for linear in layer.products]) for layer in layers]),
+            torch.stack([torch.cat([_biases(linear) for linear in layer.products]) for layer in layers]),
+            torch.stack(
+                [torch.stack([layer.attention_norm.weight, layer.mlp_norm.weight]) for layer in layers]
+            ).float(),
+            torch.stack([ones if layer.head_scale is None else layer.head_scale.float() for layer in layers]),
+            torch.tensor([first.attention_norm.eps, head_eps, first.head_dim**-0.5]),
+        )
+        self._function = _entry(entries.layers_entry, self.stored, self._dtype)
+        table = [0] * entries.TABLE
+        for place, tensor in zip(
+            (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS), self._floats, strict=True
+        ):
+            table[place] = tensor.data_ptr()
+        table[entries.WEIGHTS], table[entries.LAYERS] = self._weights.data_ptr(), len(layers)
+        table[entries.INPUTS], table[entries.HEADS], table[entries.KEY_HEADS] = self._shape[:3]
+        table[entries.WIDTH], table[entries.INNER] = self._shape[3:]
+        self._table = table
+
+    def measure(self, layers: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> int:
+        """Set and return `rows`: up to how many of them a pass is faster at once than layer by layer, here and now.
+
+        Over as many `layers` as exceed the caches. Where a layer is so small that its calls take all the time, it is
+        not measured: at once is faster then.
+        """
+        size = self._weights[0].nbytes
+        if size < SMALL:
+            return self.rows
+        count = min(len(layers), math.ceil(COLD / size))
+        like = torch.zeros(1, 1, self._shape.hidden, dtype=self._dtype)
+        turned = torch.ones(1, 1, self._shape.width, dtype=self._dtype)
+        self.rows, widest = WIDTHS[-1], 0
+        for rows in WIDTHS:
+            hidden, table = like.expand(1, rows, -1).contiguous(), turned.expand(1, rows, -1).contiguous()
+            mask = torch.zeros(1, 1, rows, rows, dtype=self._dtype)
+            seconds: tuple[list[float], list[float]] = ([], [])
+            for _ in range(1 + REPEATS):
+                cache = KVCache(range(self._first, self._first + count), rows)
+                started = clock()
+                self.run(hidden, 0, count, (table, table), mask, cache)
+                between = clock()
+                for layer in layers[:count]:
+                    layer.one_by_one(hidden, mask, (table, table), cache)
+                seconds[0].append(between - started)
+                seconds[1].append(clock() - between)
+            if statistics.median(seconds[0][1:]) >= statistics.median(seconds[1][1:]):
+                break
+            widest = rows
+        self.rows = widest
+        return widest
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> "LayersAtOnce | None":
+        """`layers`, `inference.fused_layers.FusedLayer`s; None where the kernels cannot run them."""
+        able = layers and all(layer.gates_by_silu for layer in layers)
+        if not able or not all(fits_panels(part) for layer in layers for part in layer.products):
+            return None
+        kinds = {
+            (
+                type(layer.qkv), layer.heads, layer.rotated, layer.head_dim, layer.up.out_features, layer.head_eps,
+                layer.attention_norm.eps, layer.mlp_norm.eps, layer.head_scale is None, dtype_of(layer),
+                layer.layer_idx - place,
+            )
+            for place, layer in enumerate(layers)
+        }  # fmt: skip
+        return cls(layers) if len(kinds) == 1 and layers[0].head_dim % 2 == 0 else None
+
+    def run(
+        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor] | None, mask: Any, cache: Any
+    ) -> Tensor | None:
+        """Layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None where it does not run such a pass.
+
+        rotary, mask, cache: as a layer is given them. It runs passes of up to `rows` rows over a `KVCache`, without
+        gradients, where everything is of the dtype of the layers.
+        """
+        batch, rows, _ = hidden.shape
+        small = batch == 1 and rows <= self.rows and isinstance(cache, KVCache) and cache.fixed is None
+        if not small or rotary is None or torch.is_grad_enabled():
+            return None
+        if mask is None and rows > 1:  # causal, with nothing before it: a prompt's first tokens
+            return None
+        given = (hidden, rotary[0], *([] if mask is None else [mask]))
+        if not all(isinstance(tensor, Tensor) and tensor.dtype == self._dtype for tensor in given):
+            return None
+        kept = cache.whole(self._shape.key_heads, self._shape.width, hidden)
+        if kept is None:
+            return None
+        worked = torch.empty_like(hidden, dtype=torch.float32).copy_(hidden)
+        cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
+        mask = None if mask is None else mask.contiguous()
+        threads, past = most_threads(), cache.length
+        room = torch.empty(sum(entries.room_sizes(self._shape, rows, threads, past + rows)))
+        table = self._table.copy()
+        table[entries.X], table[entries.COS], table[entries.SIN] = worked.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        table[entries.MASK] = 0 if mask is None else mask.data_ptr()
+        table[entries.CACHE], table[entries.ROOM] = kept.data_ptr(), room.data_ptr()
+        table[entries.CACHED], table[entries.CAPACITY] = kept.shape[0], kept.shape[3]
+        table[entries.FIRST], table[entries.PAST] = cache.layers.start - self._first, past
+        table[entries.START], table[entries.STOP], table[entries.ROWS] = start, stop, rows
+        table[entries.MOST] = threads
+        _run(self._function, table, self._weights[0].nbytes * (stop - start))
+        return worked if hidden.dtype == torch.float32 else worked.to(hidden.dtype)
+
+
+def dtype_of(layer: Any) -> torch.dtype:
+    """Of what a fused layer computes."""
+    dtype: torch.dtype = layer.attention_norm.weight.dtype
+    return dtype

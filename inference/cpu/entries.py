@@ -1,0 +1,164 @@
+# mypy: allow-untyped-defs
+"""Compiled passes as C functions, for a team of threads that is not Python's.
+
+A function is called with the address of a table of addresses and numbers, int64. Constants below say what stands where.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
+
+from inference.cpu.numbers import FAST, kernel
+from inference.cpu.passes import Layers, Room, Shape, run
+from inference.cpu.products import PANEL, TILE, Linear, part, product
+
+# numba keeps compiled functions on disk, by their own file and what they close over. These close over all files here.
+_SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+_inlined = njit(inline="always")  # what returns an array that it makes cannot be a `kernel`
+_entry = cfunc("void(int64)", cache=True, fastmath=FAST, error_model="numpy")
+
+
+@intrinsic
+def _call(context, address):
+    """What the C function int f(void) at an address returns."""
+
+    def make(context, builder, signature, given):
+        kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        return builder.sext(builder.call(builder.inttoptr(given[0], kind), []), ir.IntType(64))
+
+    return types.int64(types.int64), make
+
+
+@intrinsic
+def _at(context, address, kind):
+    """An address as a pointer to numbers of a kind."""
+    pointer = types.CPointer(kind.dtype)
+
+    def make(context, builder, signature, given):
+        return builder.inttoptr(given[0], context.get_value_type(pointer))
+
+    return pointer(types.int64, kind), make
+
+
+# What stands where in a table. Of both entries: functions that say a thread's number and how many there are, 0 where it
+# is alone; the counter of `wait`, in the table itself.
+THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, ROOM, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
+NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, MASK = range(12, 23)
+CACHE, CACHED, FIRST, CAPACITY, PAST, START, STOP, MOST = range(23, 31)
+TABLE = 31
+
+
+@kernel
+def _team(table):
+    """(a thread's number, how many there are)."""
+    if table[THREADS] == 0:
+        return np.int64(0), np.int64(1)
+    return _call(table[THREAD]), _call(table[THREADS])
+
+
+@_inlined
+def _floats(address, first, second):
+    return carray(_at(address, np.float32), (first, second))
+
+
+@kernel
+def room_sizes(shape, rows, threads, positions):
+    """How many floats each field of `Room` but the last has."""
+    return (
+        rows * (shape.heads + 2 * shape.key_heads) * shape.width,
+        rows * shape.heads * shape.width,
+        rows * max(shape.hidden, 2 * shape.inner),
+        rows * shape.inner,
+        threads * rows * shape.hidden,
+        threads * positions,
+        threads * shape.width,
+        threads * TILE * PANEL,
+    )
+
+
+@_inlined
+def _room_at(at, sizes, shape, rows, most, positions, arrived):
+    """Room that begins at an address; see `room_sizes`."""
+    heads = _floats(at, rows, sizes[0] // rows)
+    at += 4 * sizes[0]
+    mixed = _floats(at, rows, sizes[1] // rows)
+    at += 4 * sizes[1]
+    joined = _floats(at, rows, sizes[2] // rows)
+    at += 4 * sizes[2]
+    inner = _floats(at, rows, sizes[3] // rows)
+    at += 4 * sizes[3]
+    normed = carray(_at(at, np.float32), (most, rows, shape.hidden))
+    at += 4 * sizes[4]
+    scores = _floats(at, most, positions)
+    at += 4 * sizes[5]
+    sums = _floats(at, most, shape.width)
+    at += 4 * sizes[6]
+    tile = carray(_at(at, np.float32), (most, TILE, PANEL))
+    return Room(heads, mixed, joined, inner, normed, scores, sums, tile, arrived)
+
+
+def product_entry(stored: Any, kept: Any) -> Any:
+    """`product` over a whole layer as a C function void f(int64 *table), for weights and outputs of these types."""
+
+    sources = _SOURCES
+
+    @_entry
+    def entry(given):
+        _ = sources
+        table = carray(_at(given, np.int64), TABLE)
+        rank, threads = _team(table)
+        rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
+        first, last = part(outputs, rank, threads)
+        tile = _floats(table[ROOM] + rank * TILE * PANEL * 4, TILE, PANEL)
+        linear = Linear(
+            carray(_at(table[WEIGHTS], stored), inputs * outputs),
+            inputs,
+            _floats(table[SCALES], 1, outputs)[0],
+            _floats(table[BIASES], 1, outputs)[0],
+        )
+        x, out = _floats(table[X], rows, inputs), carray(_at(table[OUT], kept), (rows, outputs))
+        product(linear, x, rows, first, last, False, tile, out)
+
+    return entry
+
+
+def layers_entry(stored: Any, kept: Any) -> Any:
+    """`run` as a C function void f(int64 *table), for weights and caches of these types."""
+
+    sources = _SOURCES
+
+    @_entry
+    def entry(given):
+        _ = sources
+        table = carray(_at(given, np.int64), TABLE)
+        rank, threads = _team(table)
+        size, heads, key_heads, width = table[INPUTS], table[HEADS], table[KEY_HEADS], table[WIDTH]
+        inner, count, rows, most, past = table[INNER], table[LAYERS], table[ROWS], table[MOST], table[PAST]
+        shape, every = Shape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
+        outputs = every + 2 * size + 2 * inner
+        layers = Layers(
+            carray(_at(table[WEIGHTS], stored), (count, size * (every + heads * width + 3 * inner))),
+            _floats(table[SCALES], count, outputs),
+            _floats(table[BIASES], count, outputs),
+            carray(_at(table[NORMS], np.float32), (count, 2, size)),
+            carray(_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
+        )
+        positions = past + rows
+        sizes = room_sizes(shape, rows, most, positions)
+        room = _room_at(table[ROOM], sizes, shape, rows, most, positions, table[ARRIVED : ARRIVED + 1])
+        cos, sin = carray(_at(table[COS], kept), (rows, width)), carray(_at(table[SIN], kept), (rows, width))
+        mask = carray(_at(table[MASK], kept), (rows, positions if table[MASK] != 0 else 0))
+        cache = carray(_at(table[CACHE], kept), (table[CACHED], 2, key_heads, table[CAPACITY], width))
+        numbers = _floats(table[EPS], 1, 3)[0]
+        hidden = _floats(table[X], rows, size)
+        run(
+            rank, threads, shape, layers, table[START], table[STOP], hidden, cos, sin, mask, cache, table[FIRST],
+            past, numbers[0], numbers[1], numbers[2], room,
+        )  # fmt: skip
+
+    return entry

@@ -1,0 +1,115 @@
+# mypy: allow-untyped-defs
+"""What compiled passes are made of: stored numbers, eˣ, and waiting for other threads."""
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+# Sums may be taken in any order, as every vectorised one is. What is not a number stays that.
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+# Not kept on disk: numba would look at the file of a function alone, not at those of what it calls. See `entries`.
+kernel = njit(nogil=True, _nrt=False, fastmath=FAST, error_model="numpy")  # type: ignore[call-overload]
+_yield_core = types.ExternalFunction("sched_yield", types.int32())
+_SPINS = 4096  # looks at a counter before a waiting thread offers its core to others
+
+
+def wide(value):
+    """float32 of a stored number."""
+    raise NotImplementedError
+
+
+@overload(wide)
+def _wide_of(value):
+    if value == types.uint16:  # the upper half of a float32: a bfloat16
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: np.float32(value)
+
+
+def store(array, place, value):
+    """Put a float32 into an array of one axis, rounded to what it holds."""
+    raise NotImplementedError
+
+
+@overload(store)
+def _store_in(array, place, value):
+    if array.dtype == types.uint16:
+
+        def to_nearest_even(array, place, value):
+            array[place] = np.uint16(bits_of_bfloat16(value))
+
+        return to_nearest_even
+
+    def as_it_is(array, place, value):
+        array[place] = value
+
+    return as_it_is
+
+
+@kernel
+def bits_of_bfloat16(value):
+    bits = np.float32(value).view(np.uint32)
+    up = np.uint32(bits + np.uint32(0x7FFF) + np.uint32((bits >> np.uint32(16)) & np.uint32(1)))
+    return np.uint32(0x7FC0) if value != value else np.uint32(up >> np.uint32(16))
+
+
+@kernel
+def rounded(value, halves):
+    """A float32, rounded to bfloat16 where `halves`."""
+    if halves:
+        return np.uint32(bits_of_bfloat16(value) << np.uint32(16)).view(np.float32)
+    return np.float32(value)
+
+
+@kernel
+def exp(x):
+    """eˣ of a float32 to two units in the last place, without a branch: 2ⁿ · e^(x − n·ln 2)."""
+    nothing = x < np.float32(-87.0)
+    x = np.float32(88.0) if x > np.float32(88.0) else x
+    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return np.float32(0.0) if nothing else p * power
+
+
+@intrinsic
+def arrive(context, counter):
+    """Add 1 to counter[0], as one step for all threads."""
+
+    def make(context, builder, signature, given):
+        array = context.make_array(counter)(context, builder, given[0])
+        builder.atomic_rmw("add", array.data, ir.Constant(ir.IntType(64), 1), "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(counter), make
+
+
+@intrinsic
+def arrived(context, counter):
+    """counter[0], as other threads have left it."""
+
+    def make(context, builder, signature, given):
+        array = context.make_array(counter)(context, builder, given[0])
+        return builder.load_atomic(array.data, ordering="seq_cst", align=8)
+
+    return types.int64(counter), make
+
+
+@kernel
+def wait(counter, threads, turn):
+    """Until all have arrived for the `turn`-th time, from 1 on."""
+    if threads == 1:
+        return
+    arrive(counter)
+    spins = 0
+    while arrived(counter) < threads * turn:
+        spins += 1
+        if spins > _SPINS:
+            _yield_core()

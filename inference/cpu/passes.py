@@ -1,0 +1,229 @@
+# mypy: allow-untyped-defs
+"""Decoder layers over few rows, compiled: one call runs a range of layers, and a team of threads shares it.
+
+Such a pass reads each weight once, and that reading is its floor. By PyTorch a layer is some forty operations and views
+of a microsecond and more each, and products of one row that a library does not share among cores at all. Here every
+thread goes through all layers. It takes its part of each product's outputs and of each head's attention, and waits for
+the others where it needs what they made. What was rounded to bfloat16 by the operations in the place of which this
+stands still is. A row of a chain gets what it would get alone, to the bit.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from inference.cpu.numbers import exp, kernel, rounded, store, wait, wide
+from inference.cpu.products import Linear, part, product
+
+_HIDDEN = np.float32(-1e30)  # a mask below it lets nothing through
+
+
+class Shape(NamedTuple):
+    """Of every layer of a stack. hidden: d; heads, key_heads, width: H, G and D; inner: n, of the MLP."""
+
+    hidden: int
+    heads: int
+    key_heads: int
+    width: int
+    inner: int
+
+
+class Layers(NamedTuple):
+    """The layers of a stack, a row each.
+
+    weights [L, …]: those of the joint product of queries, keys and values [(H + 2G)·D, d], of the attention's output
+    [d, H·D], of gate and up [2n, d], of down [d, n], one after the other, each as in `Linear`.
+    scales, biases float32 [L, outputs]: what each output of these products is multiplied by and what is added to it.
+    norms float32 [L, 2, d]: the weights of both norms. head_norms float32 [L, H + G, D]: of those of queries and keys.
+    """
+
+    weights: np.ndarray
+    scales: np.ndarray
+    biases: np.ndarray
+    norms: np.ndarray
+    head_norms: np.ndarray
+
+
+class Room(NamedTuple):
+    """Where threads work, float32.
+
+    For all: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n].
+    For each thread: normed [T, R, d], scores [T, positions], sums [T, D], tile [T, TILE, PANEL].
+    arrived int64 [1]: a counter, 0 before a pass.
+    """
+
+    heads: np.ndarray
+    mixed: np.ndarray
+    joined: np.ndarray
+    inner: np.ndarray
+    normed: np.ndarray
+    scores: np.ndarray
+    sums: np.ndarray
+    tile: np.ndarray
+    arrived: np.ndarray
+
+
+@kernel
+def norm(x, rows, weight, eps, halves, out):
+    """out[r] = weight · round(x[r] / rms(x[r]))."""
+    size = weight.shape[0]
+    for row in range(rows):
+        total = np.float32(0.0)
+        for i in range(size):
+            total += x[row, i] * x[row, i]
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+        for i in range(size):
+            out[row, i] = rounded(rounded(x[row, i] * scale, halves) * weight[i], halves)
+
+
+@kernel
+def rotate(head, cos, sin, weight, eps, halves):
+    """A query's or key's head [D] in place, normalised where eps ≥ 0 and at its position where it has cos and sin."""
+    width = head.shape[0]
+    if eps >= np.float32(0.0):
+        total = np.float32(0.0)
+        for i in range(width):
+            total += head[i] * head[i]
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + eps)
+        for i in range(width):
+            head[i] = rounded(rounded(head[i] * scale, halves) * weight[i], halves)
+    half = width // 2
+    for i in range(half):
+        low, high = head[i], head[half + i]
+        left = rounded(low * wide(cos[i]), halves) - rounded(high * wide(sin[i]), halves)
+        right = rounded(high * wide(cos[half + i]), halves) + rounded(low * wide(sin[half + i]), halves)
+        head[i], head[half + i] = rounded(left, halves), rounded(right, halves)
+
+
+@kernel
+def attend(query, keys, values, count, mask, scale, halves, scores, sums, out):
+    """out [D]: the mean of the first `count` values [positions, D] by softmax(scale · query · key + mask).
+
+    mask: of as many, or of none where all is seen. What nothing seen comes after is not looked at, so a row of a chain
+    gets what it gets alone.
+    """
+    width = query.shape[0]
+    masks = mask.shape[0] > 0
+    while masks and count > 1 and wide(mask[count - 1]) < _HIDDEN:
+        count -= 1
+    peak = np.float32(-np.inf)
+    for j in range(count):
+        total = np.float32(0.0)
+        for i in range(width):
+            total += query[i] * wide(keys[j, i])
+        total *= scale
+        if masks:
+            total += wide(mask[j])
+        scores[j] = total
+        peak = max(peak, total)
+    whole = np.float32(0.0)
+    for j in range(count):
+        scores[j] = exp(scores[j] - peak)
+        whole += scores[j]
+    for i in range(width):
+        sums[i] = np.float32(0.0)
+    for j in range(count):
+        weight = scores[j]
+        for i in range(width):
+            sums[i] += weight * wide(values[j, i])
+    whole = np.float32(1.0) / whole
+    for i in range(width):
+        out[i] = rounded(sums[i] * whole, halves)
+
+
+@kernel
+def add(linear, x, hidden, halves, rank, threads, room):
+    """hidden += the linear layer's outputs for x, of this thread's columns."""
+    rows = hidden.shape[0]
+    begin, end = part(hidden.shape[1], rank, threads)
+    product(linear, x, rows, begin, end, halves, room.tile[rank], room.joined)
+    for row in range(rows):
+        for i in range(begin, end):
+            hidden[row, i] = rounded(hidden[row, i] + room.joined[row, i], halves)
+
+
+@kernel
+def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, rank, threads, room):
+    """This thread's part of all rows' heads: queries and keys to their positions, keys and values into the cache."""
+    heads, key_heads, width = shape.heads, shape.key_heads, shape.width
+    every = heads + 2 * key_heads
+    items = every * room.heads.shape[0]
+    for item in range(items * rank // threads, items * (rank + 1) // threads):
+        row, head = item // every, item % every
+        own = room.heads[row, head * width : (head + 1) * width]
+        if head < heads + key_heads:
+            rotate(own, cos[row], sin[row], weight[head], head_eps, halves)
+        if head >= heads:
+            kept = (keys if head < heads + key_heads else values)[(head - heads) % key_heads, past + row]
+            for i in range(width):
+                store(kept, i, own[i])
+
+
+@kernel
+def attend_all(shape, keys, values, seen, mask, scale, halves, rank, threads, room):
+    """This thread's part of all rows' query heads: the values that each attends to, in `room.mixed`."""
+    heads, width, group = shape.heads, shape.width, shape.heads // shape.key_heads
+    scores, sums = room.scores[rank], room.sums[rank]
+    items = heads * room.heads.shape[0]
+    for item in range(items * rank // threads, items * (rank + 1) // threads):
+        row, head = item // heads, item % heads
+        query = room.heads[row, head * width : (head + 1) * width]
+        mixed = room.mixed[row, head * width : (head + 1) * width]
+        attend(query, keys[head // group], values[head // group], seen, mask[row], scale, halves, scores, sums, mixed)
+
+
+@kernel
+def gate(linear, inner, halves, rank, threads, room):
+    """room.inner = silu(gate) · up, of this thread's columns; the linear layer has the gates first."""
+    rows, normed = room.inner.shape[0], room.normed[rank]
+    begin, end = part(inner, rank, threads)
+    product(linear, normed, rows, begin, end, halves, room.tile[rank], room.joined)
+    product(linear, normed, rows, inner + begin, inner + end, halves, room.tile[rank], room.joined)
+    for row in range(rows):
+        for i in range(begin, end):
+            value = room.joined[row, i]
+            active = rounded(value / (np.float32(1.0) + exp(-value)), halves)
+            room.inner[row, i] = rounded(active * room.joined[row, inner + i], halves)
+
+
+@kernel
+def run(
+    rank, threads, shape, layers, start, stop, hidden, cos, sin, mask, cache, first, past, eps, head_eps, scale, room
+):
+    """Thread `rank` of `threads`: layers start … stop − 1 over hidden float32 [R, d], in place.
+
+    cos, sin [R, D], mask [R, past + R] or [R, 0], cache [layers, 2, G, positions, D]: float32, or all the bits of
+    bfloat16, to which hidden is rounded then. Layer l's keys and values are in cache[l − first], where the rows stand
+    behind `past` positions. eps, head_eps, scale float32; head_eps < 0: queries and keys have no norms.
+    """
+    size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
+    rows, halves, normed = hidden.shape[0], cache.itemsize == 2, room.normed[rank]
+    every = mixed + 2 * shape.key_heads * shape.width
+    # where the second, third and fourth product of a layer begin: their weights, their outputs
+    out_at, up_at = every * size, (every + mixed) * size
+    down_at = up_at + 2 * inner * size
+    out_to, up_to = every + size, every + size + 2 * inner
+    turn = 0
+    for layer in range(start, stop):
+        weights, scales, biases = layers.weights[layer], layers.scales[layer], layers.biases[layer]
+        keys, values = cache[layer - first, 0], cache[layer - first, 1]
+        norm(hidden, rows, layers.norms[layer, 0], eps, halves, normed)
+        joint = Linear(weights[:out_at], size, scales[:every], biases[:every])
+        begin, end = part(every, rank, threads)
+        product(joint, normed, rows, begin, end, halves, room.tile[rank], room.heads)
+        wait(room.arrived, threads, turn + 1)
+        place(shape, cos, sin, layers.head_norms[layer], head_eps, halves, keys, values, past, rank, threads, room)
+        wait(room.arrived, threads, turn + 2)
+        attend_all(shape, keys, values, past + rows, mask, scale, halves, rank, threads, room)
+        wait(room.arrived, threads, turn + 3)
+        out = Linear(weights[out_at:up_at], mixed, scales[every:out_to], biases[every:out_to])
+        add(out, room.mixed, hidden, halves, rank, threads, room)
+        wait(room.arrived, threads, turn + 4)
+        norm(hidden, rows, layers.norms[layer, 1], eps, halves, normed)
+        up = Linear(weights[up_at:down_at], size, scales[out_to:up_to], biases[out_to:up_to])
+        gate(up, inner, halves, rank, threads, room)
+        wait(room.arrived, threads, turn + 5)
+        down = Linear(weights[down_at:], inner, scales[up_to:], biases[up_to:])
+        add(down, room.inner, hidden, halves, rank, threads, room)
+        wait(room.arrived, threads, turn + 6)
+        turn += 6

@@ -1,0 +1,67 @@
+"""PyTorch's own threads for compiled functions of ours.
+
+Threads of our own would be in the way of PyTorch's. Between two of its operations OpenMP's threads do not sleep: they
+look for work, each on a core of its own. So it is them that are asked, by the call that compilers make of `#pragma omp
+parallel`. Where PyTorch has no OpenMP that is found, one thread does it all.
+"""
+
+import ctypes
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+MAPS = Path("/proc/self/maps")  # what libraries this process has loaded
+_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.][^/]*$")
+
+
+class Team(NamedTuple):
+    """OpenMP's way to run a function in all threads, and the addresses of the functions that tell a thread its number
+    and how many there are. 0: none."""
+
+    parallel: "ctypes._NamedFuncPointer | None"
+    thread: int
+    threads: int
+
+
+@cache
+def team() -> Team:
+    """That of the OpenMP library that PyTorch has loaded."""
+    try:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in MAPS.read_text().splitlines() if "/" in line}
+    except OSError:
+        return Team(None, 0, 0)
+    found = sorted((path for path in paths if _OPENMP.search(path)), key=lambda path: "torch" not in path)
+    for path in found:
+        try:
+            library = ctypes.CDLL(path)
+            parallel = library.GOMP_parallel
+            numbers = [_address(library.omp_get_thread_num), _address(library.omp_get_num_threads)]
+        except (OSError, AttributeError):
+            continue
+        parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+        return Team(parallel, *numbers)
+    return Team(None, 0, 0)
+
+
+def _address(function: "ctypes._NamedFuncPointer") -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def most_threads() -> int:
+    """How many threads `call_in_team` takes at most."""
+    return torch.get_num_threads() if team().parallel is not None else 1
+
+
+def call_in_team(function: int, given: int, threads: int) -> None:
+    """Call the C function void f(int64) at an address in `threads` threads at once, each with `given`."""
+    parallel = team().parallel
+    if threads == 1 or parallel is None:  # OpenMP would end its other threads for a team of one
+        _ALONE(function)(given)
+    else:
+        parallel(function, given, threads, 0)
+
+
+_ALONE = ctypes.CFUNCTYPE(None, ctypes.c_int64)

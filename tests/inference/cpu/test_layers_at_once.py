@@ -1,0 +1,266 @@
+"""A range of layers in one call: what they give one by one, whatever the rows, and only where it can."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draft_models.target.int8 import quantise
+from draft_models.target.open_target import open_target
+from draft_models.target.stack import LayerStack
+from inference.cache import KVCache
+from inference.cpu import at_once, team
+from inference.cpu.at_once import LayersAtOnce
+from inference.decode import autoregressive, speculative
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
+from inference.evaluate.arms import prepare
+from inference.fused_layers import fuse_layers, run_at_once
+from inference.rows import Rows
+from inference.structures.factory import make_structure
+from outrider.streams import Streams
+from tests.inference.test_few_launches import shake_norms_and_biases
+from tests.tiers import quick_where
+from tests.tiny import LAYERS, STRUCTURES, make_drafter, method_of, open_stack, random_prompt, save_target
+
+PAST, TREE = 9, (-1, 0, 0, 1, 1, 2, 3, 3)
+WHOLE = {"use_sliding_window": False, "layer_types": None}
+FAMILIES = [("llama", {"attention_bias": True}), ("mistral", {"sliding_window": None}), ("qwen2", WHOLE), ("qwen3", {})]
+
+
+def make_stack(path: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes: object) -> LayerStack:
+    """A stack whose layers are fused and run at once, with norms and biases that are none of the initial ones."""
+    shake_norms_and_biases(save_target(path, architecture, kv_heads=2, **changes))
+    stack = open_stack(path, dtype)[1]
+    fuse_layers(stack)
+    run_at_once(stack)
+    stack.reserve(64)
+    return stack
+
+
+def given(stack: LayerStack, parents: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Any, Any, KVCache]:
+    """Hidden states of rows behind a text, where they stand, what they see, and the text's keys and values."""
+    rows = Rows(parents)
+    layout = rows.layout(PAST, 0, len(rows))
+    places = torch.arange(64)
+    cache = KVCache(range(LAYERS), 32)
+    heads, width = stack.config.num_key_value_heads, stack.layers[0].head_dim
+    whole = cache.whole(heads, width, torch.empty(0, dtype=stack.dtype))
+    assert whole is not None
+    generator = torch.Generator().manual_seed(seed)
+    whole[..., :PAST, :] = torch.randn(whole[..., :PAST, :].shape, generator=generator).to(stack.dtype)
+    cache.length = PAST
+    hidden = torch.randn(1, len(rows), stack.config.hidden_size, generator=generator).to(stack.dtype)
+    mask = layout.masks(stack.windows, places, stack.dtype)
+    return hidden, stack.rotary(layout.positions(places)), mask, cache
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parents", [(-1,), (-1, 0, 1, 2), TREE])
+@pytest.mark.parametrize(("architecture", "changes"), quick_where(lambda row: row[0] == "llama", FAMILIES))
+def test_equals_the_layers_one_by_one(
+    tmp_path: Path, architecture: str, changes: dict[str, object], parents: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Hidden states, keys and values, of every range; what was given stays."""
+    stack = make_stack(tmp_path, architecture, dtype, **changes)
+    together = stack.at_once
+    assert isinstance(together, LayersAtOnce)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.06}
+    for start, stop in ((0, LAYERS), (1, 3), (LAYERS - 1, LAYERS)):
+        hidden, rotary, masks, cache = given(stack, parents)
+        before = hidden.clone()
+        found = together.run(hidden, start, stop, rotary.tables[0], masks[None], cache)
+        assert found is not None
+        assert found.dtype == dtype
+        assert torch.equal(hidden, before)
+        stack.at_once, (_, _, _, other) = None, given(stack, parents)
+        expected = stack.run(hidden, start, stop, rotary, masks, other)
+        stack.at_once = together
+        torch.testing.assert_close(found, expected, **tolerance)
+        assert not torch.equal(found, hidden)
+        for own, theirs in zip(cache.content(32), other.content(32), strict=True):
+            torch.testing.assert_close(own, theirs, **tolerance)
+        torch.testing.assert_close(
+            stack.run(hidden, start, stop, rotary, masks, given(stack, parents)[3]), found, rtol=0, atol=0
+        )
+
+
+def halved(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round its weights to `dtype`, which they no longer have."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("stored", [torch.int8, torch.float16, torch.bfloat16])
+def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> None:
+    """The codes of an int8 model are its weights here. Those of a checkpoint in 16 bits have 16 of them again."""
+    model = open_target(str(save_target(tmp_path, kv_heads=2))).layers(dtype=torch.float32)
+    if stored == torch.int8:
+        quantise(model, torch.float32, "dtype=int8")
+    else:
+        halved(model, stored)
+    stack = LayerStack(model)
+    fuse_layers(stack)
+    run_at_once(stack)
+    stack.reserve(64)
+    assert isinstance(stack.at_once, LayersAtOnce)
+    assert stack.at_once.stored == stored
+    hidden, rotary, masks, cache = given(stack, TREE)
+    found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+    stack.at_once = None
+    expected = stack.run(hidden, 0, LAYERS, rotary, masks, given(stack, TREE)[3])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path) -> None:
+    """To the bit: so a chain that is verified has the very numbers of plain decoding."""
+    stack = make_stack(tmp_path, "llama")
+    hidden, rotary, masks, cache = given(stack, (-1, 0, 1, 2, 3, 4, 5))
+    together = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+    alone = given(stack, (-1,))[3]
+    text = [own.whole(2, stack.layers[0].head_dim, hidden) for own in (alone, cache)]
+    text[0][..., :PAST, :] = text[1][..., :PAST, :]
+    for row in range(hidden.shape[1]):
+        where = stack.rotary(torch.tensor([[PAST + row]]))
+        own = stack.run(hidden[:, row : row + 1].contiguous(), 0, LAYERS, where, {None: None}, alone)
+        assert torch.equal(own[0, 0], together[0, row])
+        alone.advance(1)
+
+
+@torch.inference_mode()
+def test_any_team_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, several, more than there are panels or heads, and none of OpenMP's where there is no OpenMP."""
+    stack = make_stack(tmp_path, "llama")
+
+    def run() -> Tensor:
+        hidden, rotary, masks, cache = given(stack, TREE)
+        return stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+
+    alone = run()
+    monkeypatch.setattr(at_once, "SHARE", 0)
+    for threads in (2, 3, 13):
+        torch.set_num_threads(threads)
+        assert torch.equal(run(), alone)
+    monkeypatch.setattr(team, "MAPS", tmp_path / "none")
+    team.team.cache_clear()
+    try:
+        assert team.most_threads() == 1
+        assert torch.equal(run(), alone)
+    finally:
+        team.team.cache_clear()
+
+
+def test_passes_it_is_not_for(tmp_path: Path) -> None:
+    stack = make_stack(tmp_path, "llama")
+    with torch.inference_mode():
+        hidden, rotary, masks, cache = given(stack, TREE)
+        table, mask = rotary.tables[0], masks[None]
+        together = stack.at_once
+        assert together is not None
+
+        def runs(hidden: Tensor = hidden, table: Any = table, mask: Any = mask, cache: Any = cache) -> bool:
+            return together.run(hidden, 0, 1, table, mask, cache) is not None
+
+        assert runs()
+        assert not runs(hidden.expand(2, -1, -1))  # several texts
+        assert not runs(mask=None)  # a prompt's first rows
+        assert not runs(table=None)
+        assert not runs(hidden.double())
+        assert not runs(table=tuple(part.double() for part in table))
+        assert not runs(mask=mask > -1)
+        assert not runs(cache=None)
+        with cache.at(torch.arange(len(TREE)), 32):
+            assert not runs()
+        together.rows = len(TREE) - 1
+        assert not runs()
+        together.rows = len(TREE)
+    with torch.enable_grad():
+        assert not runs()
+
+
+def test_layers_it_cannot_run(tmp_path: Path) -> None:
+    """Those without a gate, of other shapes, and several kinds of attention in one stack."""
+    opt = open_stack(save_target(tmp_path / "opt", "opt"))[1]
+    odd = open_stack(save_target(tmp_path / "odd", intermediate_size=100))[1]
+    for stack in (opt, odd):
+        fuse_layers(stack)
+        assert run_at_once(stack) == []
+        assert stack.at_once is None
+    mixed = make_stack(tmp_path / "mixed", "llama")
+    first, second = list(mixed.layers)[:2]
+    assert LayersAtOnce.of([first, second]) is not None
+    assert LayersAtOnce.of([second, first]) is None
+    second.mlp_norm.eps = 0.5
+    assert LayersAtOnce.of([first, second]) is None
+
+
+def test_decoding_goes_by_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of target and early exit. One number wrong in a pass of one row, and the two ways to decode part."""
+    path = save_target(tmp_path, kv_heads=2)
+    stack, drafter, prompt = open_stack(path)[1], make_drafter(path, LAYERS - 1, noise=0.3), random_prompt(20)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    seen: set[tuple[int, int, int]] = set()
+    whole = LayersAtOnce.run
+    wrong = False
+
+    def watched(self: LayersAtOnce, hidden: Tensor, start: int, stop: int, *rest: Any) -> Tensor | None:
+        done = whole(self, hidden, start, stop, *rest)
+        if done is not None:
+            seen.add((hidden.shape[1], start, stop))
+            if wrong and hidden.shape[1] == 1:
+                done[..., 0] += 3.0
+        return done
+
+    monkeypatch.setattr(LayersAtOnce, "run", watched)
+
+    def decoded() -> list[list[int]]:
+        tree = Shaped(EarlyExitSource(drafter), make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
+        arms = autoregressive(stack, prompt, max_new_tokens=30), speculative(stack, tree, prompt, max_new_tokens=30)
+        return [[token for r in rounds for token in r.tokens] for rounds in arms]
+
+    plain, drafted = decoded()
+    assert plain == drafted
+    assert {(1, 0, LAYERS), (1, 0, LAYERS - 1), (1, 0, 1)} <= seen  # plain decoding, the first half, the exit layer
+    assert any(rows > 1 and stop == LAYERS for rows, _, stop in seen)
+    wrong = True
+    plain, drafted = decoded()
+    assert plain != drafted
+
+
+class Ticks:
+    """A clock by which a pass takes as long as `seconds` says: of rows at once, and of rows one by one."""
+
+    def __init__(self, faster_up_to: int):
+        self.turn, self.faster_up_to = 0, faster_up_to
+
+    def __call__(self) -> float:
+        place, part = divmod(self.turn, 3)
+        rows = at_once.WIDTHS[place // (1 + at_once.REPEATS)]
+        self.turn += 1
+        return 10.0 * place + (0.0, 1.0, 3.0 if rows <= self.faster_up_to else 1.5)[part]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("most", [0, 1, 4, 32])
+def test_up_to_how_many_rows_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    stack = make_stack(tmp_path, "llama")
+    together, layers = stack.at_once, list(stack.layers)
+    assert isinstance(together, LayersAtOnce)
+    assert together.measure(layers) == at_once.WIDTHS[-1]  # so small that nothing is measured
+    monkeypatch.setattr(at_once, "SMALL", 0)
+    assert together.measure(layers, Ticks(most)) == most == together.rows
+
+
+def test_layers_of_a_drafter_run_each_for_itself(tmp_path: Path) -> None:
+    path = save_target(tmp_path, kv_heads=2)
+    drafter = make_drafter(path, 1, depth=2)
+    fuse_layers(drafter)
+    together = run_at_once(drafter)
+    assert [layers for layers, _ in together] == [[layer] for layer in drafter.layers]
+    assert [own for _, own in together] == [layer.at_once for layer in drafter.layers]

@@ -1,0 +1,101 @@
+"""Compiled products: those of a linear layer, in the fewest bytes, and no row's depends on the others."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draft_models.target.int8 import Int8Linear, quantise_rows
+from inference.cpu import at_once
+from inference.cpu.at_once import PanelLinear, fits_panels, stored
+from inference.cpu.products import PANEL, TILE
+
+IN, OUT = 37, 5 * PANEL
+KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def make_linear(kind: str, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Linear:
+    """A layer in `dtype` whose weights have the digits of `kind`."""
+    torch.manual_seed(0)
+    linear = nn.Linear(IN, OUT, bias=bias).requires_grad_(False)
+    linear.weight.copy_(linear.weight.to(KINDS[kind]))
+    return linear.to(dtype)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_linear(kind: str, bias: bool) -> None:
+    """As near to the product in float64 as PyTorch's own is, for rows that fill tiles and rows that do not."""
+    linear = make_linear(kind, bias=bias)
+    panels = PanelLinear(linear)
+    for rows in (1, 2, TILE, TILE + 1, 4 * TILE - 1):
+        x = normal(1, rows, IN)
+        exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        assert panels(x).shape == (1, rows, OUT)
+        assert (panels(x) - exact).abs().max() < 4 * (linear(x) - exact).abs().max() + 1e-7
+    assert stored([linear])[0].dtype == KINDS[kind]
+    assert torch.equal(panels.weight, linear.weight)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    linear, x = make_linear("bfloat16", torch.bfloat16), normal(7, IN, dtype=torch.bfloat16)
+    exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    out = PanelLinear(linear)(x)
+    assert out.dtype == torch.bfloat16
+    assert (out == exact.bfloat16()).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
+    codes, scale = quantise_rows(normal(OUT, IN), dtype)
+    bias = normal(OUT).to(dtype)
+    linear, x = Int8Linear(codes, scale, bias), normal(3, IN, dtype=dtype)
+    panels = PanelLinear(linear)
+    assert stored([linear])[0].dtype == torch.int8
+    exact = (x.double() @ codes.double().T) * scale.double() + bias.double()
+    torch.testing.assert_close(panels(x), exact.to(dtype))
+    assert torch.equal(panels.weight, linear.weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_whatever_is_beside_it(kind: str) -> None:
+    panels, x = PanelLinear(make_linear(kind)), normal(2 * TILE + 1, IN)
+    together = panels(x)
+    for rows in range(1, len(x)):
+        assert torch.equal(panels(x[:rows]), together[:rows])
+
+
+def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than panels, too."""
+    panels, x = PanelLinear(make_linear("float32")), normal(4, IN)
+    alone = panels(x)
+    monkeypatch.setattr(at_once, "SHARE", 0)
+    for threads in (2, 3, OUT // PANEL + 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(panels(x), alone)
+
+
+def test_what_is_not_a_number_stays_that() -> None:
+    panels, x = PanelLinear(make_linear("bfloat16")), normal(2, IN)
+    x[1, 3] = torch.nan
+    assert panels(x)[0].isfinite().all()
+    assert panels(x)[1].isnan().all()
+
+
+def test_another_dtype_and_layouts_of_x() -> None:
+    linear, x = make_linear("bfloat16"), normal(4, 2 * IN)
+    panels = PanelLinear(linear)
+    torch.testing.assert_close(panels(x[:, ::2]), linear(x[:, ::2]))
+    torch.testing.assert_close(panels(x[:, :IN].double()), linear.double()(x[:, :IN].double()))
+
+
+def test_which_layers_fit() -> None:
+    assert fits_panels(make_linear("float32"))
+    assert fits_panels(make_linear("float32", torch.bfloat16))
+    assert not fits_panels(make_linear("float32", torch.float16))
+    assert not fits_panels(nn.Linear(IN, OUT + 1))
+    assert not fits_panels(nn.Linear(IN, OUT, device="meta"))
+    assert not fits_panels(nn.Bilinear(IN, IN, OUT))
