@@ -13,7 +13,8 @@ Every row under the header is written anew, baselines first. So is every figure 
 elsewhere on the page. The tables of the record (benchmarks/bench_real.py) stand between "float32 table: begin" and
 "float32 table: end", and so for each entry's dtype; between those of "float32 summary" without categories. That of
 ngram_memory.json stands between "memory table: begin" and "memory table: end", those of benchmarks/compare_stopping.py
-between "NAME stopping: begin" and "NAME stopping: end". What became of a paper's claims (benchmarks/paper.py) stands
+between "NAME stopping: begin" and "NAME stopping: end", and so those of bench_layouts.py between "NAME layouts: begin"
+and "NAME layouts: end". What became of a paper's claims (benchmarks/paper.py) stands
 between "gsd tables: begin" and "gsd tables: end", and so for each paper. Those of benchmarks/compare_fused.py and
 compare_drafters.py go by the name of their file: "fused_amx table: begin". --check writes nothing, and ends with status
 1 where a page differs from the report.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from papers.writing import markdown
-from record_tables import drafters_table, fused_table, interval, summary, tables
+from record_tables import drafters_table, fused_table, interval, layouts, summary, tables
 from stopping_tables import stopping
 
 Report = Mapping[str, Any]
@@ -56,9 +57,9 @@ def fill(page: str, reports: Sequence[Report]) -> str:
 
 def fill_record(page: str, entries: Mapping[str, Any]) -> str:
     """`page` with the tables of every entry that it has a place for. Raises `ValueError` where there is none."""
-    shapes = {"table": tables, "summary": summary, "stopping": stopping}
+    shapes = {"table": tables, "summary": summary, "stopping": stopping, "layouts": layouts}
     names = "|".join(map(re.escape, entries))
-    places = re.compile(rf"(<!-- ({names}) (table|summary|stopping): begin -->\n)(.*?)(<!-- \2 \3: end -->)", re.DOTALL)
+    places = re.compile(rf"(<!-- ({names}) ({'|'.join(shapes)}): begin -->\n)(.*?)(<!-- \2 \3: end -->)", re.DOTALL)
     filled, count = places.subn(lambda found: found[1] + shapes[found[3]](entries[found[2]]) + found[5], page)
     if not count:
         raise ValueError(f"no place for {', '.join(entries)}; expected <!-- {next(iter(entries))} table: begin -->")

@@ -106,3 +106,17 @@ def drafters_table(rows: Mapping[str, Any]) -> str:
                 f"| {number(arm['tokens_per_second'], 1)} | {interval(arm['speedup'])} | {' | '.join(held)} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def layouts(entry: Mapping[str, Any]) -> str:
+    """Milliseconds of a pass by its tokens, in every layout, of an entry of benchmarks/bench_layouts.py."""
+    first = entry["results"][0]["milliseconds"]
+    widths = list(next(iter(first.values())))
+    lines = [f"| threads | layout | {' | '.join(widths)} |", "|---" * (2 + len(widths)) + "|"]
+    for result in entry["results"]:
+        for layout, by_width in result["milliseconds"].items():
+            cells = " | ".join(f"{by_width[width]:.1f}" for width in widths)
+            lines.append(f"| {result['threads']} | {layout} | {cells} |")
+        alone = f"{result['generate_milliseconds_a_token']:.1f} |{' |' * (len(widths) - 1)}"
+        lines.append(f"| {result['threads']} | `generate` | {alone}")
+    return "\n".join(lines) + "\n"

@@ -25,6 +25,7 @@ COLD = 64 * 2**20  # bytes of weights that no processor's caches hold
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
 REPEATS = 3  # after a first one that does not count
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
+_FLOATS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS)
 
 
 def fits_panels(linear: Any) -> bool:
@@ -39,18 +40,21 @@ def fits_panels(linear: Any) -> bool:
     return whole and device.type == "cpu" and kind in (torch.float32, torch.bfloat16)
 
 
-def stored(linears: Sequence[Any]) -> list[Tensor]:
-    """The weights [out, in] of layers of a kind, in the fewest bytes that keep each of them exactly.
+def fewest_bytes(linears: Sequence[Any]) -> torch.dtype:
+    """The smallest dtype that keeps the weights of layers of a kind exactly.
 
     Where a weight was a bfloat16 once, it is one here.
     """
     if isinstance(linears[0], Int8Linear):
-        return [linear.codes for linear in linears]
-    weights = [linear.weight.detach() for linear in linears]
+        return torch.int8
     for dtype in (torch.bfloat16, torch.float16):
-        if all(torch.equal(weight.to(dtype).to(weight.dtype), weight) for weight in weights):
-            return [weight.to(dtype) for weight in weights]
-    return weights
+        if all(torch.equal(linear.weight.to(dtype).to(linear.weight.dtype), linear.weight) for linear in linears):
+            return dtype
+    return torch.float32
+
+
+def _panels_of(linear: Any, dtype: torch.dtype) -> Tensor:
+    return in_panels(linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(dtype))
 
 
 def in_panels(weight: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ def _biases(linear: Any) -> Tensor:
 
 @cache
 def _entry(make: Any, stored: torch.dtype, kept: torch.dtype) -> int:
-    """The address of one of `cpu_kernels`' entries for weights and results of these dtypes."""
+    """The address of one of `entries` for weights and results of these dtypes."""
     address: int = make(STORED[stored], STORED[kept]).address
     return address
 
@@ -90,16 +94,14 @@ class PanelLinear(nn.Module):
 
     def __init__(self, linear: Any):
         super().__init__()
-        (weight,) = stored([linear])
-        self.shape = weight.shape
-        self._panels, self._scales, self._biases = in_panels(weight), _scales(linear), _biases(linear)
+        self.shape = (linear.out_features, linear.in_features)
+        self.stored = fewest_bytes([linear])
+        self._panels, self._scales, self._biases = _panels_of(linear, self.stored), _scales(linear), _biases(linear)
         self.bias = linear.bias
         self._dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
-        self._function = _entry(entries.product_entry, weight.dtype, self._dtype)
+        self._function = _entry(entries.product_entry, self.stored, self._dtype)
         table = [0] * entries.TABLE
-        table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
-        table[entries.BIASES] = self._biases.data_ptr()
-        table[entries.OUTPUTS], table[entries.INPUTS] = weight.shape
+        table[entries.OUTPUTS], table[entries.INPUTS] = self.shape
         self._table = table
 
     @property
@@ -117,6 +119,8 @@ class PanelLinear(nn.Module):
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         room = torch.empty(most_threads() * TILE * PANEL)
         table = self._table.copy()
+        table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
+        table[entries.BIASES] = self._biases.data_ptr()
         table[entries.X], table[entries.OUT], table[entries.ROOM] = rows.data_ptr(), out.data_ptr(), room.data_ptr()
         table[entries.ROWS] = len(rows)
         _run(self._function, table, self._panels.nbytes)
@@ -140,14 +144,16 @@ class LayersAtOnce:
         self._shape = Shape(
             first.qkv.in_features, first.heads, first.rotated - first.heads, first.head_dim, first.down.in_features
         )
-        weights = stored([linear for layer in layers for linear in layer.products])
-        self.stored = weights[0].dtype
-        count = len(first.products)
-        panels = [in_panels(weight) for weight in weights]
+        self.stored = fewest_bytes([linear for layer in layers for linear in layer.products])
+        sizes = [linear.out_features * linear.in_features for linear in first.products]
+        self._weights = torch.empty(len(layers), sum(sizes), dtype=self.stored)
+        # One by one, so that there is no third copy of a large model.
+        for row, layer in zip(self._weights, layers, strict=True):
+            for part, linear in zip(row.split(sizes), layer.products, strict=True):
+                part.copy_(_panels_of(linear, self.stored))
         ones = torch.ones(first.rotated, first.head_dim)
         head_eps = -1.0 if first.head_scale is None else first.head_eps
-        self._weights = torch.stack([torch.cat(panels[at : at + count]) for at in range(0, len(panels), count)])
-        self._floats = (  # with what `table` has of them
+        self._floats = (  # in the order of `_FLOATS`
             torch.stack([torch.cat([_scales(linear) for linear in layer.products]) for layer in layers]),
             torch.stack([torch.cat([_biases(linear) for linear in layer.products]) for layer in layers]),
             torch.stack(
@@ -158,14 +164,10 @@ class LayersAtOnce:
         )
         self._function = _entry(entries.layers_entry, self.stored, self._dtype)
         table = [0] * entries.TABLE
-        for place, tensor in zip(
-            (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS), self._floats, strict=True
-        ):
-            table[place] = tensor.data_ptr()
-        table[entries.WEIGHTS], table[entries.LAYERS] = self._weights.data_ptr(), len(layers)
+        table[entries.LAYERS] = len(layers)
         table[entries.INPUTS], table[entries.HEADS], table[entries.KEY_HEADS] = self._shape[:3]
         table[entries.WIDTH], table[entries.INNER] = self._shape[3:]
-        self._table = table
+        self._table = table  # addresses are put in where it is used: those of a copy are others
 
     def measure(self, layers: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> int:
         """Set and return `rows`: up to how many of them a pass is faster at once than layer by layer, here and now.
@@ -241,6 +243,9 @@ class LayersAtOnce:
         threads, past = most_threads(), cache.length
         room = torch.empty(sum(entries.room_sizes(self._shape, rows, threads, past + rows)))
         table = self._table.copy()
+        table[entries.WEIGHTS] = self._weights.data_ptr()
+        for place, tensor in zip(_FLOATS, self._floats, strict=True):
+            table[place] = tensor.data_ptr()
         table[entries.X], table[entries.COS], table[entries.SIN] = worked.data_ptr(), cos.data_ptr(), sin.data_ptr()
         table[entries.MASK] = 0 if mask is None else mask.data_ptr()
         table[entries.CACHE], table[entries.ROOM] = kept.data_ptr(), room.data_ptr()

@@ -1,5 +1,6 @@
 """A range of layers in one call: what they give one by one, whatever the rows, and only where it can."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,17 @@ def test_any_team_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(run(), alone)
     finally:
         team.team.cache_clear()
+
+
+@torch.inference_mode()
+def test_a_copy_outlives_what_it_was_copied_from(tmp_path: Path) -> None:
+    stack = make_stack(tmp_path, "llama")
+    hidden, rotary, masks, cache = given(stack, TREE)
+    expected = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+    copied = copy.deepcopy(stack)
+    for tensor in (stack.at_once._weights, *stack.at_once._floats):
+        tensor.zero_()
+    assert torch.equal(copied.run(hidden, 0, LAYERS, rotary, masks, given(copied, TREE)[3]), expected)
 
 
 def test_passes_it_is_not_for(tmp_path: Path) -> None:

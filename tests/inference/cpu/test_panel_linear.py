@@ -1,12 +1,14 @@
 """Compiled products: those of a linear layer, in the fewest bytes, and no row's depends on the others."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from draft_models.target.int8 import Int8Linear, quantise_rows
 from inference.cpu import at_once
-from inference.cpu.at_once import PanelLinear, fits_panels, stored
+from inference.cpu.at_once import PanelLinear, fits_panels
 from inference.cpu.products import PANEL, TILE
 
 IN, OUT = 37, 5 * PANEL
@@ -36,7 +38,7 @@ def test_equals_linear(kind: str, bias: bool) -> None:
         exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
         assert panels(x).shape == (1, rows, OUT)
         assert (panels(x) - exact).abs().max() < 4 * (linear(x) - exact).abs().max() + 1e-7
-    assert stored([linear])[0].dtype == KINDS[kind]
+    assert panels.stored == KINDS[kind]
     assert torch.equal(panels.weight, linear.weight)
 
 
@@ -54,7 +56,7 @@ def test_codes_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
     bias = normal(OUT).to(dtype)
     linear, x = Int8Linear(codes, scale, bias), normal(3, IN, dtype=dtype)
     panels = PanelLinear(linear)
-    assert stored([linear])[0].dtype == torch.int8
+    assert panels.stored == torch.int8
     exact = (x.double() @ codes.double().T) * scale.double() + bias.double()
     torch.testing.assert_close(panels(x), exact.to(dtype))
     assert torch.equal(panels.weight, linear.weight)
@@ -90,6 +92,14 @@ def test_another_dtype_and_layouts_of_x() -> None:
     panels = PanelLinear(linear)
     torch.testing.assert_close(panels(x[:, ::2]), linear(x[:, ::2]))
     torch.testing.assert_close(panels(x[:, :IN].double()), linear.double()(x[:, :IN].double()))
+
+
+def test_a_copy_outlives_what_it_was_copied_from() -> None:
+    panels, x = PanelLinear(make_linear("bfloat16")), normal(2, IN)
+    expected, copied = panels(x), copy.deepcopy(panels)
+    for tensor in (panels._panels, panels._scales, panels._biases):
+        tensor.zero_()
+    assert torch.equal(copied(x), expected)
 
 
 def test_which_layers_fit() -> None:
