@@ -181,7 +181,8 @@ def test_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (entry,) = json.loads(out.read_text())["entries"].values()
     (result,) = entry["results"]
-    assert result["milliseconds"].keys() == {"plain", "blocked", "halved", "chosen", "int8"}
+    layouts = {"plain", "blocked", "halved", "panels", "layer by layer", "chosen", "int8"}
+    assert result["milliseconds"].keys() == layouts
     assert all(by_width.keys() == {"1", "3"} for by_width in result["milliseconds"].values())
     text = torch.arange(9)
     expected = None
