@@ -20,6 +20,7 @@ from inference.cpu.products import PANEL, TILE
 from inference.cpu.team import call_in_team, most_threads, team
 
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured; wider ones are left to a library's products
+SEEN = 2**13  # rows times positions of a pass: PyTorch's attention is faster with more, by more than its calls take
 SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
 COLD = 64 * 2**20  # bytes of weights that no processor's caches hold
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
@@ -227,7 +228,7 @@ class LayersAtOnce:
         """
         batch, rows, _ = hidden.shape
         small = batch == 1 and rows <= self.rows and isinstance(cache, KVCache) and cache.fixed is None
-        if not small or rotary is None or torch.is_grad_enabled():
+        if not small or rotary is None or torch.is_grad_enabled() or rows * (cache.length + rows) > SEEN:
             return None
         if mask is None and rows > 1:  # causal, with nothing before it: a prompt's first tokens
             return None

@@ -168,7 +168,7 @@ def test_a_copy_outlives_what_it_was_copied_from(tmp_path: Path) -> None:
     assert torch.equal(copied.run(hidden, 0, LAYERS, rotary, masks, given(copied, TREE)[3]), expected)
 
 
-def test_passes_it_is_not_for(tmp_path: Path) -> None:
+def test_passes_it_is_not_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = make_stack(tmp_path, "llama")
     with torch.inference_mode():
         hidden, rotary, masks, cache = given(stack, TREE)
@@ -192,6 +192,11 @@ def test_passes_it_is_not_for(tmp_path: Path) -> None:
         together.rows = len(TREE) - 1
         assert not runs()
         together.rows = len(TREE)
+        monkeypatch.setattr(at_once, "SEEN", len(TREE) * (PAST + len(TREE)))
+        assert runs()
+        monkeypatch.setattr(at_once, "SEEN", len(TREE) * (PAST + len(TREE)) - 1)
+        assert not runs()
+        monkeypatch.undo()
     with torch.enable_grad():
         assert not runs()
 
