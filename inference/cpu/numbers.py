@@ -15,8 +15,7 @@ _SPINS = 4096  # looks at a counter before a waiting thread offers its core to o
 
 
 def wide(value):
-    """float32 of a stored number."""
-    raise NotImplementedError
+    """float32 of a stored number. In compiled code: see `_wide_of`."""
 
 
 @overload(wide)
@@ -27,8 +26,7 @@ def _wide_of(value):
 
 
 def store(array, place, value):
-    """Put a float32 into an array of one axis, rounded to what it holds."""
-    raise NotImplementedError
+    """Put a float32 into an array of one axis, rounded to what it holds. In compiled code: see `_store_in`."""
 
 
 @overload(store)
