@@ -220,7 +220,7 @@ def lay_out(model: nn.Module, like: LayerStack) -> None:
     # Processes that share a model out must round alike, or what they draft by themselves may differ.
     together = run_at_once(model) if like.group.size == 1 else []
     if can_pack(like.device, like.dtype):
-        of_layers = {id(linear) for layers, _ in together for layer in layers for linear in layer.products}
+        of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
 
         def fastest(linears: Sequence[Any]) -> str:
             return like.group.agreed(fastest_layout(linears, panels=id(linears[0]) not in of_layers))
@@ -229,27 +229,24 @@ def lay_out(model: nn.Module, like: LayerStack) -> None:
         for module in model.modules():
             if isinstance(module, FusedLayer):
                 module.bind()
-    for layers, at_once in together:
-        at_once.measure(layers)
+    for holder, layers in together:
+        if not holder.at_once.measure(layers):  # its weights are given back
+            holder.at_once = None
 
 
-def run_at_once(model: nn.Module) -> list[tuple[list[FusedLayer], LayersAtOnce]]:
+def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
     """Let the layers of `model` run at once where they can: a stack's together, others each for itself.
 
-    Returns which layers those are, and what runs them.
+    Returns who has them run at once, the stack or the layer, and which these are.
     """
     fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    together: list[tuple[Any, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
     if isinstance(model, LayerStack):
         alike = len(set(model.windows)) == 1 and len({call.table for call in model.anatomy.calls}) == 1
-        at_once = LayersAtOnce.of(fused) if alike and len(fused) == len(model.layers) else None
-        model.at_once = at_once
-        return [] if at_once is None else [(fused, at_once)]
-    together = []
-    for layer in fused:
-        layer.at_once = LayersAtOnce.of([layer])
-        if layer.at_once is not None:
-            together.append(([layer], layer.at_once))
-    return together
+        together = [(model, fused)] if alike and len(fused) == len(model.layers) else []
+    for holder, layers in together:
+        holder.at_once = LayersAtOnce.of(layers)
+    return [(holder, layers) for holder, layers in together if holder.at_once is not None]
 
 
 def fuse_layers(model: nn.Module) -> None:

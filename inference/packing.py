@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from draft_models.target.int8 import Int8Linear, scaled
-from inference.cpu.at_once import PanelLinear, fits_panels
+from inference.cpu.at_once import COLD, REPEATS, PanelLinear, fits_panels
 
 ROWS = 8  # the row count the blocked layout is chosen for; it serves 1 to 32 rows nearly as well
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
-COLD = 64 * 2**20  # bytes of weights that are read in turn, so that none is in a processor's caches
 SMALL = 2**17  # bytes of a layer that is blocked without measuring: its time is that of the call, whatever the layout
-REPEATS = 3  # after a first one that does not count
 
 Choose = Callable[[Sequence[Any]], str]  # of nn.Linears or of Int8Linears
 

@@ -117,3 +117,14 @@ def reference_generate(model: PreTrainedModel, prompt: Sequence[int], count: int
     model.generation_config.pad_token_id = 0
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count)
     return out[0, len(prompt) :].tolist()
+
+
+def shake_norms_and_biases(path: Path) -> None:
+    """No two of them are alike afterwards."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(path)

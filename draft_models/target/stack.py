@@ -136,7 +136,7 @@ class LayerCache(Protocol):
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
 
 
-class LayersTogether(Protocol):
+class AtOnce(Protocol):
     """A faster way through a range of layers, which `LayerStack.run` asks first."""
 
     def run(
@@ -209,7 +209,7 @@ class LayerStack(nn.Module):
         self._rotary = [model.get_submodule(table.module) for table in parts.tables]
         self._rotary_dtype = rotary_dtype or self.dtype
         self._reserved = 0
-        self.at_once: LayersTogether | None = None
+        self.at_once: AtOnce | None = None
         for number, _ in enumerate(parts.tables):
             self.register_buffer(f"cos{number}", torch.empty(0), persistent=False)
             self.register_buffer(f"sin{number}", torch.empty(0), persistent=False)

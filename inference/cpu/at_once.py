@@ -22,7 +22,7 @@ from inference.cpu.team import call_in_team, most_threads, team
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured; wider ones are left to a library's products
 SEEN = 2**13  # rows times positions of a pass: PyTorch's attention is faster with more, by more than its calls take
 SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
-COLD = 64 * 2**20  # bytes of weights that no processor's caches hold
+COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
 REPEATS = 3  # after a first one that does not count
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
@@ -170,11 +170,12 @@ class LayersAtOnce:
         table[entries.WIDTH], table[entries.INNER] = self._shape[3:]
         self._table = table  # addresses are put in where it is used: those of a copy are others
 
+    @torch.inference_mode()  # with gradients it would run nothing, which takes no time
     def measure(self, layers: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> int:
         """Set and return `rows`: up to how many of them a pass is faster at once than layer by layer, here and now.
 
-        Over as many `layers` as exceed the caches. Where a layer is so small that its calls take all the time, it is
-        not measured: at once is faster then.
+        0: not even with one. Over as many `layers` as exceed the caches. Where a layer is so small that its calls take
+        all the time, it is not measured: at once is faster then.
         """
         size = self._weights[0].nbytes
         if size < SMALL:
@@ -190,8 +191,9 @@ class LayersAtOnce:
             for _ in range(1 + REPEATS):
                 cache = KVCache(range(self._first, self._first + count), rows)
                 started = clock()
-                self.run(hidden, 0, count, (table, table), mask, cache)
+                done = self.run(hidden, 0, count, (table, table), mask, cache)
                 between = clock()
+                assert done is not None
                 for layer in layers[:count]:
                     layer.one_by_one(hidden, mask, (table, table), cache)
                 seconds[0].append(between - started)

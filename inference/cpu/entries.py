@@ -53,6 +53,12 @@ CACHE, CACHED, FIRST, CAPACITY, PAST, START, STOP, MOST = range(23, 31)
 TABLE = 31
 
 
+@_inlined
+def _table(address, sources):
+    """The table at an address. sources: closed over by who asks, see `_SOURCES`."""
+    return carray(_at(address, np.int64), TABLE)
+
+
 @kernel
 def _team(table):
     """(a thread's number, how many there are)."""
@@ -102,15 +108,12 @@ def _room_at(at, sizes, shape, rows, most, positions, arrived):
     return Room(heads, mixed, joined, inner, normed, scores, sums, tile, arrived)
 
 
-def product_entry(stored: Any, kept: Any) -> Any:
+def product_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
     """`product` over a whole layer as a C function void f(int64 *table), for weights and outputs of these types."""
-
-    sources = _SOURCES
 
     @_entry
     def entry(given):
-        _ = sources
-        table = carray(_at(given, np.int64), TABLE)
+        table = _table(given, sources)
         rank, threads = _team(table)
         rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
         first, last = part(outputs, rank, threads)
@@ -127,15 +130,12 @@ def product_entry(stored: Any, kept: Any) -> Any:
     return entry
 
 
-def layers_entry(stored: Any, kept: Any) -> Any:
+def layers_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
     """`run` as a C function void f(int64 *table), for weights and caches of these types."""
-
-    sources = _SOURCES
 
     @_entry
     def entry(given):
-        _ = sources
-        table = carray(_at(given, np.int64), TABLE)
+        table = _table(given, sources)
         rank, threads = _team(table)
         size, heads, key_heads, width = table[INPUTS], table[HEADS], table[KEY_HEADS], table[WIDTH]
         inner, count, rows, most, past = table[INNER], table[LAYERS], table[ROWS], table[MOST], table[PAST]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from draft_models.target import attention
 from draft_models.target.attention import KERNELS, SPLIT, grouped_attention, kernels_on, triton_kernels, use_kernel
@@ -23,7 +22,16 @@ from outrider.errors import UserError
 from outrider.streams import Streams
 from tests import torch_kernels
 from tests.recorded import record_graphs
-from tests.tiny import LAYERS, STRUCTURES, make_drafter, method_of, open_stack, random_prompt, save_target
+from tests.tiny import (
+    LAYERS,
+    STRUCTURES,
+    make_drafter,
+    method_of,
+    open_stack,
+    random_prompt,
+    save_target,
+    shake_norms_and_biases,
+)
 
 CPU = torch.device("cpu")
 
@@ -58,17 +66,6 @@ def test_it_decodes_to_the_same_tokens(
         assert [t for r in rounds for t in r.tokens] == expected
     assert {1, 4} <= placed  # rows of plain decoding and of a tree
     assert otherwise == {len(prompt)}
-
-
-def shake_norms_and_biases(path: Path) -> None:
-    """No two of them are alike afterwards."""
-    model = AutoModelForCausalLM.from_pretrained(path)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(path)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, place: int) -> set[int]:

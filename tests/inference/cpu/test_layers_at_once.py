@@ -23,9 +23,17 @@ from inference.fused_layers import fuse_layers, run_at_once
 from inference.rows import Rows
 from inference.structures.factory import make_structure
 from outrider.streams import Streams
-from tests.inference.test_few_launches import shake_norms_and_biases
 from tests.tiers import quick_where
-from tests.tiny import LAYERS, STRUCTURES, make_drafter, method_of, open_stack, random_prompt, save_target
+from tests.tiny import (
+    LAYERS,
+    STRUCTURES,
+    make_drafter,
+    method_of,
+    open_stack,
+    random_prompt,
+    save_target,
+    shake_norms_and_biases,
+)
 
 PAST, TREE = 9, (-1, 0, 0, 1, 1, 2, 3, 3)
 WHOLE = {"use_sliding_window": False, "layer_types": None}
@@ -263,7 +271,6 @@ class Ticks:
         return 10.0 * place + (0.0, 1.0, 3.0 if rows <= self.faster_up_to else 1.5)[part]
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("most", [0, 1, 4, 32])
 def test_up_to_how_many_rows_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     stack = make_stack(tmp_path, "llama")
@@ -274,10 +281,20 @@ def test_up_to_how_many_rows_is_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert together.measure(layers, Ticks(most)) == most == together.rows
 
 
+@pytest.mark.parametrize("most", [0, 4])
+def test_where_it_is_never_faster_its_weights_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(LayersAtOnce, "measure", lambda self, layers: most)
+    path = save_target(tmp_path, kv_heads=2)
+    stack, drafter = open_stack(path)[1], make_drafter(path, 1)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    assert {stack.at_once is None, drafter.layer.at_once is None} == {most == 0}
+
+
 def test_layers_of_a_drafter_run_each_for_itself(tmp_path: Path) -> None:
     path = save_target(tmp_path, kv_heads=2)
     drafter = make_drafter(path, 1, depth=2)
     fuse_layers(drafter)
-    together = run_at_once(drafter)
-    assert [layers for layers, _ in together] == [[layer] for layer in drafter.layers]
-    assert [own for _, own in together] == [layer.at_once for layer in drafter.layers]
+    assert run_at_once(drafter) == [(layer, [layer]) for layer in drafter.layers]
+    assert all(layer.at_once is not None for layer in drafter.layers)

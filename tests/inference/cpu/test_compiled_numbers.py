@@ -1,0 +1,55 @@
+"""Rounding and eˣ of the compiled passes, against PyTorch's."""
+
+import numpy as np
+import torch
+from numba import njit
+
+from inference.cpu.numbers import bits_of_bfloat16, exp, rounded, store, wide
+
+
+@njit
+def exponentials(x, out):  # type: ignore[no-untyped-def]
+    for i in range(len(x)):
+        out[i] = exp(x[i])
+
+
+@njit
+def there_and_back(x, stored, out):  # type: ignore[no-untyped-def]
+    for i in range(len(x)):
+        store(stored, i, x[i])
+        out[i] = wide(stored[i])
+
+
+@njit
+def all_rounded(x, out):  # type: ignore[no-untyped-def]
+    for i in range(len(x)):
+        out[i] = rounded(x[i], True)
+
+
+def test_exponentials() -> None:
+    """To two units in the last place; beyond what silu and softmax tell from nothing it is nothing."""
+    x = np.concatenate([np.linspace(-87, 88, 400_001), np.linspace(-1e-3, 1e-3, 10_001)]).astype(np.float32)
+    out = np.empty_like(x)
+    exponentials(x, out)
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(out - exact) <= 2 * np.spacing(exact.astype(np.float32))).all()
+    edges = np.array([-87.5, -1e30, -np.inf, 1e30, np.nan], np.float32)
+    exponentials(edges, out)
+    assert (out[:3] == 0).all()
+    assert out[3] > 1e38
+    assert np.isnan(out[4])
+
+
+def test_bfloat16_is_rounded_as_pytorch_does() -> None:
+    """Over bits of every kind: ties, subnormal numbers, infinities."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
+    ties = (bits & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
+    x = np.concatenate([bits, ties, np.array([0, 0x80000000, 0x7F800000, 0xFF800000], np.uint32)]).view(np.float32)
+    expected = torch.from_numpy(x).bfloat16()
+    stored, out, within = np.empty(len(x), np.uint16), np.empty_like(x), np.empty_like(x)
+    there_and_back(x, stored, out)
+    all_rounded(x, within)
+    for found in (out, within):
+        torch.testing.assert_close(torch.from_numpy(found), expected.float(), rtol=0, atol=0, equal_nan=True)
+    assert stored[~np.isnan(x)].tolist() == expected.view(torch.uint16).numpy()[~np.isnan(x)].tolist()
+    assert bits_of_bfloat16(np.float32(1.0)) == 0x3F80
