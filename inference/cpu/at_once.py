@@ -16,11 +16,12 @@ from draft_models.target.int8 import Int8Linear
 from inference.cache import KVCache
 from inference.cpu import entries
 from inference.cpu.passes import Shape
-from inference.cpu.products import PANEL, TILE
+from inference.cpu.products import DOTS, PANEL
 from inference.cpu.team import call_in_team, most_threads, team
+from inference.cpu.vectors import LANES
 
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured; wider ones are left to a library's products
-SEEN = 2**13  # rows times positions of a pass: PyTorch's attention is faster with more, by more than its calls take
+SEEN = 2**17  # rows times positions of a pass: PyTorch's attention is faster with more, by more than its calls take
 SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
 COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
@@ -54,13 +55,26 @@ def fewest_bytes(linears: Sequence[Any]) -> torch.dtype:
     return torch.float32
 
 
-def _panels_of(linear: Any, dtype: torch.dtype) -> Tensor:
-    return in_panels(linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(dtype))
+def inputs_together(stored: torch.dtype, kept: torch.dtype, linears: Sequence[Any]) -> int:
+    """2 where weights are laid out in pairs, for products of bfloat16s by bfloat16s, else 1.
+
+    stored: the weights' dtype; kept: that of what they are multiplied by.
+    """
+    even = all(linear.in_features % 2 == 0 for linear in linears)
+    return 2 if DOTS and even and stored == kept == torch.bfloat16 else 1
 
 
-def in_panels(weight: Tensor) -> Tensor:
-    """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], in one axis."""
-    return weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2).flatten()
+def _panels_of(linear: Any, dtype: torch.dtype, together: int) -> Tensor:
+    weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(dtype)
+    return in_panels(weight, together)
+
+
+def in_panels(weight: Tensor, together: int = 1) -> Tensor:
+    """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], in one axis.
+
+    together: how many inputs of an output lie side by side, [out / PANEL, in / together, PANEL, together].
+    """
+    return weight.view(-1, PANEL, weight.shape[1] // together, together).transpose(1, 2).flatten()
 
 
 def _scales(linear: Any) -> Tensor:
@@ -72,9 +86,9 @@ def _biases(linear: Any) -> Tensor:
 
 
 @cache
-def _entry(make: Any, stored: torch.dtype, kept: torch.dtype) -> int:
-    """The address of one of `entries` for weights and results of these dtypes."""
-    address: int = make(STORED[stored], STORED[kept]).address
+def _entry(make: Any, stored: torch.dtype, kept: torch.dtype, together: int) -> int:
+    """The address of one of `entries` for weights and results of these dtypes; see `inputs_together`."""
+    address: int = make(np.uint32 if together == 2 else STORED[stored], STORED[kept]).address
     return address
 
 
@@ -97,10 +111,12 @@ class PanelLinear(nn.Module):
         super().__init__()
         self.shape = (linear.out_features, linear.in_features)
         self.stored = fewest_bytes([linear])
-        self._panels, self._scales, self._biases = _panels_of(linear, self.stored), _scales(linear), _biases(linear)
-        self.bias = linear.bias
         self._dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
-        self._function = _entry(entries.product_entry, self.stored, self._dtype)
+        self.together = inputs_together(self.stored, self._dtype, [linear])
+        self._panels = _panels_of(linear, self.stored, self.together)
+        self._scales, self._biases = _scales(linear), _biases(linear)
+        self.bias = linear.bias
+        self._function = _entry(entries.product_entry, self.stored, self._dtype, self.together)
         table = [0] * entries.TABLE
         table[entries.OUTPUTS], table[entries.INPUTS] = self.shape
         self._table = table
@@ -109,20 +125,21 @@ class PanelLinear(nn.Module):
     def weight(self) -> Tensor:
         """A plain copy [out, in]."""
         out, depth = self.shape
-        plain = self._panels.view(-1, depth, PANEL).transpose(1, 2).reshape(out, depth).to(self._dtype)
+        in_order = self._panels.view(-1, depth // self.together, PANEL, self.together).transpose(1, 2)
+        plain = in_order.reshape(out, depth).to(self._dtype)
         return plain * self._scales.to(self._dtype)[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. Given `x` of another dtype it computes in that, as `precise` does."""
         if x.dtype != self._dtype:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        rows = x.reshape(-1, self.shape[1]).float().contiguous()
+        rows = x.reshape(-1, self.shape[1]).contiguous()
+        rows = rows if self.together == 2 else rows.float()
         out = x.new_empty(*x.shape[:-1], self.shape[0])
-        room = torch.empty(most_threads() * TILE * PANEL)
         table = self._table.copy()
         table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
         table[entries.BIASES] = self._biases.data_ptr()
-        table[entries.X], table[entries.OUT], table[entries.ROOM] = rows.data_ptr(), out.data_ptr(), room.data_ptr()
+        table[entries.X], table[entries.OUT] = rows.data_ptr(), out.data_ptr()
         table[entries.ROWS] = len(rows)
         _run(self._function, table, self._panels.nbytes)
         return out
@@ -145,13 +162,15 @@ class LayersAtOnce:
         self._shape = Shape(
             first.qkv.in_features, first.heads, first.rotated - first.heads, first.head_dim, first.down.in_features
         )
-        self.stored = fewest_bytes([linear for layer in layers for linear in layer.products])
+        linears = [linear for layer in layers for linear in layer.products]
+        self.stored = fewest_bytes(linears)
+        self.together = inputs_together(self.stored, self._dtype, linears)
         sizes = [linear.out_features * linear.in_features for linear in first.products]
         self._weights = torch.empty(len(layers), sum(sizes), dtype=self.stored)
         # One by one, so that there is no third copy of a large model.
         for row, layer in zip(self._weights, layers, strict=True):
             for part, linear in zip(row.split(sizes), layer.products, strict=True):
-                part.copy_(_panels_of(linear, self.stored))
+                part.copy_(_panels_of(linear, self.stored, self.together))
         ones = torch.ones(first.rotated, first.head_dim)
         head_eps = -1.0 if first.head_scale is None else first.head_eps
         self._floats = (  # in the order of `_FLOATS`
@@ -163,7 +182,7 @@ class LayersAtOnce:
             torch.stack([ones if layer.head_scale is None else layer.head_scale.float() for layer in layers]),
             torch.tensor([first.attention_norm.eps, head_eps, first.head_dim**-0.5]),
         )
-        self._function = _entry(entries.layers_entry, self.stored, self._dtype)
+        self._function = _entry(entries.layers_entry, self.stored, self._dtype, self.together)
         table = [0] * entries.TABLE
         table[entries.LAYERS] = len(layers)
         table[entries.INPUTS], table[entries.HEADS], table[entries.KEY_HEADS] = self._shape[:3]
@@ -218,7 +237,7 @@ class LayersAtOnce:
             )
             for place, layer in enumerate(layers)
         }  # fmt: skip
-        return cls(layers) if len(kinds) == 1 and layers[0].head_dim % 2 == 0 else None
+        return cls(layers) if len(kinds) == 1 and layers[0].head_dim % LANES == 0 else None
 
     def run(
         self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor] | None, mask: Any, cache: Any

@@ -13,9 +13,10 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
+from inference.cpu.attention import NEAR
 from inference.cpu.numbers import FAST, kernel
 from inference.cpu.passes import Layers, Room, Shape, run
-from inference.cpu.products import PANEL, TILE, Linear, part, product
+from inference.cpu.products import Linear, part, product
 
 # numba keeps compiled functions on disk, by their own file and what they close over. These close over all files here.
 _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
@@ -81,35 +82,41 @@ def room_sizes(shape, rows, threads, positions):
         rows * max(shape.hidden, 2 * shape.inner),
         rows * shape.inner,
         threads * rows * shape.hidden,
-        threads * positions,
-        threads * shape.width,
-        threads * TILE * PANEL,
+        rows * shape.heads * positions,
+        rows * shape.heads * shape.width,
+        threads * NEAR * shape.width,
     )
 
 
 @_inlined
-def _room_at(at, sizes, shape, rows, most, positions, arrived):
-    """Room that begins at an address; see `room_sizes`."""
+def _room_at(at, sizes, shape, rows, most, positions, arrived, read):
+    """Room that begins at an address; see `room_sizes`. read: the type of what products read."""
     heads = _floats(at, rows, sizes[0] // rows)
     at += 4 * sizes[0]
-    mixed = _floats(at, rows, sizes[1] // rows)
+    mixed = carray(_at(at, read), (rows, sizes[1] // rows))
     at += 4 * sizes[1]
     joined = _floats(at, rows, sizes[2] // rows)
     at += 4 * sizes[2]
-    inner = _floats(at, rows, sizes[3] // rows)
+    inner = carray(_at(at, read), (rows, sizes[3] // rows))
     at += 4 * sizes[3]
-    normed = carray(_at(at, np.float32), (most, rows, shape.hidden))
+    normed = carray(_at(at, read), (most, rows, shape.hidden))
     at += 4 * sizes[4]
-    scores = _floats(at, most, positions)
+    scores = _floats(at, rows * shape.heads, positions)
     at += 4 * sizes[5]
-    sums = _floats(at, most, shape.width)
+    sums = _floats(at, rows, shape.heads * shape.width)
     at += 4 * sizes[6]
-    tile = carray(_at(at, np.float32), (most, TILE, PANEL))
-    return Room(heads, mixed, joined, inner, normed, scores, sums, tile, arrived)
+    near = carray(_at(at, np.float32), (most, NEAR, shape.width))
+    return Room(heads, mixed, joined, inner, normed, scores, sums, near, arrived)
+
+
+def _read_with(stored: Any) -> tuple[Any, int]:
+    """What is multiplied by weights of a type, and of how many inputs a number of these is."""
+    return (np.uint16, 2) if stored is np.uint32 else (np.float32, 1)
 
 
 def product_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
     """`product` over a whole layer as a C function void f(int64 *table), for weights and outputs of these types."""
+    read, pair = _read_with(stored)
 
     @_entry
     def entry(given):
@@ -117,21 +124,21 @@ def product_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
         rank, threads = _team(table)
         rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
         first, last = part(outputs, rank, threads)
-        tile = _floats(table[ROOM] + rank * TILE * PANEL * 4, TILE, PANEL)
         linear = Linear(
-            carray(_at(table[WEIGHTS], stored), inputs * outputs),
+            carray(_at(table[WEIGHTS], stored), inputs * outputs // pair),
             inputs,
             _floats(table[SCALES], 1, outputs)[0],
             _floats(table[BIASES], 1, outputs)[0],
         )
-        x, out = _floats(table[X], rows, inputs), carray(_at(table[OUT], kept), (rows, outputs))
-        product(linear, x, rows, first, last, False, tile, out)
+        x, out = carray(_at(table[X], read), (rows, inputs)), carray(_at(table[OUT], kept), (rows, outputs))
+        product(linear, x, rows, first, last, False, out)
 
     return entry
 
 
 def layers_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
     """`run` as a C function void f(int64 *table), for weights and caches of these types."""
+    read, pair = _read_with(stored)
 
     @_entry
     def entry(given):
@@ -142,7 +149,7 @@ def layers_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
         shape, every = Shape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
         outputs = every + 2 * size + 2 * inner
         layers = Layers(
-            carray(_at(table[WEIGHTS], stored), (count, size * (every + heads * width + 3 * inner))),
+            carray(_at(table[WEIGHTS], stored), (count, size * (every + heads * width + 3 * inner) // pair)),
             _floats(table[SCALES], count, outputs),
             _floats(table[BIASES], count, outputs),
             carray(_at(table[NORMS], np.float32), (count, 2, size)),
@@ -150,7 +157,7 @@ def layers_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
         )
         positions = past + rows
         sizes = room_sizes(shape, rows, most, positions)
-        room = _room_at(table[ROOM], sizes, shape, rows, most, positions, table[ARRIVED : ARRIVED + 1])
+        room = _room_at(table[ROOM], sizes, shape, rows, most, positions, table[ARRIVED : ARRIVED + 1], read)
         cos, sin = carray(_at(table[COS], kept), (rows, width)), carray(_at(table[SIN], kept), (rows, width))
         mask = carray(_at(table[MASK], kept), (rows, positions if table[MASK] != 0 else 0))
         cache = carray(_at(table[CACHE], kept), (table[CACHED], 2, key_heads, table[CAPACITY], width))

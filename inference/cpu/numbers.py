@@ -25,23 +25,23 @@ def _wide_of(value):
     return lambda value: np.float32(value)
 
 
-def store(array, place, value):
-    """Put a float32 into an array of one axis, rounded to what it holds. In compiled code: see `_store_in`."""
+def put(array, place, value, halves):
+    """Put a float32 into an array of one axis, rounded to bfloat16 where that is what it holds or where `halves`."""
 
 
-@overload(store)
-def _store_in(array, place, value):
+@overload(put)
+def _put_in(array, place, value, halves):
     if array.dtype == types.uint16:
 
-        def to_nearest_even(array, place, value):
+        def to_bits(array, place, value, halves):
             array[place] = np.uint16(bits_of_bfloat16(value))
 
-        return to_nearest_even
+        return to_bits
 
-    def as_it_is(array, place, value):
-        array[place] = value
+    def to_float(array, place, value, halves):
+        array[place] = rounded(value, halves)
 
-    return as_it_is
+    return to_float
 
 
 @kernel

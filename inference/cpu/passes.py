@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from inference.cpu.numbers import exp, kernel, rounded, store, wait, wide
-from inference.cpu.products import Linear, part, product
-
-_HIDDEN = np.float32(-1e30)  # a mask below it lets nothing through
+from inference.cpu.attention import Task, attend
+from inference.cpu.numbers import exp, kernel, put, rounded, wait, wide
+from inference.cpu.products import Linear, inputs_in, part, product
 
 
 class Shape(NamedTuple):
@@ -45,10 +44,10 @@ class Layers(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where threads work, float32.
+    """Where threads work, float32. What products read, mixed, inner and normed, is bfloat16 where weights are in pairs.
 
-    For all: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n].
-    For each thread: normed [T, R, d], scores [T, positions], sums [T, D], tile [T, TILE, PANEL].
+    For all: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n]; scores, sums as in `Task`.
+    For each thread: normed [T, R, d], near [T, NEAR, D].
     arrived int64 [1]: a counter, 0 before a pass.
     """
 
@@ -59,7 +58,7 @@ class Room(NamedTuple):
     normed: np.ndarray
     scores: np.ndarray
     sums: np.ndarray
-    tile: np.ndarray
+    near: np.ndarray
     arrived: np.ndarray
 
 
@@ -73,7 +72,7 @@ def norm(x, rows, weight, eps, halves, out):
             total += x[row, i] * x[row, i]
         scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
         for i in range(size):
-            out[row, i] = rounded(rounded(x[row, i] * scale, halves) * weight[i], halves)
+            put(out[row], i, rounded(x[row, i] * scale, halves) * weight[i], halves)
 
 
 @kernel
@@ -96,47 +95,11 @@ def rotate(head, cos, sin, weight, eps, halves):
 
 
 @kernel
-def attend(query, keys, values, count, mask, scale, halves, scores, sums, out):
-    """out [D]: the mean of the first `count` values [positions, D] by softmax(scale · query · key + mask).
-
-    mask: of as many, or of none where all is seen. What nothing seen comes after is not looked at, so a row of a chain
-    gets what it gets alone.
-    """
-    width = query.shape[0]
-    masks = mask.shape[0] > 0
-    while masks and count > 1 and wide(mask[count - 1]) < _HIDDEN:
-        count -= 1
-    peak = np.float32(-np.inf)
-    for j in range(count):
-        total = np.float32(0.0)
-        for i in range(width):
-            total += query[i] * wide(keys[j, i])
-        total *= scale
-        if masks:
-            total += wide(mask[j])
-        scores[j] = total
-        peak = max(peak, total)
-    whole = np.float32(0.0)
-    for j in range(count):
-        scores[j] = exp(scores[j] - peak)
-        whole += scores[j]
-    for i in range(width):
-        sums[i] = np.float32(0.0)
-    for j in range(count):
-        weight = scores[j]
-        for i in range(width):
-            sums[i] += weight * wide(values[j, i])
-    whole = np.float32(1.0) / whole
-    for i in range(width):
-        out[i] = rounded(sums[i] * whole, halves)
-
-
-@kernel
 def add(linear, x, hidden, halves, rank, threads, room):
     """hidden += the linear layer's outputs for x, of this thread's columns."""
     rows = hidden.shape[0]
     begin, end = part(hidden.shape[1], rank, threads)
-    product(linear, x, rows, begin, end, halves, room.tile[rank], room.joined)
+    product(linear, x, rows, begin, end, halves, room.joined)
     for row in range(rows):
         for i in range(begin, end):
             hidden[row, i] = rounded(hidden[row, i] + room.joined[row, i], halves)
@@ -156,20 +119,16 @@ def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, rank, t
         if head >= heads:
             kept = (keys if head < heads + key_heads else values)[(head - heads) % key_heads, past + row]
             for i in range(width):
-                store(kept, i, own[i])
+                put(kept, i, own[i], halves)
 
 
 @kernel
 def attend_all(shape, keys, values, seen, mask, scale, halves, rank, threads, room):
     """This thread's part of all rows' query heads: the values that each attends to, in `room.mixed`."""
-    heads, width, group = shape.heads, shape.width, shape.heads // shape.key_heads
-    scores, sums = room.scores[rank], room.sums[rank]
-    items = heads * room.heads.shape[0]
-    for item in range(items * rank // threads, items * (rank + 1) // threads):
-        row, head = item // heads, item % heads
-        query = room.heads[row, head * width : (head + 1) * width]
-        mixed = room.mixed[row, head * width : (head + 1) * width]
-        attend(query, keys[head // group], values[head // group], seen, mask[row], scale, halves, scores, sums, mixed)
+    queries, near = room.heads[:, : shape.heads * shape.width], room.near[rank]
+    items = shape.heads * room.heads.shape[0]
+    task = Task(queries, keys, values, seen, mask, scale, room.scores, room.sums, near)
+    attend(task, items * rank // threads, items * (rank + 1) // threads, halves, room.mixed)
 
 
 @kernel
@@ -177,13 +136,13 @@ def gate(linear, inner, halves, rank, threads, room):
     """room.inner = silu(gate) · up, of this thread's columns; the linear layer has the gates first."""
     rows, normed = room.inner.shape[0], room.normed[rank]
     begin, end = part(inner, rank, threads)
-    product(linear, normed, rows, begin, end, halves, room.tile[rank], room.joined)
-    product(linear, normed, rows, inner + begin, inner + end, halves, room.tile[rank], room.joined)
+    product(linear, normed, rows, begin, end, halves, room.joined)
+    product(linear, normed, rows, inner + begin, inner + end, halves, room.joined)
     for row in range(rows):
         for i in range(begin, end):
             value = room.joined[row, i]
             active = rounded(value / (np.float32(1.0) + exp(-value)), halves)
-            room.inner[row, i] = rounded(active * room.joined[row, inner + i], halves)
+            put(room.inner[row], i, active * room.joined[row, inner + i], halves)
 
 
 @kernel
@@ -200,8 +159,9 @@ def run(
     rows, halves, normed = hidden.shape[0], cache.itemsize == 2, room.normed[rank]
     every = mixed + 2 * shape.key_heads * shape.width
     # where the second, third and fourth product of a layer begin: their weights, their outputs
-    out_at, up_at = every * size, (every + mixed) * size
-    down_at = up_at + 2 * inner * size
+    pair = inputs_in(layers.weights)
+    out_at, up_at = every * size // pair, (every + mixed) * size // pair
+    down_at = up_at + 2 * inner * size // pair
     out_to, up_to = every + size, every + size + 2 * inner
     turn = 0
     for layer in range(start, stop):
@@ -210,7 +170,7 @@ def run(
         norm(hidden, rows, layers.norms[layer, 0], eps, halves, normed)
         joint = Linear(weights[:out_at], size, scales[:every], biases[:every])
         begin, end = part(every, rank, threads)
-        product(joint, normed, rows, begin, end, halves, room.tile[rank], room.heads)
+        product(joint, normed, rows, begin, end, halves, room.heads)
         wait(room.arrived, threads, turn + 1)
         place(shape, cos, sin, layers.head_norms[layer], head_eps, halves, keys, values, past, rank, threads, room)
         wait(room.arrived, threads, turn + 2)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from inference.cpu.numbers import bits_of_bfloat16, exp, rounded, store, wide
+from inference.cpu.numbers import bits_of_bfloat16, exp, put, rounded, wide
 
 
 @njit
@@ -16,7 +16,7 @@ def exponentials(x, out):  # type: ignore[no-untyped-def]
 @njit
 def there_and_back(x, stored, out):  # type: ignore[no-untyped-def]
     for i in range(len(x)):
-        store(stored, i, x[i])
+        put(stored, i, x[i], False)
         out[i] = wide(stored[i])
 
 

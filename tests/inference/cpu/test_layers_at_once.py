@@ -127,9 +127,24 @@ def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> N
 
 
 @torch.inference_mode()
-def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path) -> None:
+def test_bfloat16_without_products_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that has none."""
+    monkeypatch.setattr(at_once, "DOTS", False)
+    stack = make_stack(tmp_path, "llama", torch.bfloat16)
+    assert isinstance(stack.at_once, LayersAtOnce)
+    assert stack.at_once.together == 1
+    hidden, rotary, masks, cache = given(stack, TREE)
+    found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+    stack.at_once = None
+    expected = stack.run(hidden, 0, LAYERS, rotary, masks, given(stack, TREE)[3])
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.06)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.dtype) -> None:
     """To the bit: so a chain that is verified has the very numbers of plain decoding."""
-    stack = make_stack(tmp_path, "llama")
+    stack = make_stack(tmp_path, "llama", dtype)
     hidden, rotary, masks, cache = given(stack, (-1, 0, 1, 2, 3, 4, 5))
     together = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
     alone = given(stack, (-1,))[3]
@@ -213,7 +228,8 @@ def test_layers_it_cannot_run(tmp_path: Path) -> None:
     """Those without a gate, of other shapes, and several kinds of attention in one stack."""
     opt = open_stack(save_target(tmp_path / "opt", "opt"))[1]
     odd = open_stack(save_target(tmp_path / "odd", intermediate_size=100))[1]
-    for stack in (opt, odd):
+    narrow = open_stack(save_target(tmp_path / "narrow", head_dim=8))[1]
+    for stack in (opt, odd, narrow):
         fuse_layers(stack)
         assert run_at_once(stack) == []
         assert stack.at_once is None

@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from draft_models.target.int8 import Int8Linear, quantise_rows
 from inference.cpu import at_once
 from inference.cpu.at_once import PanelLinear, fits_panels
-from inference.cpu.products import PANEL, TILE
+from inference.cpu.products import DOTS, PANEL, TILE
 
 IN, OUT = 37, 5 * PANEL
+EVEN = IN + 1
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def make_linear(kind: str, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Linear:
+def make_linear(kind: str, dtype: torch.dtype = torch.float32, *, bias: bool = True, inputs: int = IN) -> nn.Linear:
     """A layer in `dtype` whose weights have the digits of `kind`."""
     torch.manual_seed(0)
-    linear = nn.Linear(IN, OUT, bias=bias).requires_grad_(False)
+    linear = nn.Linear(inputs, OUT, bias=bias).requires_grad_(False)
     linear.weight.copy_(linear.weight.to(KINDS[kind]))
     return linear.to(dtype)
 
@@ -42,12 +43,36 @@ def test_equals_linear(kind: str, bias: bool) -> None:
     assert torch.equal(panels.weight, linear.weight)
 
 
-def test_bfloat16_is_rounded_once() -> None:
-    linear, x = make_linear("bfloat16", torch.bfloat16), normal(7, IN, dtype=torch.bfloat16)
-    exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
-    out = PanelLinear(linear)(x)
-    assert out.dtype == torch.bfloat16
-    assert (out == exact.bfloat16()).float().mean() > 0.98
+@pytest.fixture(params=[False, True], ids=["floats", "pairs"])
+def by_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether bfloat16s are multiplied in pairs; where a processor cannot, only without."""
+    if request.param and not DOTS:
+        pytest.skip("this processor multiplies no pairs of bfloat16s")
+    monkeypatch.setattr(at_once, "DOTS", request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("inputs", [IN, EVEN])
+def test_bfloat16_is_rounded_once(by_pairs: bool, inputs: int) -> None:
+    linear = make_linear("bfloat16", torch.bfloat16, inputs=inputs)
+    panels = PanelLinear(linear)
+    for rows in (1, 2, TILE, TILE + 1, 4 * TILE - 1):
+        x = normal(rows, inputs, dtype=torch.bfloat16)
+        exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+        out = panels(x)
+        assert out.dtype == torch.bfloat16
+        assert (out == exact.bfloat16()).float().mean() > 0.97
+        torch.testing.assert_close(out, exact.bfloat16())
+    assert torch.equal(panels.weight, linear.weight)
+    assert panels.together == (2 if by_pairs and inputs == EVEN else 1)
+
+
+def test_only_bfloat16s_are_multiplied_in_pairs(by_pairs: bool) -> None:
+    """Of a float32 the rest of its digits would be lost."""
+    for kind, dtype in (("bfloat16", torch.float32), ("float32", torch.float32)):
+        assert PanelLinear(make_linear(kind, dtype, inputs=EVEN)).together == 1
+    codes, scale = quantise_rows(normal(OUT, EVEN), torch.bfloat16)
+    assert PanelLinear(Int8Linear(codes, scale, None)).together == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,9 +87,9 @@ def test_codes_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
     assert torch.equal(panels.weight, linear.weight)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_whatever_is_beside_it(kind: str) -> None:
-    panels, x = PanelLinear(make_linear(kind)), normal(2 * TILE + 1, IN)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("bfloat16", torch.bfloat16)])
+def test_a_row_is_the_same_whatever_is_beside_it(kind: str, dtype: torch.dtype) -> None:
+    panels, x = PanelLinear(make_linear(kind, dtype, inputs=EVEN)), normal(2 * TILE + 1, EVEN, dtype=dtype)
     together = panels(x)
     for rows in range(1, len(x)):
         assert torch.equal(panels(x[:rows]), together[:rows])
@@ -80,8 +105,9 @@ def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(panels(x), alone)
 
 
-def test_what_is_not_a_number_stays_that() -> None:
-    panels, x = PanelLinear(make_linear("bfloat16")), normal(2, IN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_a_number_stays_that(dtype: torch.dtype) -> None:
+    panels, x = PanelLinear(make_linear("bfloat16", dtype, inputs=EVEN)), normal(2, EVEN, dtype=dtype)
     x[1, 3] = torch.nan
     assert panels(x)[0].isfinite().all()
     assert panels(x)[1].isnan().all()

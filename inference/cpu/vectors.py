@@ -1,0 +1,129 @@
+# mypy: allow-untyped-defs
+"""Vector code of compiled functions, in LLVM's terms: numbers are loaded, multiplied and stored `LANES` at a time."""
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+LANES = 16
+BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
+FEATURES = llvmlite.binding.get_host_cpu_features()
+_FUSED = ("contract",)
+
+
+def row_of(builder, array, row):
+    """Where a row of an array of two axes begins, as an address of bytes."""
+    line = cgutils.unpack_tuple(builder, array.strides, 2)[0]
+    return builder.gep(builder.bitcast(array.data, BYTE.as_pointer()), [builder.mul(row, line)])
+
+
+def place_in(builder, start, at, number):
+    """The address of the `at`-th of the numbers of an LLVM type that begin at another one."""
+    return builder.gep(builder.bitcast(start, number.as_pointer()), [at])
+
+
+def loaded(builder, start, at, kind):
+    """`LANES` stored numbers of a numba type from the `at`-th on, as floats; pairs of bfloat16 (uint32) as they are."""
+    if kind in (types.float32, types.uint32):
+        number, vector = (FLOAT, FLOATS) if kind == types.float32 else (INT, INTS)
+        return builder.load(builder.bitcast(place_in(builder, start, at, number), vector.as_pointer()), align=4)
+    bits = kind.bitwidth
+    vector = ir.VectorType(ir.IntType(bits), LANES)
+    address = builder.bitcast(place_in(builder, start, at, ir.IntType(bits)), vector.as_pointer())
+    codes = builder.load(address, align=bits // 8)
+    if kind == types.int8:
+        return builder.sitofp(builder.sext(codes, INTS), FLOATS)
+    if kind == types.int16:
+        return builder.fpext(builder.bitcast(codes, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+    return builder.bitcast(builder.shl(builder.zext(codes, INTS), _every_int(16)), FLOATS)
+
+
+def every(builder, number):
+    """A number in all lanes."""
+    lanes = ir.VectorType(number.type, LANES)
+    one = builder.insert_element(ir.Constant(lanes, ir.Undefined), number, INT(0))
+    return builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES))
+
+
+def added(builder, total, left, right):
+    """total + left · right, of floats or of pairs of bfloat16s."""
+    if left.type == FLOATS:
+        return builder.fadd(total, builder.fmul(left, right, flags=_FUSED), flags=_FUSED)
+    kind = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
+    dots = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(dots, [total, left, right])
+
+
+def ask_for(builder, address):
+    """Have memory bring what is at an address, for later."""
+    kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(prefetch, [builder.bitcast(address, BYTE.as_pointer()), INT(0), INT(2), INT(1)])
+
+
+def stored(builder, values, start, at, kind, halves):
+    """Store floats from the `at`-th place on: as bfloat16 (uint16), or as float32, rounded to that where `halves`."""
+    bits = builder.bitcast(values, INTS)
+    odd = builder.and_(builder.lshr(bits, _every_int(16)), _every_int(1))
+    up = builder.add(builder.add(bits, _every_int(0x7FFF)), odd)
+    no_number = builder.fcmp_unordered("uno", values, values)
+    up = builder.select(no_number, _every_int(0x7FC00000), up)
+    if kind == types.uint16:
+        halved = builder.trunc(builder.lshr(up, _every_int(16)), ir.VectorType(ir.IntType(16), LANES))
+        address = place_in(builder, start, at, ir.IntType(16))
+        builder.store(halved, builder.bitcast(address, halved.type.as_pointer()), align=2)
+        return
+    kept = builder.bitcast(builder.and_(up, _every_int(0xFFFF0000)), FLOATS)
+    values = builder.select(halves, kept, values)
+    builder.store(values, builder.bitcast(place_in(builder, start, at, FLOAT), FLOATS.as_pointer()), align=4)
+
+
+def loop(builder, count, starting, body):
+    """body(place, values) → values for every place < count, at least once. starting: the values at first."""
+    before, inside, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
+    builder.branch(inside)
+    builder.position_at_end(inside)
+    place = builder.phi(LONG)
+    place.add_incoming(LONG(0), before)
+    values = [builder.phi(value.type) for value in starting]
+    following = body(place, values)
+    for value, first, later in zip(values, starting, following, strict=True):
+        value.add_incoming(first, before)
+        value.add_incoming(later, inside)
+    next_place = builder.add(place, LONG(1))
+    place.add_incoming(next_place, inside)
+    builder.cbranch(builder.icmp_signed("<", next_place, count), inside, after)
+    builder.position_at_end(after)
+    return following
+
+
+def sums_of_lanes(builder, vectors):
+    """A vector of the sums over the lanes of each of the vectors, of which there are 1, or 8.
+
+    Lanes i and i + 8 are added first, then i and i + 4, and so on. So a sum does not depend on what is beside it.
+    """
+    lanes = LANES
+    while lanes > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True) if len(vectors) > 1 else [(vectors[0], None)]
+        vectors = [_halves_added(builder, left, right, lanes) for left, right in pairs]
+        lanes //= 2
+    return vectors[0]
+
+
+def _halves_added(builder, left, right, lanes):
+    """The first half of every `lanes` lanes plus the second one, of a vector and of another one that may follow it."""
+    size = left.type.count
+    starts = range(0, size if right is None else 2 * size, lanes)
+    parts = []
+    for offset in (0, lanes // 2):
+        chosen = [start + offset + lane for start in starts for lane in range(lanes // 2)]
+        mask = ir.Constant(ir.VectorType(INT, len(chosen)), chosen)
+        parts.append(builder.shuffle_vector(left, left if right is None else right, mask))
+    return builder.fadd(*parts)
+
+
+def _every_int(number):
+    return ir.Constant(INTS, [number] * LANES)
