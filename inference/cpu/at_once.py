@@ -1,5 +1,6 @@
 """Layers and products on a CPU by `inference.cpu`: what of a model they can run, and how they are called."""
 
+import ctypes
 import math
 import statistics
 import time
@@ -27,6 +28,7 @@ COLD = 64 * 2**20  # bytes of weights that are read in turn where times are take
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
 REPEATS = 3  # after a first one that does not count
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
+_TABLE = ctypes.c_int64 * entries.TABLE
 _FLOATS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS)
 
 
@@ -100,8 +102,8 @@ def _run(entry: int, table: list[int], size: int) -> None:
         threads = 1
     if threads > 1:
         table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads
-    given = torch.tensor(table)
-    call_in_team(entry, given.data_ptr(), threads)
+    given = _TABLE(*table)
+    call_in_team(entry, ctypes.addressof(given), threads)
 
 
 class PanelLinear(nn.Module):

@@ -76,7 +76,7 @@ def chain(
         row = len(tokens) - 1
         logits = source.extend(tokens[-1], (row - 1,))
         if generator is None:
-            token = (logits if to_probs is None else to_probs(logits, (row,))).argmax(-1)
+            token = (logits if to_probs is None else to_probs(logits, (row,))).max(-1).indices  # argmax: 4 times as slow
         else:
             probs = (to_probs or plain_probs)(logits, (row,))
             q[row - 1] = probs[0]
