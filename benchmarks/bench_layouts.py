@@ -28,6 +28,7 @@ from draft_models.target.int8 import Int8Linear
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target
 from draft_models.target.stack import LayerStack
+from inference.cpu.at_once import largest
 from inference.evaluate.report import describe_machine
 from inference.fused_layers import FusedLayer, fuse_layers, lay_out
 from inference.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, can_code, pack_linears
@@ -54,7 +55,7 @@ class Passes:
         """A pass over `width` rows with the choice of their tokens; leaves the session as it was."""
         session, context = self.session, len(self.text)
         session.feed(self.text[:width], chain_parents(0, width))
-        session.finish().argmax(-1).tolist()
+        largest(session.finish())[1].tolist()
         session.commit((0,))
         session.first.keep(context, ())
         session.rest.keep(context, ())

@@ -25,6 +25,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from inference.cpu.at_once import largest
 from inference.settings import SamplingConfig
 
 # Exactly these types, no subclasses: they never look at the text, so all rows go through them together.
@@ -115,7 +116,7 @@ class Sampler:
 
 def likeliest(logits: Tensor) -> Tensor:
     """The token [n] with the largest of each row of logits [n, V]; −1 where that is NaN or infinite."""
-    values, tokens = logits.max(-1)
+    values, tokens = largest(logits)
     difference = values - values  # NaN where they are not finite
     return tokens.masked_fill_(difference != difference, -1)
 

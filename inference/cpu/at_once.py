@@ -25,6 +25,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured; wider one
 SEEN = 2**17  # rows times positions of a pass: PyTorch's attention is faster with more, by more than its calls take
 SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
 COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
+MANY = 2**12  # numbers in a row of which the largest is looked for here
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
 REPEATS = 3  # after a first one that does not count
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
@@ -147,6 +148,31 @@ class PanelLinear(nn.Module):
         return out
 
     __call__ = forward
+
+
+def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """`scores.max(-1)` of [n, V]: the largest of each row and its first place, or a NaN and its place."""
+    rows, size = scores.shape
+    able = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16)
+    if not able or size < MANY or scores.requires_grad:
+        values, places = scores.max(-1)
+        return values, places
+    scores = scores.contiguous()
+    places, values = scores.new_empty(rows, dtype=torch.int64), scores.new_empty(rows)
+    room = torch.empty(2 * LANES)
+    table = [0] * entries.TABLE
+    table[entries.X], table[entries.OUT], table[entries.VALUES], table[entries.ROOM] = (
+        tensor.data_ptr() for tensor in (scores, places, values, room)
+    )
+    table[entries.ROWS], table[entries.INPUTS] = rows, size
+    _run(_maxima(scores.dtype), table, 0)
+    return values, places
+
+
+@cache
+def _maxima(dtype: torch.dtype) -> int:
+    address: int = entries.maxima_entry(STORED[dtype]).address
+    return address
 
 
 class LayersAtOnce:

@@ -14,9 +14,11 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from inference.cpu.attention import NEAR
+from inference.cpu.maxima import first_largest
 from inference.cpu.numbers import FAST, kernel
 from inference.cpu.passes import Layers, Room, Shape, run
 from inference.cpu.products import Linear, part, product
+from inference.cpu.vectors import LANES
 
 # numba keeps compiled functions on disk, by their own file and what they close over. These close over all files here.
 _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
@@ -50,8 +52,8 @@ def _at(context, address, kind):
 # is alone; the counter of `wait`, in the table itself.
 THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, ROOM, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
 NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, MASK = range(12, 23)
-CACHE, CACHED, FIRST, CAPACITY, PAST, START, STOP, MOST = range(23, 31)
-TABLE = 31
+CACHE, CACHED, FIRST, CAPACITY, PAST, START, STOP, MOST, VALUES = range(23, 32)
+TABLE = 32
 
 
 @_inlined
@@ -132,6 +134,26 @@ def product_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
         )
         x, out = carray(_at(table[X], read), (rows, inputs)), carray(_at(table[OUT], kept), (rows, outputs))
         product(linear, x, rows, first, last, False, out)
+
+    return entry
+
+
+def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
+    """`first_largest` of rows as a C function void f(int64 *table), for numbers of this type.
+
+    Places int64 to OUT, the numbers there to VALUES; ROOM has 8 · LANES bytes.
+    """
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rows, size = table[ROWS], table[INPUTS]
+        numbers = carray(_at(table[X], kept), (rows, size))
+        places, values = carray(_at(table[OUT], np.int64), rows), carray(_at(table[VALUES], kept), rows)
+        best, block = carray(_at(table[ROOM], np.float32), LANES), carray(_at(table[ROOM] + 4 * LANES, np.int32), LANES)
+        for row in range(rows):
+            places[row] = first_largest(numbers[row], best, block)
+            values[row] = numbers[row, places[row]]
 
     return entry
 

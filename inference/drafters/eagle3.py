@@ -24,7 +24,7 @@ from inference.doctor.patient import Patient
 from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import Shaped, allowance_of
 from inference.fixed_shapes import WIDTHS
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place
@@ -199,7 +199,8 @@ class Eagle3Maker(Maker):
     def make(
         self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, head_of(model), tuning))
+        structure = make_structure(method, streams, drawn, head_of(model), tuning)
+        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
 
 
 MAKER = Eagle3Maker()

@@ -18,7 +18,7 @@ from inference.doctor.patient import Patient
 from inference.drafters.calibrated import Calibrated, head_asked, head_identity
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, recorded_data, recorded_seconds
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import Shaped, allowance_of
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, count, pass_bytes
 from inference.method_settings import MethodConfig
@@ -144,7 +144,8 @@ class EarlyExitMaker(Maker):
     def make(
         self, model: Calibrated, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, model.head, tuning))
+        structure = make_structure(method, streams, drawn, model.head, tuning)
+        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
 
 
 MAKER = EarlyExitMaker()

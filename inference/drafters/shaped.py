@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from inference.acceptance import Chooser
+from inference.auto.allowance import Allowance
+from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter, DraftModel
 from inference.session import TargetSession
 from inference.stopwatch import Stopwatch
@@ -14,10 +16,14 @@ from inference.tree import DraftTree
 
 
 class Shaped(Drafter):
-    """A drafter made of a model and the structure of its drafts."""
+    """A drafter made of a model and the structure of its drafts.
 
-    def __init__(self, model: DraftModel, structure: Structure):
-        self.model, self.structure = model, structure
+    allowance: says which rounds go without a draft; None: none does. What such rounds add to the text waits for the
+    model until it is asked again.
+    """
+
+    def __init__(self, model: DraftModel, structure: Structure, allowance: Allowance | None = None):
+        self.model, self.structure, self.allowance = model, structure, allowance
         self.split, self.taps, self.max_rows = model.split, model.taps, structure.max_rows
 
     @property
@@ -31,11 +37,22 @@ class Shaped(Drafter):
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self._source.begin_round()
+        if self.allowance is not None and self.allowance.spent():
+            return DraftTree(root[:0], (), ())
         return self.structure.draft(self._source, root, limit)
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self.model.commit(rows_known(self.model, self._session, tree, nodes), tokens)
-        self.structure.observe(tree, nodes)
+        fed = self._source.fed
+        if fed or self.allowance is None:
+            self.structure.observe(tree, nodes)
+        if self.allowance is not None:
+            self.allowance.observe(fed, len(tree), len(nodes) + 1)
+
+
+def allowance_of(tuning: Tuning | None) -> Allowance | None:
+    """That of a method whose sizes follow measured costs; others draft in every round, as they were told."""
+    return None if tuning is None else Allowance(tuning.costs)
 
 
 def rows_known(model: DraftModel, session: TargetSession, tree: DraftTree, nodes: Sequence[int]) -> list[int]:
@@ -55,12 +72,14 @@ class TimedModel(WrappedSource):
 
     def begin_round(self) -> None:
         self._contexts: list[Tensor] = []
+        self.fed: list[int] = []  # rows of every pass
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if self._chooser.reads_context:
             for place, parent in enumerate(parents):  # the root, without a parent, ends the text already
                 before = self._contexts[parent] if parent >= 0 else self._chooser.text[:-1]
                 self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
+        self.fed.append(len(tokens))
         with self._watch.part("draft"):
             return self._source.extend(tokens, parents)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.auto.policy import Tuning
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import Shaped, allowance_of
 from inference.method_settings import MethodConfig
 from inference.session import TargetSession, View
 from inference.structures.factory import make_structure
@@ -91,7 +91,8 @@ class SkipLayersMaker(Maker):
     def make(
         self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, None, tuning))
+        structure = make_structure(method, streams, drawn, None, tuning)
+        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
 
 
 MAKER = SkipLayersMaker()

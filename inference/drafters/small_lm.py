@@ -27,7 +27,7 @@ from inference.doctor.patient import Patient
 from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import Shaped, allowance_of
 from inference.fused_layers import lay_out
 from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.method_settings import MethodConfig
@@ -202,7 +202,8 @@ class SmallLMMaker(Maker):
     def make(
         self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        return Shaped(self.draft_model(model, method), make_structure(method, streams, drawn, head_of(model), tuning))
+        structure = make_structure(method, streams, drawn, head_of(model), tuning)
+        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
 
 
 MAKER = SmallLMMaker()

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from inference.cpu.at_once import largest
 from inference.method_settings import DRAWS, Draw
 from inference.sampling import invert
 from inference.stopping.interface import Step, StopRule
@@ -77,7 +78,7 @@ def chain(
         logits = source.extend(tokens[-1], (row - 1,))
         if generator is None:
             scores = logits if to_probs is None else to_probs(logits, (row,))
-            token = scores.max(-1).indices  # of bfloat16s argmax takes four times as long
+            token = largest(scores)[1]
         else:
             probs = (to_probs or plain_probs)(logits, (row,))
             q[row - 1] = probs[0]

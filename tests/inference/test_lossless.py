@@ -17,16 +17,18 @@ from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
+from inference.auto.costs import WIDEST, Costs
+from inference.auto.policy import Tuning
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.fused import Fused
 from inference.drafters.interface import Drafter, DraftModel
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import Shaped, allowance_of
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import make_arms
-from inference.method_settings import DRAWS, MethodConfig, NgramConfig, StructureConfig
+from inference.method_settings import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.sampling import Sampler
 from inference.settings import SamplingConfig
 from inference.structures.factory import Structure, make_structure, make_tree
@@ -221,6 +223,23 @@ def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: st
         for pair, fresh_pair in zip(ours.content(), expected.content(), strict=True):
             for tensor, fresh_tensor in zip(pair, fresh_pair, strict=True):
                 torch.testing.assert_close(tensor[:, :, :known], fresh_tensor[:, :, :known], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("step_seconds", "fewest", "most"), [(40.0, 1, 2), (2.0, 2, 12), (0.0, 6, 99)])
+@pytest.mark.parametrize("source", ["early_exit", "small_lm", "skip_layers", "eagle3"])
+def test_rounds_without_a_draft_change_no_token(
+    target: tuple, source: str, step_seconds: float, fewest: int, most: int
+) -> None:
+    """Where a draft costs much, few rounds have one, and all before it waits for the drafter; where none, all have."""
+    path, small, stack, prompt, expected = target
+    tuning = Tuning(Costs((step_seconds,) * (WIDEST + 1), (1.0,) * (WIDEST + 1), 0.0, 1.0))
+    structure = make_structure(MethodConfig(stop=StopConfig(rule="survival")), Streams(0), tuning=tuning)
+    drafter = Shaped(make_source(source, path, small), structure, allowance_of(tuning))
+    rounds = list(speculative(stack, drafter, prompt, max_new_tokens=len(expected)))
+    assert tokens_of(rounds) == expected
+    drafted = [r.drafted > 0 for r in rounds[1:-1]]
+    assert fewest <= sum(drafted) <= most
+    assert all(drafted) == (step_seconds == 0.0)
 
 
 @pytest.mark.parametrize("structure", ["eagle", "token_graph", "fused"])

@@ -1,0 +1,45 @@
+"""What drafting may lose against plain decoding."""
+
+from inference.auto.costs import WIDEST, Costs
+from inference.auto.policy import KEEP
+
+LOSS = 0.02  # of plain decoding's rate
+START = 1 / (1 - KEEP)  # rounds at that rate that the memory starts from: as many as it ever holds
+
+
+class Allowance:
+    """Rounds without a draft, where drafts do not pay.
+
+    The running rate is tokens per second of this generation, by the measured costs, of all its rounds, and it starts at
+    plain decoding's. While it is more than `LOSS` below that, no draft is made. Such a round is one of plain decoding,
+    and it brings the rate nearer to that again, so sooner or later another draft is tried. A drafter that never is
+    right is asked in as many rounds as that allows, and loses that and one draft at most; one that pays is asked in
+    every round.
+    """
+
+    def __init__(self, costs: Costs):
+        self._costs = costs
+        self._emitted, self._seconds = START, START * costs.plain
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second so far."""
+        return self._emitted / self._seconds
+
+    def spent(self) -> bool:
+        """Whether this round is to go without a draft."""
+        return self.rate < (1 - LOSS) / self._costs.plain
+
+    def observe(self, fed: list[int], submitted: int, emitted: int) -> None:
+        """A round ended.
+
+        fed: the rows of each pass of the drafter, none where it was not asked; submitted: drafted tokens that were
+        verified; emitted: tokens of the round.
+        """
+        costs = self._costs
+        seconds = costs.plain
+        if fed:
+            drafting = sum(costs.step[min(rows, WIDEST)] for rows in fed)
+            seconds = drafting + costs.verify[min(submitted + 1, WIDEST)] + costs.rest
+        self._emitted = KEEP * self._emitted + emitted
+        self._seconds = KEEP * self._seconds + seconds
