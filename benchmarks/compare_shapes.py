@@ -35,7 +35,7 @@ from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
 from inference.evaluate.report import describe_machine
 from inference.method_settings import MethodConfig, StopConfig
 from inference.settings import EvaluateConfig
-from outrider.errors import UserError
+from outrider.errors import UserError, require
 from outrider.files import write_atomically, write_json
 
 OWN = ("target", "checkpoint", "small_lm", "table", "drafters", "method", "methods")  # of evaluate-checkpoint
@@ -62,7 +62,7 @@ class Shape:
 
 
 def shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """All that is asked for. Raises `UserError` for an unknown head, and where nothing is asked for."""
+    """All that is asked for. Raises `UserError` for an unknown head or shape, and where nothing is asked for."""
     found = []
     for head in options.heads:
         name, _, size = head.partition(":")
@@ -71,6 +71,10 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
         told = (HEADS[name], *([f"draft_vocabulary={size}"] if size else []))
         found += [Shape(KINDS["eesd"], n, head, (f"exit_layer={n}", *told)) for n in options.layers]
     found += [Shape(KINDS["small_lm"], n, "", (f"drafter.layers={n}",)) for n in options.small_lm_layers]
+    folders = [shape.folder for shape in found]
+    for name in options.without:
+        require(name in folders, "without", name, f"one of {folders}")
+    found = [shape for shape in found if shape.folder not in options.without]
     if not found:
         raise UserError("nothing to compare: give --layers or --small-lm-layers")
     return found
@@ -161,6 +165,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--heads", nargs="+", default=["shared"], help="shared or own; over some tokens shared:TOKENS or own:TOKENS"
     )
     parser.add_argument("--small-lm-layers", type=int, nargs="*", default=[], help="layers of the small LMs")
+    parser.add_argument("--without", nargs="+", default=[], help="shapes of these that are left out, as eesd_6_own")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4], help="K of the chains")
     parser.add_argument("--both", nargs="*", default=[], help="options of both commands, e.g. data=… teacher=cached")
     parser.add_argument("--eesd", nargs="*", default=[], help="options of train/eesd.py alone")

@@ -70,7 +70,20 @@ def test_what_would_do_nothing_is_refused(tmp_path: Path, capsys: pytest.Capture
         ([], "nothing to compare"),
         (["--layers", "1", "--heads", "half"], "heads=half: expected shared"),
         (["method=[gsd]", "--layers", "1"], "method=[gsd]: not an option here"),
+        (["--layers", "1", "--without", "eesd_2_shared"], "without='eesd_2_shared': expected one of ['eesd_1_shared']"),
+        (["--layers", "1", "--without", "eesd_1_shared"], "nothing to compare"),
     ):
         with pytest.raises(SystemExit):
             compare_shapes.main([*given, *start])
         assert said in capsys.readouterr().err
+
+
+def test_shapes_are_left_out() -> None:
+    import compare_shapes
+
+    given = ["--layers", "1", "2", "--heads", "shared", "own:64", "--small-lm-layers", "1"]
+    start = ["--target", "t", "--train-minutes", "1", "--prompts", "a=f"]
+    options = compare_shapes.parse([*given, *start, "--without", "eesd_2_own_64"])
+    assert [shape.folder for shape in compare_shapes.shapes_of(options)] == [
+        "eesd_1_shared", "eesd_2_shared", "eesd_1_own_64", "finetune_drafter_1"
+    ]  # fmt: skip
