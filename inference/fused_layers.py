@@ -237,13 +237,15 @@ def lay_out(model: nn.Module, like: LayerStack) -> None:
 def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
     """Let the layers of `model` run at once where they can: a stack's together, others each for itself.
 
-    Returns who has them run at once, the stack or the layer, and which these are.
+    Returns who has them run at once now, the stack or the layer, and which these are; not who had before: the weights
+    of those may be laid out in another way by now.
     """
     fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
     together: list[tuple[Any, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
     if isinstance(model, LayerStack):
         alike = len(set(model.windows)) == 1 and len({call.table for call in model.anatomy.calls}) == 1
         together = [(model, fused)] if alike and len(fused) == len(model.layers) else []
+    together = [(holder, layers) for holder, layers in together if holder.at_once is None]
     for holder, layers in together:
         holder.at_once = LayersAtOnce.of(layers)
     return [(holder, layers) for holder, layers in together if holder.at_once is not None]

@@ -308,6 +308,18 @@ def test_where_it_is_never_faster_its_weights_are_given_back(
     assert {stack.at_once is None, drafter.layer.at_once is None} == {most == 0}
 
 
+def test_what_is_prepared_again_goes_on_as_it_is(tmp_path: Path) -> None:
+    """As a target is for a second set of drafters."""
+    path = save_target(tmp_path, kv_heads=2)
+    stack, drafter = open_stack(path)[1], make_drafter(path, 1)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    before = stack.at_once, drafter.layer.at_once
+    assert None not in before
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    prepare(stack, {"early_exit": Calibrated(make_drafter(path, 1))})
+    assert (stack.at_once, drafter.layer.at_once) == before
+
+
 def test_layers_of_a_drafter_run_each_for_itself(tmp_path: Path) -> None:
     path = save_target(tmp_path, kv_heads=2)
     drafter = make_drafter(path, 1, depth=2)
