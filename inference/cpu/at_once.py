@@ -22,7 +22,7 @@ from inference.cpu.team import call_in_team, most_threads, team
 from inference.cpu.vectors import LANES
 
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured; wider ones are left to a library's products
-SEEN = 2**17  # rows times positions of a pass: PyTorch's attention is faster with more, by more than its calls take
+SEEN = 2**18  # rows times positions of a pass, as far as was measured: there both ways take equally long in bfloat16
 SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
 COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
 MANY = 2**12  # numbers in a row of which the largest is looked for here

@@ -11,8 +11,8 @@ ROWS = 3
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[int]:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the calls of the compiled function."""
     calls: list[int] = []
     run = at_once._run
