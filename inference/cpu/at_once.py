@@ -1,6 +1,5 @@
 """Layers and products on a CPU by `inference.cpu`: what of a model they can run, and how they are called."""
 
-import ctypes
 import math
 import statistics
 import time
@@ -8,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,20 +14,18 @@ from torch import Tensor, nn
 from draft_models.target.int8 import Int8Linear
 from inference.cache import KVCache
 from inference.cpu import entries
+from inference.cpu.layout import STORED, Layout, call, out_of_panels
 from inference.cpu.passes import Shape
-from inference.cpu.products import DOTS, PANEL
-from inference.cpu.team import call_in_team, most_threads, team
+from inference.cpu.products import PANEL
+from inference.cpu.team import most_threads
 from inference.cpu.vectors import LANES
 
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured; wider ones are left to a library's products
 SEEN = 2**18  # rows times positions of a pass, as far as was measured: there both ways take equally long in bfloat16
-SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
 COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
 MANY = 2**12  # numbers in a row of which the largest is looked for here
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
 REPEATS = 3  # after a first one that does not count
-STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
-_TABLE = ctypes.c_int64 * entries.TABLE
 _FLOATS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS)
 
 
@@ -45,41 +41,6 @@ def fits_panels(linear: Any) -> bool:
     return whole and device.type == "cpu" and kind in (torch.float32, torch.bfloat16)
 
 
-def fewest_bytes(linears: Sequence[Any]) -> torch.dtype:
-    """The smallest dtype that keeps the weights of layers of a kind exactly.
-
-    Where a weight was a bfloat16 once, it is one here.
-    """
-    if isinstance(linears[0], Int8Linear):
-        return torch.int8
-    for dtype in (torch.bfloat16, torch.float16):
-        if all(torch.equal(linear.weight.to(dtype).to(linear.weight.dtype), linear.weight) for linear in linears):
-            return dtype
-    return torch.float32
-
-
-def inputs_together(stored: torch.dtype, kept: torch.dtype, linears: Sequence[Any]) -> int:
-    """2 where weights are laid out in pairs, for products of bfloat16s by bfloat16s, else 1.
-
-    stored: the weights' dtype; kept: that of what they are multiplied by.
-    """
-    even = all(linear.in_features % 2 == 0 for linear in linears)
-    return 2 if DOTS and even and stored == kept == torch.bfloat16 else 1
-
-
-def _panels_of(linear: Any, dtype: torch.dtype, together: int) -> Tensor:
-    weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(dtype)
-    return in_panels(weight, together)
-
-
-def in_panels(weight: Tensor, together: int = 1) -> Tensor:
-    """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], in one axis.
-
-    together: how many inputs of an output lie side by side, [out / PANEL, in / together, PANEL, together].
-    """
-    return weight.view(-1, PANEL, weight.shape[1] // together, together).transpose(1, 2).flatten()
-
-
 def _scales(linear: Any) -> Tensor:
     return linear.scale.float() if isinstance(linear, Int8Linear) else torch.ones(linear.out_features)
 
@@ -88,38 +49,18 @@ def _biases(linear: Any) -> Tensor:
     return torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
 
 
-@cache
-def _entry(make: Any, stored: torch.dtype, kept: torch.dtype, together: int) -> int:
-    """The address of one of `entries` for weights and results of these dtypes; see `inputs_together`."""
-    address: int = make(np.uint32 if together == 2 else STORED[stored], STORED[kept]).address
-    return address
-
-
-def _run(entry: int, table: list[int], size: int) -> None:
-    """Call an entry with a table, in all threads where the reading of `size` bytes of weights is worth it."""
-    # Never in some of them: OpenMP ends the others then, and starts them anew for the next operation of PyTorch.
-    threads = most_threads()
-    if size < SHARE * threads:
-        threads = 1
-    if threads > 1:
-        table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads
-    given = _TABLE(*table)
-    call_in_team(entry, ctypes.addressof(given), threads)
-
-
 class PanelLinear(nn.Module):
     """A linear layer without gradient by `inference.cpu.products`, for one that `fits_panels`. Sums are in float32."""
 
     def __init__(self, linear: Any):
         super().__init__()
         self.shape = (linear.out_features, linear.in_features)
-        self.stored = fewest_bytes([linear])
         self._dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
-        self.together = inputs_together(self.stored, self._dtype, [linear])
-        self._panels = _panels_of(linear, self.stored, self.together)
+        self.layout = Layout.of([linear], self._dtype)
+        self._panels = self.layout.panels(linear)
         self._scales, self._biases = _scales(linear), _biases(linear)
         self.bias = linear.bias
-        self._function = _entry(entries.product_entry, self.stored, self._dtype, self.together)
+        self._function = self.layout.entry(entries.product_entry)
         table = [0] * entries.TABLE
         table[entries.OUTPUTS], table[entries.INPUTS] = self.shape
         self._table = table
@@ -127,24 +68,21 @@ class PanelLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """A plain copy [out, in]."""
-        out, depth = self.shape
-        in_order = self._panels.view(-1, depth // self.together, PANEL, self.together).transpose(1, 2)
-        plain = in_order.reshape(out, depth).to(self._dtype)
+        plain = out_of_panels(self._panels, self.shape[0], self.layout.together).to(self._dtype)
         return plain * self._scales.to(self._dtype)[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]. Given `x` of another dtype it computes in that, as `precise` does."""
         if x.dtype != self._dtype:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        rows = x.reshape(-1, self.shape[1]).contiguous()
-        rows = rows if self.together == 2 else rows.float()
+        rows = x.reshape(-1, self.shape[1]).contiguous().to(self.layout.read)
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         table = self._table.copy()
         table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
         table[entries.BIASES] = self._biases.data_ptr()
         table[entries.X], table[entries.OUT] = rows.data_ptr(), out.data_ptr()
         table[entries.ROWS] = len(rows)
-        _run(self._function, table, self._panels.nbytes)
+        call(self._function, table, self._panels.nbytes)
         return out
 
     __call__ = forward
@@ -165,7 +103,7 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
         tensor.data_ptr() for tensor in (scores, places, values, room)
     )
     table[entries.ROWS], table[entries.INPUTS] = rows, size
-    _run(_maxima(scores.dtype), table, 0)
+    call(_maxima(scores.dtype), table, 0)
     return values, places
 
 
@@ -178,8 +116,8 @@ def _maxima(dtype: torch.dtype) -> int:
 class LayersAtOnce:
     """Consecutive layers of one shape, any range of which runs in one call where a pass has few rows.
 
-    rows: the most for which it is asked (see `measure`). stored: the dtype of its weights, which it has a second time,
-    beside the layers' own.
+    rows: the most for which it is asked (see `measure`). layout: of its weights, which it has a second time, beside the
+    layers' own.
     """
 
     def __init__(self, layers: Sequence[Any]):
@@ -191,14 +129,13 @@ class LayersAtOnce:
             first.qkv.in_features, first.heads, first.rotated - first.heads, first.head_dim, first.down.in_features
         )
         linears = [linear for layer in layers for linear in layer.products]
-        self.stored = fewest_bytes(linears)
-        self.together = inputs_together(self.stored, self._dtype, linears)
+        self.layout = Layout.of(linears, self._dtype)
         sizes = [linear.out_features * linear.in_features for linear in first.products]
-        self._weights = torch.empty(len(layers), sum(sizes), dtype=self.stored)
+        self._weights = torch.empty(len(layers), sum(sizes), dtype=self.layout.stored)
         # One by one, so that there is no third copy of a large model.
         for row, layer in zip(self._weights, layers, strict=True):
             for part, linear in zip(row.split(sizes), layer.products, strict=True):
-                part.copy_(_panels_of(linear, self.stored, self.together))
+                part.copy_(self.layout.panels(linear))
         ones = torch.ones(first.rotated, first.head_dim)
         head_eps = -1.0 if first.head_scale is None else first.head_eps
         self._floats = (  # in the order of `_FLOATS`
@@ -210,7 +147,7 @@ class LayersAtOnce:
             torch.stack([ones if layer.head_scale is None else layer.head_scale.float() for layer in layers]),
             torch.tensor([first.attention_norm.eps, head_eps, first.head_dim**-0.5]),
         )
-        self._function = _entry(entries.layers_entry, self.stored, self._dtype, self.together)
+        self._function = self.layout.entry(entries.layers_entry)
         table = [0] * entries.TABLE
         table[entries.LAYERS] = len(layers)
         table[entries.INPUTS], table[entries.HEADS], table[entries.KEY_HEADS] = self._shape[:3]
@@ -303,7 +240,7 @@ class LayersAtOnce:
         table[entries.FIRST], table[entries.PAST] = cache.layers.start - self._first, past
         table[entries.START], table[entries.STOP], table[entries.ROWS] = start, stop, rows
         table[entries.MOST] = threads
-        _run(self._function, table, self._weights[0].nbytes * (stop - start))
+        call(self._function, table, self._weights[0].nbytes * (stop - start))
         return worked if hidden.dtype == torch.float32 else worked.to(hidden.dtype)
 
 

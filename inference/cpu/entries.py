@@ -111,14 +111,12 @@ def _room_at(at, sizes, shape, rows, most, positions, arrived, read):
     return Room(heads, mixed, joined, inner, normed, scores, sums, near, arrived)
 
 
-def _read_with(stored: Any) -> tuple[Any, int]:
-    """What is multiplied by weights of a type, and of how many inputs a number of these is."""
-    return (np.uint16, 2) if stored is np.uint32 else (np.float32, 1)
+def product_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
+    """`product` over a whole layer as a C function void f(int64 *table).
 
-
-def product_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
-    """`product` over a whole layer as a C function void f(int64 *table), for weights and outputs of these types."""
-    read, pair = _read_with(stored)
+    stored, read, kept: the types of weights, of what they are multiplied by, and of outputs.
+    """
+    pair = 2 if stored is np.uint32 else 1
 
     @_entry
     def entry(given):
@@ -158,9 +156,12 @@ def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
     return entry
 
 
-def layers_entry(stored: Any, kept: Any, sources: int = _SOURCES) -> Any:
-    """`run` as a C function void f(int64 *table), for weights and caches of these types."""
-    read, pair = _read_with(stored)
+def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
+    """`run` as a C function void f(int64 *table).
+
+    stored, read, kept: the types of weights, of what they are multiplied by, and of caches.
+    """
+    pair = 2 if stored is np.uint32 else 1
 
     @_entry
     def entry(given):

@@ -44,7 +44,7 @@ class Layers(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where threads work, float32. What products read, mixed, inner and normed, is bfloat16 where weights are in pairs.
+    """Where threads work, float32. What products read, mixed, inner and normed, may be bfloat16.
 
     For all: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n]; scores, sums as in `Task`.
     For each thread: normed [T, R, d], near [T, NEAR, D].

@@ -41,6 +41,12 @@ def loaded(builder, start, at, kind):
     return builder.bitcast(builder.shl(builder.zext(codes, INTS), _every_int(16)), FLOATS)
 
 
+def both_of(builder, pairs):
+    """The first and the second ones of pairs of bfloat16s, as floats."""
+    lower, upper = builder.shl(pairs, _every_int(16)), builder.and_(pairs, _every_int(0xFFFF0000))
+    return builder.bitcast(lower, FLOATS), builder.bitcast(upper, FLOATS)
+
+
 def every(builder, number):
     """A number in all lanes."""
     lanes = ir.VectorType(number.type, LANES)

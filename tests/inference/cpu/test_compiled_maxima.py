@@ -15,8 +15,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the calls of the compiled function."""
     calls: list[int] = []
-    run = at_once._run
-    monkeypatch.setattr(at_once, "_run", lambda *given: calls.append(1) or run(*given))
+    run = at_once.call
+    monkeypatch.setattr(at_once, "call", lambda *given: calls.append(1) or run(*given))
     return calls
 
 

@@ -12,8 +12,9 @@ from draft_models.target.int8 import quantise
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
 from inference.cache import KVCache
-from inference.cpu import at_once, team
+from inference.cpu import at_once, layout, team
 from inference.cpu.at_once import LayersAtOnce
+from inference.cpu.products import DOTS
 from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
@@ -118,7 +119,7 @@ def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> N
     run_at_once(stack)
     stack.reserve(64)
     assert isinstance(stack.at_once, LayersAtOnce)
-    assert stack.at_once.stored == stored
+    assert stack.at_once.layout.stored == stored
     hidden, rotary, masks, cache = given(stack, TREE)
     found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
     stack.at_once = None
@@ -127,12 +128,15 @@ def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> N
 
 
 @torch.inference_mode()
-def test_bfloat16_without_products_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor that has none."""
-    monkeypatch.setattr(at_once, "DOTS", False)
+@pytest.mark.parametrize(
+    "as_they_are", [False, pytest.param(True, marks=pytest.mark.skipif(not DOTS, reason="no such instruction"))]
+)
+def test_bfloat16_in_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_they_are: bool) -> None:
+    """Widened, and in pairs as they are, whichever is faster here."""
+    monkeypatch.setattr(layout, "dots_pay", lambda: as_they_are)
     stack = make_stack(tmp_path, "llama", torch.bfloat16)
     assert isinstance(stack.at_once, LayersAtOnce)
-    assert stack.at_once.together == 1
+    assert stack.at_once.layout.read == (torch.bfloat16 if as_they_are else torch.float32)
     hidden, rotary, masks, cache = given(stack, TREE)
     found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
     stack.at_once = None
@@ -167,7 +171,7 @@ def test_any_team_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return stack.run(hidden, 0, LAYERS, rotary, masks, cache)
 
     alone = run()
-    monkeypatch.setattr(at_once, "SHARE", 0)
+    monkeypatch.setattr(layout, "SHARE", 0)
     for threads in (2, 3, 13):
         torch.set_num_threads(threads)
         assert torch.equal(run(), alone)

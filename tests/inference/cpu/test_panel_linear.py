@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from draft_models.target.int8 import Int8Linear, quantise_rows
-from inference.cpu import at_once
+from inference.cpu import layout
 from inference.cpu.at_once import PanelLinear, fits_panels
 from inference.cpu.products import DOTS, PANEL, TILE
 
@@ -39,16 +39,16 @@ def test_equals_linear(kind: str, bias: bool) -> None:
         exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
         assert panels(x).shape == (1, rows, OUT)
         assert (panels(x) - exact).abs().max() < 4 * (linear(x) - exact).abs().max() + 1e-7
-    assert panels.stored == KINDS[kind]
+    assert panels.layout.stored == KINDS[kind]
     assert torch.equal(panels.weight, linear.weight)
 
 
-@pytest.fixture(params=[False, True], ids=["floats", "pairs"])
+@pytest.fixture(params=[False, True], ids=["widened", "as they are"])
 def by_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether bfloat16s are multiplied in pairs; where a processor cannot, only without."""
+    """Whether pairs of bfloat16s are multiplied as they are; where a processor cannot, only widened."""
     if request.param and not DOTS:
         pytest.skip("this processor multiplies no pairs of bfloat16s")
-    monkeypatch.setattr(at_once, "DOTS", request.param)
+    monkeypatch.setattr(layout, "dots_pay", lambda: request.param)
     return bool(request.param)
 
 
@@ -64,15 +64,29 @@ def test_bfloat16_is_rounded_once(by_pairs: bool, inputs: int) -> None:
         assert (out == exact.bfloat16()).float().mean() > 0.97
         torch.testing.assert_close(out, exact.bfloat16())
     assert torch.equal(panels.weight, linear.weight)
-    assert panels.together == (2 if by_pairs and inputs == EVEN else 1)
+    assert panels.layout.together == (2 if inputs == EVEN else 1)
+    assert panels.layout.read == (torch.bfloat16 if by_pairs and inputs == EVEN else torch.float32)
 
 
-def test_only_bfloat16s_are_multiplied_in_pairs(by_pairs: bool) -> None:
+def test_only_bfloat16s_are_multiplied_as_they_are(by_pairs: bool) -> None:
     """Of a float32 the rest of its digits would be lost."""
     for kind, dtype in (("bfloat16", torch.float32), ("float32", torch.float32)):
-        assert PanelLinear(make_linear(kind, dtype, inputs=EVEN)).together == 1
+        assert PanelLinear(make_linear(kind, dtype, inputs=EVEN)).layout.read == torch.float32
     codes, scale = quantise_rows(normal(OUT, EVEN), torch.bfloat16)
-    assert PanelLinear(Int8Linear(codes, scale, None)).together == 1
+    assert PanelLinear(Int8Linear(codes, scale, None)).layout.read == torch.float32
+
+
+def test_pairs_are_multiplied_as_they_are_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, expected in ((1.0, DOTS), (3.0, False)):
+        layout.dots_pay.cache_clear()
+        monkeypatch.setattr(layout, "_seconds_of_product", {torch.bfloat16: seconds, torch.float32: 2.0}.__getitem__)
+        assert layout.dots_pay() == expected
+    layout.dots_pay.cache_clear()
+
+
+def test_products_are_timed_without_a_fault() -> None:
+    for read in (torch.float32, torch.bfloat16) if DOTS else (torch.float32,):
+        assert layout._seconds_of_product(read) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,7 +95,7 @@ def test_codes_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
     bias = normal(OUT).to(dtype)
     linear, x = Int8Linear(codes, scale, bias), normal(3, IN, dtype=dtype)
     panels = PanelLinear(linear)
-    assert panels.stored == torch.int8
+    assert panels.layout.stored == torch.int8
     exact = (x.double() @ codes.double().T) * scale.double() + bias.double()
     torch.testing.assert_close(panels(x), exact.to(dtype))
     assert torch.equal(panels.weight, linear.weight)
@@ -99,7 +113,7 @@ def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     """More of them than panels, too."""
     panels, x = PanelLinear(make_linear("float32")), normal(4, IN)
     alone = panels(x)
-    monkeypatch.setattr(at_once, "SHARE", 0)
+    monkeypatch.setattr(layout, "SHARE", 0)
     for threads in (2, 3, OUT // PANEL + 2):
         torch.set_num_threads(threads)
         assert torch.equal(panels(x), alone)
