@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draft_models.ngrams.table import TrigramTable
@@ -18,7 +18,7 @@ from inference.auto.feeding import BANDS
 from inference.auto.policy import Tuning
 from inference.drafters.fused import Fused
 from inference.drafters.fused_growth import band, later_passes, new_join
-from inference.drafters.ngram_mixing import predict
+from inference.drafters.ngram_mixing import SUREST, predict
 from inference.drafters.ngrams import MAKER, MixedDrafter
 from inference.method_settings import AUTO, MethodConfig, NgramConfig, StructureConfig
 from inference.structures.opt_tree import opt_tree
@@ -55,8 +55,12 @@ def joined(drafter: Fused, q: Q, path: Path_) -> dict[int, float]:
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), shape=st.sampled_from(GROWN), table=st.booleans())
+@example(seed=5488, shape=GROWN[1], table=True)  # one is missed
 def test_the_tree_is_the_best_of_the_joined_probabilities(seed: int, shape: dict, table: bool) -> None:
-    """Every node's probability is that of its path, and no child that was left out has a larger one than the last."""
+    """Every node's probability is that of its path, and no child that was left out has a larger one than the last.
+
+    But for a child after which only n-grams could tell: one likelier than SUREST may be missed, as is said there.
+    """
     q = random_q(seed, VOCABULARY)
     drafter = begun(fused_method(**shape), q, TEXT[:-1], TABLE if table else None)
     tree = drafter.draft(root(), 99)
@@ -74,7 +78,10 @@ def test_the_tree_is_the_best_of_the_joined_probabilities(seed: int, shape: dict
     assert found == pytest.approx(whole, rel=1e-5)
     worst = min(found.values()) if len(tree) == shape["nodes"] else 1e-4
     left = [(*path, t) for path in [(), *paths] if len(path) < 8 for t in laws[path] if (*path, t) not in found]
-    assert all((whole[path[:-1]] if path[:-1] else 1) * laws[path[:-1]][path[-1]] <= worst * 1.0001 for path in left)
+    whole[()] = 1.0
+    missed = {path for path in whole if path not in source.paths and whole[path] * SUREST <= worst}
+    looked_at = [path for path in left if path[:-1] not in missed]
+    assert all(whole[path[:-1]] * laws[path[:-1]][path[-1]] <= worst * 1.0001 for path in looked_at)
     assert len(source.calls) <= shape["max_depth"]
     assert max(source.calls) <= shape.get("width", 99)
 
