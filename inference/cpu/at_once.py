@@ -15,8 +15,9 @@ from draft_models.target.int8 import Int8Linear
 from inference.cache import KVCache
 from inference.cpu import entries
 from inference.cpu.layout import STORED, Layout, call, out_of_panels
+from inference.cpu.linear import PANEL
+from inference.cpu.pages import in_large_pages
 from inference.cpu.passes import Shape
-from inference.cpu.products import PANEL
 from inference.cpu.team import most_threads
 from inference.cpu.vectors import LANES
 
@@ -57,7 +58,7 @@ class PanelLinear(nn.Module):
         self.shape = (linear.out_features, linear.in_features)
         self._dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
         self.layout = Layout.of([linear], self._dtype)
-        self._panels = self.layout.panels(linear)
+        self._panels = in_large_pages(self.layout.panels(linear))
         self._scales, self._biases = _scales(linear), _biases(linear)
         self.bias = linear.bias
         self._function = self.layout.entry(entries.product_entry)
@@ -75,12 +76,13 @@ class PanelLinear(nn.Module):
         """x [..., in] → [..., out]. Given `x` of another dtype it computes in that, as `precise` does."""
         if x.dtype != self._dtype:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        rows = x.reshape(-1, self.shape[1]).contiguous().to(self.layout.read)
+        rows = x.reshape(-1, self.shape[1])
+        operand = self.layout.operand(rows)
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         table = self._table.copy()
         table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
         table[entries.BIASES] = self._biases.data_ptr()
-        table[entries.X], table[entries.OUT] = rows.data_ptr(), out.data_ptr()
+        table[entries.X], table[entries.OUT] = operand.data_ptr(), out.data_ptr()
         table[entries.ROWS] = len(rows)
         call(self._function, table, self._panels.nbytes)
         return out
@@ -131,7 +133,7 @@ class LayersAtOnce:
         linears = [linear for layer in layers for linear in layer.products]
         self.layout = Layout.of(linears, self._dtype)
         sizes = [linear.out_features * linear.in_features for linear in first.products]
-        self._weights = torch.empty(len(layers), sum(sizes), dtype=self.layout.stored)
+        self._weights = in_large_pages(torch.empty(len(layers), sum(sizes), dtype=self.layout.stored))
         # One by one, so that there is no third copy of a large model.
         for row, layer in zip(self._weights, layers, strict=True):
             for part, linear in zip(row.split(sizes), layer.products, strict=True):
@@ -228,7 +230,7 @@ class LayersAtOnce:
         cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
         mask = None if mask is None else mask.contiguous()
         threads, past = most_threads(), cache.length
-        room = torch.empty(sum(entries.room_sizes(self._shape, rows, threads, past + rows)))
+        room = torch.empty(sum(entries.room_sizes(self._shape, rows, threads, past + rows, self.layout.parts)))
         table = self._table.copy()
         table[entries.WEIGHTS] = self._weights.data_ptr()
         for place, tensor in zip(_FLOATS, self._floats, strict=True):

@@ -1,17 +1,28 @@
 # mypy: allow-untyped-defs
 """Attention of a few queries, compiled: what a head's keys and values are read for is done while they are near."""
 
-from typing import NamedTuple
-
 import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from inference.cpu.numbers import exp, kernel, put, wide
-from inference.cpu.vectors import FLOATS, LANES, LONG, ZEROS, added, every, loaded, loop, row_of, sums_of_lanes
+from inference.cpu.elementwise import put_columns
+from inference.cpu.numbers import kernel, wide
+from inference.cpu.task import seen_by, softmax
+from inference.cpu.vectors import (
+    FLOATS,
+    LANES,
+    LONG,
+    ZEROS,
+    added,
+    arrays_of,
+    every,
+    loaded,
+    loop,
+    row_of,
+    sums_of_lanes,
+)
 
-_HIDDEN = np.float32(-1e30)  # a mask below it lets nothing through
 _KEYS = 8  # whose scores are summed at once
 _VECTORS = 4  # of a value, which are summed at once
 NEAR = 64  # positions whose keys or values stay in the nearest cache while all queries look at them
@@ -26,9 +37,8 @@ def _scores_of(keys_at_once):
     @intrinsic
     def scores_of(context, query, keys, row, scores, place):
         def make(context, builder, signature, given):
-            of_query, of_keys, of_scores = (
-                context.make_array(signature.args[number])(context, builder, given[number]) for number in (0, 1, 3)
-            )
+            kinds, arrays = (query, keys, scores), (given[0], given[1], given[3])
+            of_query, of_keys, of_scores = arrays_of(context, builder, kinds, arrays)
             row, place = given[2], given[4]
             rows = [row_of(builder, of_keys, builder.add(row, LONG(number))) for number in range(keys_at_once)]
 
@@ -59,9 +69,8 @@ def _weighed(vectors):
     @intrinsic
     def weighed(context, weights, place, values, row, count, column, sums):
         def make(context, builder, signature, given):
-            of_weights, of_values, of_sums = (
-                context.make_array(signature.args[number])(context, builder, given[number]) for number in (0, 2, 6)
-            )
+            kinds, arrays = (weights, values, sums), (given[0], given[2], given[6])
+            of_weights, of_values, of_sums = arrays_of(context, builder, kinds, arrays)
             place, (row, count, column) = given[1], given[3:6]
             columns = [builder.add(column, LONG(number * LANES)) for number in range(vectors)]
 
@@ -86,25 +95,6 @@ def _weighed(vectors):
 
 _scores_of_some, _score_of_one = _scores_of(_KEYS), _scores_of(1)
 _weigh_some, _weigh_one = _weighed(_VECTORS), _weighed(1)
-
-
-class Task(NamedTuple):
-    """Queries of rows over one layer's cache, and where to work.
-
-    queries float32 [R, H·D], D a multiple of `LANES`; keys, values [G, positions, D], of which `seen` count; mask
-    [R, seen], or [R, 0] where all is seen; scale: of query · key.
-    scores float32 [R·H, seen]; sums float32 [R, H·D]; near float32 [NEAR, D], of one thread alone.
-    """
-
-    queries: np.ndarray
-    keys: np.ndarray
-    values: np.ndarray
-    seen: int
-    mask: np.ndarray
-    scale: float
-    scores: np.ndarray
-    sums: np.ndarray
-    near: np.ndarray
 
 
 @kernel
@@ -134,7 +124,7 @@ def _attend_head(task, heads, head, first, last, halves, out):
             _widen(keys, begin, min(begin + NEAR, task.seen), near)
         for query in range(first, last):
             row, place = query // group, head * group + query % group
-            count = min(NEAR, _seen(task, row) - begin)
+            count = min(NEAR, seen_by(task, row) - begin)
             own, scores = task.queries[row, place * width : (place + 1) * width], task.scores[row * heads + place]
             if widen:
                 _score(own, near, 0, count, scores, begin)
@@ -142,14 +132,15 @@ def _attend_head(task, heads, head, first, last, halves, out):
                 _score(own, keys, begin, count, scores, begin)
     for query in range(first, last):
         row, place = query // group, head * group + query % group
-        _softmax(task.scores[row * heads + place], _seen(task, row), task.mask[row], task.scale)
+        count = seen_by(task, row)
+        softmax(task.scores, row * heads + place, count, -(-count // LANES) * LANES, task.mask[row], task.scale)
         task.sums[row, place * width : (place + 1) * width] = np.float32(0.0)
     for begin in range(0, task.seen, NEAR):
         if widen:
             _widen(values, begin, min(begin + NEAR, task.seen), near)
         for query in range(first, last):
             row, place = query // group, head * group + query % group
-            count = min(NEAR, _seen(task, row) - begin)
+            count = min(NEAR, seen_by(task, row) - begin)
             scores, sums = task.scores[row * heads + place], task.sums[row, place * width : (place + 1) * width]
             if widen:
                 _weigh(scores, begin, near, 0, count, sums)
@@ -157,17 +148,7 @@ def _attend_head(task, heads, head, first, last, halves, out):
                 _weigh(scores, begin, values, begin, count, sums)
     for query in range(first, last):
         row, place = query // group, head * group + query % group
-        for i in range(place * width, (place + 1) * width):
-            put(out[row], i, task.sums[row, i], halves)
-
-
-@kernel
-def _seen(task, row):
-    """How many positions there are up to the last one that a row's mask lets through."""
-    mask, count = task.mask[row], task.seen
-    while mask.shape[0] > 0 and count > 1 and wide(mask[count - 1]) < _HIDDEN:
-        count -= 1
-    return count
+        put_columns(task.sums, row, place * width, out, row, place * width, width, halves)
 
 
 @kernel
@@ -185,26 +166,6 @@ def _score(query, keys, row, count, scores, place):
         _scores_of_some(query, keys, row + j, scores, place + j)
     for j in range(whole, count):
         _score_of_one(query, keys, row + j, scores, place + j)
-
-
-@kernel
-def _softmax(scores, count, mask, scale):
-    """softmax(scale · score + mask) in place, of the first `count`."""
-    for j in range(count):
-        scores[j] *= scale
-    if mask.shape[0] > 0:
-        for j in range(count):
-            scores[j] += wide(mask[j])
-    peak = np.float32(-np.inf)
-    for j in range(count):
-        peak = max(peak, scores[j])
-    whole = np.float32(0.0)
-    for j in range(count):
-        scores[j] = exp(scores[j] - peak)
-        whole += scores[j]
-    whole = np.float32(1.0) / whole
-    for j in range(count):
-        scores[j] *= whole
 
 
 @kernel

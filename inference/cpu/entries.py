@@ -14,10 +14,12 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from inference.cpu.attention import NEAR
+from inference.cpu.by_amx import PARTS, STEP
+from inference.cpu.linear import Linear
 from inference.cpu.maxima import first_largest
-from inference.cpu.numbers import FAST, kernel
+from inference.cpu.numbers import FAST, array_at, kernel
 from inference.cpu.passes import Layers, Room, Shape, run
-from inference.cpu.products import Linear, part, product
+from inference.cpu.products import part, product
 from inference.cpu.vectors import LANES
 
 # numba keeps compiled functions on disk, by their own file and what they close over. These close over all files here.
@@ -37,17 +39,6 @@ def _call(context, address):
     return types.int64(types.int64), make
 
 
-@intrinsic
-def _at(context, address, kind):
-    """An address as a pointer to numbers of a kind."""
-    pointer = types.CPointer(kind.dtype)
-
-    def make(context, builder, signature, given):
-        return builder.inttoptr(given[0], context.get_value_type(pointer))
-
-    return pointer(types.int64, kind), make
-
-
 # What stands where in a table. Of both entries: functions that say a thread's number and how many there are, 0 where it
 # is alone; the counter of `wait`, in the table itself.
 THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, ROOM, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
@@ -56,10 +47,18 @@ CACHE, CACHED, FIRST, CAPACITY, PAST, START, STOP, MOST, VALUES = range(23, 32)
 TABLE = 32
 
 
+_WEIGHTS_IN = {np.uint32: 2, np.uint64: 4}  # weights in a number of these, see `Linear`
+
+
+def parts_of(stored: Any, kept: Any) -> int:
+    """Of how many bfloat16s the sum is what products read: more than one where AMX multiplies float32s."""
+    return PARTS if stored is np.uint64 and kept is np.float32 else 1
+
+
 @_inlined
 def _table(address, sources):
     """The table at an address. sources: closed over by who asks, see `_SOURCES`."""
-    return carray(_at(address, np.int64), TABLE)
+    return carray(array_at(address, np.int64), TABLE)
 
 
 @kernel
@@ -72,42 +71,42 @@ def _team(table):
 
 @_inlined
 def _floats(address, first, second):
-    return carray(_at(address, np.float32), (first, second))
+    return carray(array_at(address, np.float32), (first, second))
 
 
 @kernel
-def room_sizes(shape, rows, threads, positions):
-    """How many floats each field of `Room` but the last has."""
+def room_sizes(shape, rows, threads, positions, parts):
+    """How many floats each field of `Room` but the last takes. parts: numbers that what products read is the sum of."""
     return (
         rows * (shape.heads + 2 * shape.key_heads) * shape.width,
-        rows * shape.heads * shape.width,
+        parts * rows * shape.heads * shape.width,
         rows * max(shape.hidden, 2 * shape.inner),
-        rows * shape.inner,
-        threads * rows * shape.hidden,
-        rows * shape.heads * positions,
+        parts * rows * shape.inner,
+        threads * parts * rows * shape.hidden,
+        rows * shape.heads * -(-positions // STEP) * STEP,
         rows * shape.heads * shape.width,
         threads * NEAR * shape.width,
     )
 
 
 @_inlined
-def _room_at(at, sizes, shape, rows, most, positions, arrived, read):
+def _roomarray_at(at, sizes, shape, rows, most, positions, arrived, read, parts):
     """Room that begins at an address; see `room_sizes`. read: the type of what products read."""
     heads = _floats(at, rows, sizes[0] // rows)
     at += 4 * sizes[0]
-    mixed = carray(_at(at, read), (rows, sizes[1] // rows))
+    mixed = carray(array_at(at, read), (parts * rows, shape.heads * shape.width))
     at += 4 * sizes[1]
     joined = _floats(at, rows, sizes[2] // rows)
     at += 4 * sizes[2]
-    inner = carray(_at(at, read), (rows, sizes[3] // rows))
+    inner = carray(array_at(at, read), (parts * rows, shape.inner))
     at += 4 * sizes[3]
-    normed = carray(_at(at, read), (most, rows, shape.hidden))
+    normed = carray(array_at(at, read), (most, parts * rows, shape.hidden))
     at += 4 * sizes[4]
-    scores = _floats(at, rows * shape.heads, positions)
+    scores = _floats(at, rows * shape.heads, -(-positions // STEP) * STEP)
     at += 4 * sizes[5]
     sums = _floats(at, rows, shape.heads * shape.width)
     at += 4 * sizes[6]
-    near = carray(_at(at, np.float32), (most, NEAR, shape.width))
+    near = carray(array_at(at, np.float32), (most, NEAR, shape.width))
     return Room(heads, mixed, joined, inner, normed, scores, sums, near, arrived)
 
 
@@ -116,7 +115,7 @@ def product_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) ->
 
     stored, read, kept: the types of weights, of what they are multiplied by, and of outputs.
     """
-    pair = 2 if stored is np.uint32 else 1
+    in_one, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept)
 
     @_entry
     def entry(given):
@@ -125,12 +124,15 @@ def product_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) ->
         rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
         first, last = part(outputs, rank, threads)
         linear = Linear(
-            carray(_at(table[WEIGHTS], stored), inputs * outputs // pair),
+            carray(array_at(table[WEIGHTS], stored), inputs * outputs // in_one),
             inputs,
             _floats(table[SCALES], 1, outputs)[0],
             _floats(table[BIASES], 1, outputs)[0],
         )
-        x, out = carray(_at(table[X], read), (rows, inputs)), carray(_at(table[OUT], kept), (rows, outputs))
+        x, out = (
+            carray(array_at(table[X], read), (parts * rows, inputs)),
+            carray(array_at(table[OUT], kept), (rows, outputs)),
+        )
         product(linear, x, rows, first, last, False, out)
 
     return entry
@@ -146,9 +148,12 @@ def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
     def entry(given):
         table = _table(given, sources)
         rows, size = table[ROWS], table[INPUTS]
-        numbers = carray(_at(table[X], kept), (rows, size))
-        places, values = carray(_at(table[OUT], np.int64), rows), carray(_at(table[VALUES], kept), rows)
-        best, block = carray(_at(table[ROOM], np.float32), LANES), carray(_at(table[ROOM] + 4 * LANES, np.int32), LANES)
+        numbers = carray(array_at(table[X], kept), (rows, size))
+        places, values = carray(array_at(table[OUT], np.int64), rows), carray(array_at(table[VALUES], kept), rows)
+        best, block = (
+            carray(array_at(table[ROOM], np.float32), LANES),
+            carray(array_at(table[ROOM] + 4 * LANES, np.int32), LANES),
+        )
         for row in range(rows):
             places[row] = first_largest(numbers[row], best, block)
             values[row] = numbers[row, places[row]]
@@ -161,7 +166,7 @@ def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> 
 
     stored, read, kept: the types of weights, of what they are multiplied by, and of caches.
     """
-    pair = 2 if stored is np.uint32 else 1
+    in_one, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept)
 
     @_entry
     def entry(given):
@@ -172,18 +177,19 @@ def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> 
         shape, every = Shape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
         outputs = every + 2 * size + 2 * inner
         layers = Layers(
-            carray(_at(table[WEIGHTS], stored), (count, size * (every + heads * width + 3 * inner) // pair)),
+            carray(array_at(table[WEIGHTS], stored), (count, size * (every + heads * width + 3 * inner) // in_one)),
             _floats(table[SCALES], count, outputs),
             _floats(table[BIASES], count, outputs),
-            carray(_at(table[NORMS], np.float32), (count, 2, size)),
-            carray(_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
+            carray(array_at(table[NORMS], np.float32), (count, 2, size)),
+            carray(array_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
         )
         positions = past + rows
-        sizes = room_sizes(shape, rows, most, positions)
-        room = _room_at(table[ROOM], sizes, shape, rows, most, positions, table[ARRIVED : ARRIVED + 1], read)
-        cos, sin = carray(_at(table[COS], kept), (rows, width)), carray(_at(table[SIN], kept), (rows, width))
-        mask = carray(_at(table[MASK], kept), (rows, positions if table[MASK] != 0 else 0))
-        cache = carray(_at(table[CACHE], kept), (table[CACHED], 2, key_heads, table[CAPACITY], width))
+        sizes = room_sizes(shape, rows, most, positions, parts)
+        arrived = table[ARRIVED : ARRIVED + 1]
+        room = _roomarray_at(table[ROOM], sizes, shape, rows, most, positions, arrived, read, parts)
+        cos, sin = carray(array_at(table[COS], kept), (rows, width)), carray(array_at(table[SIN], kept), (rows, width))
+        mask = carray(array_at(table[MASK], kept), (rows, positions if table[MASK] != 0 else 0))
+        cache = carray(array_at(table[CACHE], kept), (table[CACHED], 2, key_heads, table[CAPACITY], width))
         numbers = _floats(table[EPS], 1, 3)[0]
         hidden = _floats(table[X], rows, size)
         run(

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from draft_models.target.int8 import Int8Linear
 from inference.cpu import entries
-from inference.cpu.products import DOTS, PANEL, TILE
+from inference.cpu.by_amx import STEP, has_amx
+from inference.cpu.by_vectors import DOTS, TILE
+from inference.cpu.linear import PANEL
 from inference.cpu.team import call_in_team, most_threads, team
 
 SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
@@ -23,34 +25,66 @@ _TRIED = (16 * PANEL, 512)  # outputs and inputs of a product that is timed: its
 _REPEATS = 20
 
 
+Way = Literal["floats", "pairs", "amx"]
+
+
 class Layout(NamedTuple):
     """Of weights, and of what is computed with them.
 
-    stored: their dtype; together: how many inputs of an output lie side by side, 2 where they are bfloat16s; read: the
-    dtype of what they are multiplied by; kept: that of results.
+    stored: their dtype; together: how many inputs of an output lie side by side, 2 where they are bfloat16s; way: as
+    what they are multiplied; kept: the dtype of results.
     """
 
     stored: torch.dtype
     together: int
-    read: torch.dtype
+    way: Way
     kept: torch.dtype
 
     @classmethod
     def of(cls, linears: Sequence[Any], kept: torch.dtype) -> "Layout":
         """The one for some layers, on this processor."""
         stored = fewest_bytes(linears)
-        pairs = stored == torch.bfloat16 and all(linear.in_features % 2 == 0 for linear in linears)
-        as_they_are = pairs and kept == torch.bfloat16 and dots_pay()
-        return cls(stored, 2 if pairs else 1, torch.bfloat16 if as_they_are else torch.float32, kept)
+        if stored != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
+            return cls(stored, 1, "floats", kept)
+        able = [way for way in ways() if way != "amx" or all(linear.in_features % STEP == 0 for linear in linears)]
+        if kept != torch.bfloat16 and "pairs" in able:  # of a float32 the rest of its digits would be lost
+            able.remove("pairs")
+        return cls(stored, 2, min(able, key=lambda way: seconds_of_product(way, kept)), kept)
+
+    @property
+    def parts(self) -> int:
+        """Of how many bfloat16s the sum is a number of `x`; 1 where it is a number itself."""
+        return entries.parts_of(self._numbers, STORED[self.kept])
+
+    @property
+    def read(self) -> torch.dtype:
+        """The dtype of what weights are multiplied by."""
+        return torch.float32 if self.way == "floats" else torch.bfloat16
+
+    @property
+    def _numbers(self) -> Any:
+        if self.way == "amx":
+            return np.uint64
+        return np.uint32 if self.together == 2 else STORED[self.stored]
 
     def entry(self, make: Any) -> int:
         """The address of one of `entries` for it."""
-        return _address(make, np.uint32 if self.together == 2 else STORED[self.stored], self.read, self.kept)
+        return _address(make, self._numbers, self.read, self.kept)
 
     def panels(self, linear: Any) -> Tensor:
         """A layer's weights as they lie."""
         weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.stored)
         return in_panels(weight, self.together)
+
+    def operand(self, x: Tensor) -> Tensor:
+        """x [rows, in] of dtype `kept` as products read it, [parts · rows, in]."""
+        if self.parts == 1:
+            return x.contiguous().to(self.read)
+        parts = []
+        for _ in range(self.parts):
+            parts.append(x.to(self.read))
+            x = x - parts[-1]
+        return torch.cat(parts)
 
 
 def fewest_bytes(linears: Sequence[Any]) -> torch.dtype:
@@ -99,21 +133,23 @@ def call(entry: int, table: list[int], size: int) -> None:
 
 
 @cache
-def dots_pay() -> bool:
-    """Whether this processor multiplies bfloat16s faster in pairs than as floats, here and now.
+def ways() -> tuple[Way, ...]:
+    """The ways in which this processor can multiply bfloat16s."""
+    return ("floats", *(("pairs",) if DOTS else ()), *(("amx",) if has_amx() else ()))
 
-    There are processors that have an instruction for that and take as long for it as for four products of floats.
+
+@cache
+def seconds_of_product(way: Way, kept: torch.dtype) -> float:
+    """What one thread takes for a product of some rows with weights that are near, here and now.
+
+    There are processors that have an instruction for pairs and take as long for it as for four products of floats.
     """
-    return DOTS and _seconds_of_product(torch.bfloat16) < _seconds_of_product(torch.float32)
-
-
-def _seconds_of_product(read: torch.dtype) -> float:
-    """What one thread takes for a product of some rows with weights that are near."""
     outputs, inputs = _TRIED
+    layout = Layout(torch.bfloat16, 2, way, kept)
     weights = torch.ones(outputs, inputs, dtype=torch.bfloat16)
-    x, out = torch.ones(TILE, inputs, dtype=read), torch.empty(TILE, outputs, dtype=torch.bfloat16)
+    x, out = layout.operand(torch.ones(TILE, inputs, dtype=kept)), torch.empty(TILE, outputs, dtype=kept)
     floats = torch.ones(outputs)
-    entry = Layout(torch.bfloat16, 2, read, torch.bfloat16).entry(entries.product_entry)
+    entry = layout.entry(entries.product_entry)
     table = [0] * entries.TABLE
     table[entries.WEIGHTS], table[entries.SCALES], table[entries.BIASES], table[entries.X], table[entries.OUT] = (
         tensor.data_ptr() for tensor in (weights, floats, floats, x, out)

@@ -8,7 +8,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from inference.cpu.numbers import kernel, wide
-from inference.cpu.vectors import FLOATS, INTS, LANES, LONG, every, loaded, loop
+from inference.cpu.vectors import FLOATS, INTS, LANES, LONG, arrays_of, every, loaded, loop
 
 
 @intrinsic
@@ -19,10 +19,7 @@ def _maxima_of_lanes(context, row, best, block):
     """
 
     def make(context, builder, signature, given):
-        arrays = [
-            context.make_array(kind)(context, builder, one) for kind, one in zip(signature.args, given, strict=True)
-        ]
-        of_row, of_best, of_block = arrays
+        of_row, of_best, of_block = arrays_of(context, builder, signature.args, given)
         none = ir.Constant(INTS, [0] * LANES)
 
         def look(place, values):

@@ -11,10 +11,17 @@ stands still is. A row of a chain gets what it would get alone, to the bit.
 from typing import NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
-from inference.cpu.attention import Task, attend
-from inference.cpu.numbers import exp, kernel, put, rounded, wait, wide
-from inference.cpu.products import Linear, inputs_in, part, product
+from inference.cpu.attention import attend
+from inference.cpu.attention_amx import attend_by_amx
+from inference.cpu.by_amx import STEP
+from inference.cpu.elementwise import add_row, gate_row, norm_row
+from inference.cpu.linear import Linear, weights_in
+from inference.cpu.numbers import kernel, put, rounded, wait, wide
+from inference.cpu.products import part, product
+from inference.cpu.task import Task
 
 
 class Shape(NamedTuple):
@@ -44,7 +51,8 @@ class Layers(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where threads work, float32. What products read, mixed, inner and normed, may be bfloat16.
+    """Where threads work, float32. What products read, mixed, inner and normed, may be bfloat16, or
+    have 3R rows, see `put_read`.
 
     For all: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n]; scores, sums as in `Task`.
     For each thread: normed [T, R, d], near [T, NEAR, D].
@@ -65,14 +73,8 @@ class Room(NamedTuple):
 @kernel
 def norm(x, rows, weight, eps, halves, out):
     """out[r] = weight · round(x[r] / rms(x[r]))."""
-    size = weight.shape[0]
     for row in range(rows):
-        total = np.float32(0.0)
-        for i in range(size):
-            total += x[row, i] * x[row, i]
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
-        for i in range(size):
-            put(out[row], i, rounded(x[row, i] * scale, halves) * weight[i], halves)
+        norm_row(x, row, weight, eps, halves, out)
 
 
 @kernel
@@ -101,8 +103,8 @@ def add(linear, x, hidden, halves, rank, threads, room):
     begin, end = part(hidden.shape[1], rank, threads)
     product(linear, x, rows, begin, end, halves, room.joined)
     for row in range(rows):
-        for i in range(begin, end):
-            hidden[row, i] = rounded(hidden[row, i] + room.joined[row, i], halves)
+        if begin < end:
+            add_row(hidden, room.joined, row, begin, end, halves)
 
 
 @kernel
@@ -122,27 +124,43 @@ def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, rank, t
                 put(kept, i, own[i], halves)
 
 
+def _attend(weights, task, first, last, halves, out):
+    """`attend` in the way in which products are made. In compiled code: see `_way_of`."""
+
+
+@overload(_attend)
+def _way_of(weights, task, first, last, halves, out):
+    if weights.dtype != types.uint64 or task.types[1].dtype != types.uint16:
+        return lambda weights, task, first, last, halves, out: attend(task, first, last, halves, out)
+
+    def by_amx_where_heads_fit(weights, task, first, last, halves, out):
+        if task.keys.shape[2] % STEP == 0:
+            attend_by_amx(task, first, last, halves, out)
+        else:
+            attend(task, first, last, halves, out)
+
+    return by_amx_where_heads_fit
+
+
 @kernel
-def attend_all(shape, keys, values, seen, mask, scale, halves, rank, threads, room):
+def attend_all(weights, shape, keys, values, seen, mask, scale, halves, rank, threads, room):
     """This thread's part of all rows' query heads: the values that each attends to, in `room.mixed`."""
     queries, near = room.heads[:, : shape.heads * shape.width], room.near[rank]
     items = shape.heads * room.heads.shape[0]
     task = Task(queries, keys, values, seen, mask, scale, room.scores, room.sums, near)
-    attend(task, items * rank // threads, items * (rank + 1) // threads, halves, room.mixed)
+    _attend(weights, task, items * rank // threads, items * (rank + 1) // threads, halves, room.mixed)
 
 
 @kernel
 def gate(linear, inner, halves, rank, threads, room):
     """room.inner = silu(gate) · up, of this thread's columns; the linear layer has the gates first."""
-    rows, normed = room.inner.shape[0], room.normed[rank]
+    rows, normed = room.joined.shape[0], room.normed[rank]
     begin, end = part(inner, rank, threads)
     product(linear, normed, rows, begin, end, halves, room.joined)
     product(linear, normed, rows, inner + begin, inner + end, halves, room.joined)
     for row in range(rows):
-        for i in range(begin, end):
-            value = room.joined[row, i]
-            active = rounded(value / (np.float32(1.0) + exp(-value)), halves)
-            put(room.inner[row], i, active * room.joined[row, inner + i], halves)
+        if begin < end:
+            gate_row(room.joined, row, inner, begin, end, halves, room.inner)
 
 
 @kernel
@@ -159,7 +177,7 @@ def run(
     rows, halves, normed = hidden.shape[0], cache.itemsize == 2, room.normed[rank]
     every = mixed + 2 * shape.key_heads * shape.width
     # where the second, third and fourth product of a layer begin: their weights, their outputs
-    pair = inputs_in(layers.weights)
+    pair = weights_in(layers.weights)
     out_at, up_at = every * size // pair, (every + mixed) * size // pair
     down_at = up_at + 2 * inner * size // pair
     out_to, up_to = every + size, every + size + 2 * inner
@@ -174,7 +192,7 @@ def run(
         wait(room.arrived, threads, turn + 1)
         place(shape, cos, sin, layers.head_norms[layer], head_eps, halves, keys, values, past, rank, threads, room)
         wait(room.arrived, threads, turn + 2)
-        attend_all(shape, keys, values, past + rows, mask, scale, halves, rank, threads, room)
+        attend_all(weights, shape, keys, values, past + rows, mask, scale, halves, rank, threads, room)
         wait(room.arrived, threads, turn + 3)
         out = Linear(weights[out_at:up_at], mixed, scales[every:out_to], biases[every:out_to])
         add(out, room.mixed, hidden, halves, rank, threads, room)

@@ -70,21 +70,47 @@ def ask_for(builder, address):
     builder.call(prefetch, [builder.bitcast(address, BYTE.as_pointer()), INT(0), INT(2), INT(1)])
 
 
-def stored(builder, values, start, at, kind, halves):
-    """Store floats from the `at`-th place on: as bfloat16 (uint16), or as float32, rounded to that where `halves`."""
+def nearest_bfloat16(builder, values):
+    """The bits of floats, rounded to bfloat16 in their upper halves; the lower ones are left over."""
     bits = builder.bitcast(values, INTS)
     odd = builder.and_(builder.lshr(bits, _every_int(16)), _every_int(1))
     up = builder.add(builder.add(bits, _every_int(0x7FFF)), odd)
     no_number = builder.fcmp_unordered("uno", values, values)
-    up = builder.select(no_number, _every_int(0x7FC00000), up)
+    return builder.select(no_number, _every_int(0x7FC00000), up)
+
+
+def rounded(builder, values, halves):
+    """Floats, rounded to bfloat16 where `halves`."""
+    kept = builder.and_(nearest_bfloat16(builder, values), _every_int(0xFFFF0000))
+    return builder.select(halves, builder.bitcast(kept, FLOATS), values)
+
+
+def stored(builder, values, start, at, kind, halves):
+    """Store floats from the `at`-th place on: as bfloat16 (uint16), or as float32, rounded to that where `halves`."""
     if kind == types.uint16:
-        halved = builder.trunc(builder.lshr(up, _every_int(16)), ir.VectorType(ir.IntType(16), LANES))
+        upper = builder.lshr(nearest_bfloat16(builder, values), _every_int(16))
+        halved = builder.trunc(upper, ir.VectorType(ir.IntType(16), LANES))
         address = place_in(builder, start, at, ir.IntType(16))
         builder.store(halved, builder.bitcast(address, halved.type.as_pointer()), align=2)
         return
-    kept = builder.bitcast(builder.and_(up, _every_int(0xFFFF0000)), FLOATS)
-    values = builder.select(halves, kept, values)
+    values = rounded(builder, values, halves)
     builder.store(values, builder.bitcast(place_in(builder, start, at, FLOAT), FLOATS.as_pointer()), align=4)
+
+
+def exponential(builder, x):
+    """eˣ of floats to two units in the last place: 2ⁿ · e^(x − n·ln 2). 0 below −87."""
+    low = builder.fcmp_ordered("<", x, every_float(-87.0))
+    x = builder.select(low, every_float(-87.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, every_float(88.0)), every_float(88.0), x)
+    floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(FLOATS, [FLOATS]), "llvm.floor.v16f32")
+    n = builder.call(floor, [added(builder, every_float(0.5), x, every_float(1.44269504))])
+    r = added(builder, added(builder, x, n, every_float(-0.693359375)), n, every_float(2.12194440e-4))
+    p = every_float(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = added(builder, every_float(factor), p, r)
+    p = added(builder, builder.fadd(r, every_float(1.0)), builder.fmul(p, r), r)
+    power = builder.shl(builder.add(builder.fptosi(n, INTS), _every_int(127)), _every_int(23))
+    return builder.select(low, ZEROS, builder.fmul(p, builder.bitcast(power, FLOATS)))
 
 
 def loop(builder, count, starting, body):
@@ -96,11 +122,12 @@ def loop(builder, count, starting, body):
     place.add_incoming(LONG(0), before)
     values = [builder.phi(value.type) for value in starting]
     following = body(place, values)
+    end = builder.block  # the body may have blocks of its own
     for value, first, later in zip(values, starting, following, strict=True):
         value.add_incoming(first, before)
-        value.add_incoming(later, inside)
+        value.add_incoming(later, end)
     next_place = builder.add(place, LONG(1))
-    place.add_incoming(next_place, inside)
+    place.add_incoming(next_place, end)
     builder.cbranch(builder.icmp_signed("<", next_place, count), inside, after)
     builder.position_at_end(after)
     return following
@@ -131,5 +158,15 @@ def _halves_added(builder, left, right, lanes):
     return builder.fadd(*parts)
 
 
+def every_float(number):
+    """A number that is known when compiled in all lanes."""
+    return ir.Constant(FLOATS, [number] * LANES)
+
+
 def _every_int(number):
     return ir.Constant(INTS, [number] * LANES)
+
+
+def arrays_of(context, builder, kinds, given):
+    """Arrays of numba's kinds among an intrinsic's arguments, as LLVM has them."""
+    return [context.make_array(kind)(context, builder, one) for kind, one in zip(kinds, given, strict=True)]

@@ -6,8 +6,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from inference.cpu.attention import NEAR, Task, attend
-from inference.cpu.products import Linear, product
+from inference.cpu.attention import NEAR, attend
+from inference.cpu.linear import Linear
+from inference.cpu.products import product
+from inference.cpu.task import Task
 from inference.cpu.vectors import LANES
 
 POSITIONS, ROWS, HEADS, KEY_HEADS, WIDTH = NEAR + 41, 3, 6, 2, 4 * LANES
@@ -16,7 +18,7 @@ POSITIONS, ROWS, HEADS, KEY_HEADS, WIDTH = NEAR + 41, 3, 6, 2, 4 * LANES
 @njit
 def attended(queries, keys, values, seen, mask, scale, first, last, out):  # type: ignore[no-untyped-def]
     rows, width = queries.shape[0], keys.shape[2]
-    scores = np.empty((queries.shape[1] // width * rows, seen), np.float32)
+    scores = np.empty((queries.shape[1] // width * rows, -(-seen // LANES) * LANES), np.float32)
     sums, near = np.full(queries.shape, np.float32(np.nan)), np.empty((NEAR, width), np.float32)
     task = Task(queries, keys, values, seen, mask, scale, scores, sums, near)
     attend(task, first, last, False, out)

@@ -14,7 +14,6 @@ from draft_models.target.stack import LayerStack
 from inference.cache import KVCache
 from inference.cpu import at_once, layout, team
 from inference.cpu.at_once import LayersAtOnce
-from inference.cpu.products import DOTS
 from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
@@ -127,16 +126,21 @@ def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> N
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture(params=["floats", "pairs", "amx"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The way in which bfloat16s are multiplied, where the processor has it."""
+    if request.param not in layout.ways():
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(layout, "ways", lambda: ("floats", request.param))
+    monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept: tried != request.param)
+    return str(request.param)
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize(
-    "as_they_are", [False, pytest.param(True, marks=pytest.mark.skipif(not DOTS, reason="no such instruction"))]
-)
-def test_bfloat16_in_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_they_are: bool) -> None:
-    """Widened, and in pairs as they are, whichever is faster here."""
-    monkeypatch.setattr(layout, "dots_pay", lambda: as_they_are)
+def test_bfloat16_in_every_way(tmp_path: Path, way: str) -> None:
     stack = make_stack(tmp_path, "llama", torch.bfloat16)
     assert isinstance(stack.at_once, LayersAtOnce)
-    assert stack.at_once.layout.read == (torch.bfloat16 if as_they_are else torch.float32)
+    assert stack.at_once.layout.way == way
     hidden, rotary, masks, cache = given(stack, TREE)
     found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
     stack.at_once = None
@@ -146,7 +150,7 @@ def test_bfloat16_in_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.dtype, way: str) -> None:
     """To the bit: so a chain that is verified has the very numbers of plain decoding."""
     stack = make_stack(tmp_path, "llama", dtype)
     hidden, rotary, masks, cache = given(stack, (-1, 0, 1, 2, 3, 4, 5))

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from draft_models.target.int8 import Int8Linear, quantise_rows
-from inference.cpu import layout
+from inference.cpu import by_amx, layout
 from inference.cpu.at_once import PanelLinear, fits_panels
-from inference.cpu.products import DOTS, PANEL, TILE
+from inference.cpu.by_amx import BLOCK, STEP, has_amx
+from inference.cpu.by_vectors import TILE
+from inference.cpu.linear import PANEL
 
 IN, OUT = 37, 5 * PANEL
-EVEN = IN + 1
+EVEN, WHOLE = IN + 1, 3 * STEP  # inputs in pairs, and in AMX's registers
+ROWS = (1, 2, TILE, TILE + 1, BLOCK, BLOCK + 1, 4 * TILE - 1, 3 * BLOCK - 1)
 KINDS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -34,7 +37,7 @@ def test_equals_linear(kind: str, bias: bool) -> None:
     """As near to the product in float64 as PyTorch's own is, for rows that fill tiles and rows that do not."""
     linear = make_linear(kind, bias=bias)
     panels = PanelLinear(linear)
-    for rows in (1, 2, TILE, TILE + 1, 4 * TILE - 1):
+    for rows in ROWS:
         x = normal(1, rows, IN)
         exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
         assert panels(x).shape == (1, rows, OUT)
@@ -43,20 +46,22 @@ def test_equals_linear(kind: str, bias: bool) -> None:
     assert torch.equal(panels.weight, linear.weight)
 
 
-@pytest.fixture(params=[False, True], ids=["widened", "as they are"])
-def by_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether pairs of bfloat16s are multiplied as they are; where a processor cannot, only widened."""
-    if request.param and not DOTS:
-        pytest.skip("this processor multiplies no pairs of bfloat16s")
-    monkeypatch.setattr(layout, "dots_pay", lambda: request.param)
-    return bool(request.param)
+@pytest.fixture(params=["floats", "pairs", "amx"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The one way in which bfloat16s are multiplied, where the processor has it."""
+    if request.param not in layout.ways():
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(layout, "ways", lambda: (request.param,))
+    return str(request.param)
 
 
-@pytest.mark.parametrize("inputs", [IN, EVEN])
-def test_bfloat16_is_rounded_once(by_pairs: bool, inputs: int) -> None:
+@pytest.mark.parametrize("inputs", [IN, EVEN, WHOLE])
+def test_bfloat16_is_rounded_once(way: str, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "ways", lambda: ("floats", way))
+    monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept: tried != way)
     linear = make_linear("bfloat16", torch.bfloat16, inputs=inputs)
     panels = PanelLinear(linear)
-    for rows in (1, 2, TILE, TILE + 1, 4 * TILE - 1):
+    for rows in ROWS:
         x = normal(rows, inputs, dtype=torch.bfloat16)
         exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
         out = panels(x)
@@ -64,29 +69,61 @@ def test_bfloat16_is_rounded_once(by_pairs: bool, inputs: int) -> None:
         assert (out == exact.bfloat16()).float().mean() > 0.97
         torch.testing.assert_close(out, exact.bfloat16())
     assert torch.equal(panels.weight, linear.weight)
-    assert panels.layout.together == (2 if inputs == EVEN else 1)
-    assert panels.layout.read == (torch.bfloat16 if by_pairs and inputs == EVEN else torch.float32)
+    assert panels.layout.together == (1 if inputs == IN else 2)
+    able = inputs == WHOLE if way == "amx" else inputs != IN
+    assert panels.layout.way == (way if able else "floats")
 
 
-def test_only_bfloat16s_are_multiplied_as_they_are(by_pairs: bool) -> None:
-    """Of a float32 the rest of its digits would be lost."""
+def test_float32_by_amx_is_as_exact_as_by_floats(way: str) -> None:
+    """As the sum of three bfloat16s, so also numbers whose last digits count."""
+    if way != "amx":
+        pytest.skip("pairs are for bfloat16 alone, floats are tested above")
+    linear = make_linear("bfloat16", inputs=WHOLE)
+    panels = PanelLinear(linear)
+    assert (panels.layout.way, panels.layout.parts) == ("amx", 3)
+    for rows in ROWS:
+        x = normal(1, rows, WHOLE)
+        exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+        assert (panels(x) - exact).abs().max() < 2 * (linear(x) - exact).abs().max() + 1e-7
+
+
+def test_only_bfloat16s_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pairs the rest of a float32's digits would be lost."""
+    monkeypatch.setattr(layout, "ways", lambda: ("floats", "pairs"))
+    monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept: tried != "pairs")
     for kind, dtype in (("bfloat16", torch.float32), ("float32", torch.float32)):
-        assert PanelLinear(make_linear(kind, dtype, inputs=EVEN)).layout.read == torch.float32
+        assert PanelLinear(make_linear(kind, dtype, inputs=EVEN)).layout.way == "floats"
     codes, scale = quantise_rows(normal(OUT, EVEN), torch.bfloat16)
-    assert PanelLinear(Int8Linear(codes, scale, None)).layout.read == torch.float32
+    assert PanelLinear(Int8Linear(codes, scale, None)).layout.way == "floats"
 
 
-def test_pairs_are_multiplied_as_they_are_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seconds, expected in ((1.0, DOTS), (3.0, False)):
-        layout.dots_pay.cache_clear()
-        monkeypatch.setattr(layout, "_seconds_of_product", {torch.bfloat16: seconds, torch.float32: 2.0}.__getitem__)
-        assert layout.dots_pay() == expected
-    layout.dots_pay.cache_clear()
+def test_the_fastest_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = make_linear("bfloat16", torch.bfloat16, inputs=WHOLE)
+    for fastest in layout.ways():
+        monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept, best=fastest: 2.0 - (tried == best))
+        assert layout.Layout.of([linear], torch.bfloat16).way == fastest
 
 
 def test_products_are_timed_without_a_fault() -> None:
-    for read in (torch.float32, torch.bfloat16) if DOTS else (torch.float32,):
-        assert layout._seconds_of_product(read) > 0
+    layout.seconds_of_product.cache_clear()
+    for way in layout.ways():
+        assert layout.seconds_of_product(way, torch.bfloat16) > 0
+
+
+def test_amx_is_not_used_where_linux_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first instruction would end the process."""
+
+    class Refusing:
+        def syscall(self, *_: object) -> int:
+            return -1
+
+    monkeypatch.setattr(by_amx.ctypes, "CDLL", lambda _: Refusing())
+    has_amx.cache_clear()
+    try:
+        assert not has_amx()
+    finally:
+        monkeypatch.undo()
+        has_amx.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,8 +139,13 @@ def test_codes_are_multiplied_as_they_are(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("bfloat16", torch.bfloat16)])
-def test_a_row_is_the_same_whatever_is_beside_it(kind: str, dtype: torch.dtype) -> None:
-    panels, x = PanelLinear(make_linear(kind, dtype, inputs=EVEN)), normal(2 * TILE + 1, EVEN, dtype=dtype)
+def test_a_row_is_the_same_whatever_is_beside_it(kind: str, dtype: torch.dtype, way: str) -> None:
+    if kind != "bfloat16" and way != "floats":
+        pytest.skip("those are for bfloat16s")
+    if (way, dtype) == ("pairs", torch.float32):
+        pytest.skip("these are for x of bfloat16s")
+    panels, x = PanelLinear(make_linear(kind, dtype, inputs=WHOLE)), normal(2 * BLOCK + 1, WHOLE, dtype=dtype)
+    assert panels.layout.way == way
     together = panels(x)
     for rows in range(1, len(x)):
         assert torch.equal(panels(x[:rows]), together[:rows])
