@@ -206,10 +206,8 @@ def _weigh_values(context, scores, line, values, seen, nothing, room, block, col
         arrays = arrays_of(context, builder, kinds, (given[0], given[2], given[4], given[5], given[6]))
         of_scores, of_values, of_nothing, of_room, of_block = arrays
         seen, column = given[3], given[7]
-        start, right, zeros = (
-            row_of(builder, of_scores, given[1]),
-            *(_bytes_of(builder, array) for array in (of_room, of_nothing)),
-        )
+        start = row_of(builder, of_scores, given[1])
+        right, zeros = _bytes_of(builder, of_room), _bytes_of(builder, of_nothing)
         ends = [place // 2 + LANES * (place % 2) for place in range(STEP)]
         interleave = ir.Constant(ir.VectorType(INT, STEP), ends)
         for register in _SUMS:
