@@ -30,6 +30,7 @@ from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target
 from draft_models.target.stack import LayerStack
 from inference.cpu.at_once import largest
+from inference.cpu.by_amx import has_amx
 from inference.evaluate.report import describe_machine
 from inference.fused_layers import FusedLayer, fuse_layers, lay_out
 from inference.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, can_code, can_halve, pack_linears
@@ -200,7 +201,8 @@ def main() -> None:
     facts = {"target": options.target, "dtype": options.dtype, "context": options.context, "machine": machine}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     earlier = read_json(options.out, "timings", "give another --out")["entries"] if options.out.exists() else {}
-    entry = {f"{options.dtype} on {machine['device']}": {**facts, "results": results}}
+    device = f"{machine['device']} with AMX" if has_amx() else machine["device"]
+    entry = {f"{options.dtype} on {device}": {**facts, "results": results}}
     write_json(options.out, {"entries": {**earlier, **entry}})  # those of other dtypes and machines stay
 
 

@@ -17,13 +17,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from inference.cpu.linear import PANEL, Outputs, distances_ahead, switch_between
+from inference.cpu.linear import PANEL, PARTS, Outputs, distances_ahead, switch_between
 from inference.cpu.numbers import kernel
 from inference.cpu.vectors import BYTE, FEATURES, FLOAT, LANES, LONG, arrays_of, ask_for, loaded, loop, row_of
 
 BLOCK = 16  # rows of a register
 STEP = 32  # inputs of a register: bfloat16s in a row of 64 bytes
-PARTS = 3  # bfloat16s whose sum is a float32
 LINE = 64  # bytes of a row of a register, and of a line of a cache
 REGISTER = BLOCK * LINE
 _REGISTERS = 8

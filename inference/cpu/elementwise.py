@@ -6,6 +6,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from inference.cpu.linear import PARTS
 from inference.cpu.vectors import (
     FLOAT,
     FLOATS,
@@ -26,8 +27,6 @@ from inference.cpu.vectors import (
     sums_of_lanes,
 )
 
-_THIRDS = 3  # of the rows of what products read, where a number is the sum of as many bfloat16s
-
 
 def put_read(builder, values, array, kind, row, at, halves):
     """Store floats into an array of two axes that products read, from column `at` of a row on.
@@ -37,12 +36,12 @@ def put_read(builder, values, array, kind, row, at, halves):
     if kind.dtype != types.uint16:
         stored(builder, values, row_of(builder, array, row), at, kind.dtype, halves)
         return
-    third = builder.sdiv(cgutils.unpack_tuple(builder, array.shape, 2)[0], LONG(_THIRDS))
+    third = builder.sdiv(cgutils.unpack_tuple(builder, array.shape, 2)[0], LONG(PARTS))
     always = ir.Constant(ir.IntType(1), 1)
     stored(builder, values, row_of(builder, array, row), at, kind.dtype, always)
     with builder.if_then(builder.not_(halves)):
         rest = values
-        for number in range(1, _THIRDS):
+        for number in range(1, PARTS):
             rest = builder.fsub(rest, rounded(builder, rest, always))
             line = row_of(builder, array, builder.add(row, builder.mul(third, LONG(number))))
             stored(builder, rest, line, at, kind.dtype, always)

@@ -14,8 +14,8 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from inference.cpu.attention import NEAR
-from inference.cpu.by_amx import PARTS, STEP
-from inference.cpu.linear import Linear
+from inference.cpu.by_amx import STEP
+from inference.cpu.linear import PARTS, Linear
 from inference.cpu.maxima import first_largest
 from inference.cpu.numbers import FAST, array_at, kernel
 from inference.cpu.passes import Layers, Room, Shape, run

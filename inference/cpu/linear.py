@@ -10,6 +10,7 @@ from numba.extending import overload
 from inference.cpu.vectors import LANES, LONG, added, arrays_of, loaded, row_of, stored
 
 PANEL = LANES  # outputs whose weights lie together, those of one input after those of another
+PARTS = 3  # bfloat16s whose sum is a float32
 
 
 class Linear(NamedTuple):
