@@ -1,10 +1,13 @@
 """Attention by AMX, against the formula, and to the bit against itself in other parts."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from numba import njit
-from test_compiled_attention import HEADS, KEY_HEADS, POSITIONS, exactly, given, hidden, numbers
+from test_compiled_attention import HEADS, KEY_HEADS, POSITIONS, exactly, given, hidden
+from test_compiled_attention import run as run_by
 from torch import Tensor
 
 from inference.cpu.attention import NEAR
@@ -32,14 +35,7 @@ def rows_of(count: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return queries, keys, values
 
 
-def run(queries: Tensor, keys: Tensor, values: Tensor, seen: int, mask: Tensor | None = None, parts: int = 1) -> Tensor:
-    out = torch.full(queries.shape, torch.nan)
-    shown = torch.zeros(len(queries), 0, dtype=keys.dtype) if mask is None else mask[:, :seen].contiguous()
-    given = (queries.numpy(), numbers(keys), numbers(values), seen, numbers(shown), np.float32(0.2))
-    items = len(queries) * HEADS
-    for part in range(parts):
-        attended(*given, items * part // parts, items * (part + 1) // parts, out.numpy())
-    return out
+run = partial(run_by, by=attended)
 
 
 def lower_triangle(rows: int) -> Tensor:

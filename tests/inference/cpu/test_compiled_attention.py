@@ -1,5 +1,7 @@
 """Attention of the compiled passes, against the formula."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -37,14 +39,22 @@ def given(width: int = WIDTH, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     return queries, keys, values
 
 
-def run(queries: Tensor, keys: Tensor, values: Tensor, seen: int, mask: Tensor | None = None, parts: int = 1) -> Tensor:
+def run(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: int,
+    mask: Tensor | None = None,
+    parts: int = 1,
+    by: Callable[..., None] = attended,
+) -> Tensor:
     """What the queries attend to, in so many parts, as threads share them out."""
     out = torch.full(queries.shape, torch.nan)
     shown = torch.zeros(len(queries), 0, dtype=keys.dtype) if mask is None else mask[:, :seen].contiguous()
     given = (queries.numpy(), numbers(keys), numbers(values), seen, numbers(shown), np.float32(0.2))
     items = len(queries) * HEADS
     for part in range(parts):
-        attended(*given, items * part // parts, items * (part + 1) // parts, out.numpy())
+        by(*given, items * part // parts, items * (part + 1) // parts, out.numpy())
     return out
 
 
