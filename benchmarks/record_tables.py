@@ -9,8 +9,10 @@ SHAPES = ("chain", "tree")  # in which benchmarks/compare_drafters.py has every 
 
 def tables(entry: Mapping[str, Any]) -> str:
     """An entry of the record: what was measured, all prompts together, and by category."""
-    return "\n".join([said(entry), table(entry["arms"]), "Tokens/s, and over plain decoding, by category:\n",
-                      table_by_category(entry["arms"])])  # fmt: skip
+    arms = entry["arms"]
+    parts = [said(entry), table(arms), judgement(arms), "Tokens/s, and over plain decoding, by category:\n",
+             table_by_category(arms)]  # fmt: skip
+    return "\n".join(part for part in parts if part)
 
 
 def summary(entry: Mapping[str, Any]) -> str:
@@ -18,7 +20,7 @@ def summary(entry: Mapping[str, Any]) -> str:
     arms = entry["arms"]
     told = {name for name in arms if not name.endswith("_default")}
     asked = {name: arm for name, arm in arms.items() if name in told or name.removesuffix("_default") not in told}
-    return "\n".join([said(entry), table(asked)])
+    return "\n".join(part for part in [said(entry), table(asked), judgement(asked)] if part)
 
 
 def said(entry: Mapping[str, Any]) -> str:
@@ -44,6 +46,22 @@ def table(arms: Mapping[str, Figures]) -> str:
             f"{interval(f['speedup'].get('vs_transformers_generate'))} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def judgement(arms: Mapping[str, Figures]) -> str:
+    """What judging the arms came to (`inference.evaluate.lossless`); empty where equal texts decide."""
+    judged = {name: arm["judged"] for name, arm in arms.items() if arm["judged"]}
+    if not judged:
+        return ""
+    over = max(found["prompts"] for found in judged.values())
+    faults: dict[str, list[str]] = {}
+    for name, found in judged.items():
+        for fault in found["faults"]:
+            faults.setdefault(fault, []).append(name)
+    known = "; ".join(f"{fault} ({', '.join(names)})" for fault, names in faults.items())
+    worst = max(found["peak"] for found in judged.values())
+    said = known or f"only rounding, at no position more than {worst:.1f} times transformers' own"
+    return f"Keys, values and logits of this runtime's arms, judged on {over} prompts: {said}.\n"
 
 
 def table_by_category(arms: Mapping[str, Figures]) -> str:

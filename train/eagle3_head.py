@@ -1,7 +1,7 @@
 """Training an EAGLE-3 head: make or open one, fit it beside its target, choose the best by real decoding, save it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, fast_dtype, open_target
 from draft_models.target.stack import LayerStack
 from inference.drafters.eagle3 import Eagle3Source
+from inference.evaluate.subject import end_tokens
 from outrider.errors import UserError, warn
 from outrider.files import require_writable, write_json
 from outrider.groups import Group, join_group
@@ -119,7 +120,7 @@ def _train(
     identity = config.deciding() | {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
     identity["start_model"] = None if stored is None else from_main(state, lambda: model_identity(stored.files))
     best = Best(out_dir / BEST_FOLDER, identity, config)
-    watch = Watch(config, target.config, heldout, student, best, group) if group.is_first else None
+    watch = Watch(config, target, heldout, student, best, group) if group.is_first else None
     result = fit(
         student,
         taught,
@@ -210,22 +211,25 @@ class Watch:
     def __init__(
         self,
         config: Eagle3Config,
-        target: PreTrainedConfig,
+        target: OpenTarget,
         heldout: Rows,
         student: Eagle3Student,
         best: Best,
         group: Group,
     ) -> None:
         self.best, self.new_tokens, self.group = best, config.decode_tokens, group
+        self.eos = end_tokens(target)
         self.steps = max(config.draft_steps, WATCHED_DRAFT)
-        self.norms = MovedNorms(student, served_dtype(target))
+        self.norms = MovedNorms(student, served_dtype(target.config))
         self.batches = batches_of(heldout, config.eval_batch_rows)
-        self.prompts = heldout_prompts(heldout, config.decode_prompts, context_limit(target) - config.decode_tokens)
+        self.prompts = heldout_prompts(
+            heldout, config.decode_prompts, context_limit(target.config) - config.decode_tokens
+        )
 
     def __call__(self, student: torch.nn.Module, step: int) -> dict[str, float]:
         assert isinstance(student, Eagle3Student)
         metrics = judge_steps(student, self.batches, self.steps)
-        metrics |= decode_student(student, self.prompts, self.new_tokens)
+        metrics |= decode_student(student, self.prompts, self.new_tokens, self.eos)
         if not self.group.leads:
             return {}
         metrics |= self.norms(student, step)
@@ -258,10 +262,12 @@ def drafts_of(accepted: Tensor) -> Tensor:
     return torch.stack(by_step, -1)
 
 
-def decode_student(student: Eagle3Student, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, float]:
+def decode_student(
+    student: Eagle3Student, prompts: Sequence[Sequence[int]], new_tokens: int, eos: Collection[int]
+) -> dict[str, float]:
     """What `decode_metrics` says of the student's head, over continuations of `prompts` by its target."""
     stack: LayerStack = student.stack
     head = copy.deepcopy(student.head).to(stack.dtype).requires_grad_(False)
     if not head.reading.own_embedding:
         head.use_embedding(stack.embed_tokens.weight)
-    return decode_metrics(stack, Eagle3Source(head), prompts, new_tokens)
+    return decode_metrics(stack, Eagle3Source(head), prompts, new_tokens, eos)

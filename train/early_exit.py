@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from draft_models.target.tensor_files import TensorFiles
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.evaluate.arms import prepare
+from inference.evaluate.subject import end_tokens
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.groups import Group, join_group
@@ -226,6 +227,7 @@ class Watch:
         self.prompts = heldout_prompts(heldout, config.decode_prompts, room)
         device = student.stack.device
         dtype = pick_dtype("auto", target.config, device)
+        self.eos = end_tokens(target)
         self.whole = target.stack(dtype=dtype, device=device, group=group) if active and self.prompts else None
         self.choices: list[Tensor] = []  # the target's argmax at the supervised positions of each batch
         self.laws: list[Law | None] = []  # and its law there; None where the student has it, or nobody
@@ -244,7 +246,7 @@ class Watch:
         metrics, guesses = self._judge(student)
         if self.whole is not None:
             metrics["top1_target"] = agreement(guesses, self.choices)
-            metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens)
+            metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens, self.eos)
         if not self.group.leads:
             return {}
         metrics |= self.norms(student, step)
@@ -266,10 +268,14 @@ class Watch:
 
 
 def decode_student(
-    student: EarlyExitStudent, stack: LayerStack, prompts: list[list[int]], max_new_tokens: int
+    student: EarlyExitStudent,
+    stack: LayerStack,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos: Collection[int],
 ) -> dict[str, float]:
     """What `decode_metrics` says of the student's drafter, over continuations of `prompts` by the whole target."""
     shared = {id(head): head for head in student.drafter.shared_head}  # the target's: not to be copied
     drafter = copy.deepcopy(student.drafter, shared).to(stack.dtype).requires_grad_(False)
     prepare(stack, {"early_exit": Calibrated(drafter)})
-    return decode_metrics(stack, EarlyExitSource(drafter), prompts, max_new_tokens)
+    return decode_metrics(stack, EarlyExitSource(drafter), prompts, max_new_tokens, eos)

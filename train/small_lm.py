@@ -1,7 +1,7 @@
 """Training a small LM as a drafter: start one, fit it, choose the best by real decoding, export it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from draft_models.target.proof import prove_layers
 from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
 from inference.drafters.small_lm import SmallLMSource
+from inference.evaluate.subject import end_tokens
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
 from outrider.groups import join_group
@@ -122,7 +123,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     if group.is_first:
         assert stack is not None
         prompts = heldout_prompts(heldout, config.decode_prompts, context_limit(target) - config.decode_tokens)
-        watch = Watch(stack, heldout, prompts, config.decode_tokens, student, served, best)
+        watch = Watch(stack, heldout, prompts, config.decode_tokens, end_tokens(opened), student, served, best)
     result = fit(
         student,
         rows,
@@ -256,11 +257,12 @@ class Watch:
         heldout: Rows,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
+        eos: Collection[int],
         student: SmallLMStudent,
         saved_dtype: torch.dtype,
         best: Best,
     ):
-        self.stack, self.prompts, self.new_tokens, self.best = stack, prompts, new_tokens, best
+        self.stack, self.prompts, self.new_tokens, self.eos, self.best = stack, prompts, new_tokens, eos, best
         self.norms = MovedNorms(student, saved_dtype)
         self.batches = batches_of(heldout, 1)
         self.choices, self.laws = list[Tensor](), list[Law]()  # the target's argmax and its law, where supervised
@@ -273,7 +275,7 @@ class Watch:
         assert isinstance(student, SmallLMStudent)
         drafter = LayerStack(student.merged(self.stack.dtype))
         metrics = self._judge(drafter)
-        metrics |= decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens)
+        metrics |= decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens, self.eos)
         if not self.stack.group.leads:
             return {}
         metrics |= self.norms(student, step)

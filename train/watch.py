@@ -1,6 +1,6 @@
 """What is watched while a drafter trains: real decoding of held-out prompts, the number that training is for."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,15 @@ WATCHED_DRAFT = 4  # draft length of the τ watched while training: fixed, so th
 
 
 def decode_metrics(
-    stack: LayerStack, model: DraftModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    stack: LayerStack,
+    model: DraftModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    eos: Collection[int],
 ) -> dict[str, float]:
     """Greedy continuations of `prompts` by the target `stack`, drafted by `model`, `WATCHED_DRAFT` tokens a round.
+
+    They end with a token of `eos`: what a chat model says after its answer is nothing that anyone asks for.
 
     tau: tokens per target pass, the bonus included.
     accept_<i>: share of the rounds that drafted an i-th token in which it was accepted.
@@ -34,7 +40,7 @@ def decode_metrics(
     generations = []
     for prompt in prompts:
         drafter = Shaped(model, Chain(FixedLength(WATCHED_DRAFT)))
-        generations.append(collect(speculative(stack, drafter, prompt, max_new_tokens=max_new_tokens)))
+        generations.append(collect(speculative(stack, drafter, prompt, max_new_tokens=max_new_tokens, eos=eos)))
     positions = {f"accept_{int(row['position'])}": row["accepted"] for row in acceptance_by_position(generations)}
     return {"tau": decode_statistics(generations)["tau"], **positions}
 

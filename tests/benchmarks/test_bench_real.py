@@ -77,6 +77,7 @@ def kept(folder: Path) -> list[dict[str, Any]]:
 def test_a_record_goes_on_and_has_an_entry_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_real
     from fill_tables import fill_record
+    from record_tables import tables
 
     options = models(tmp_path)
     for name in ("one", "two"):
@@ -145,6 +146,17 @@ def test_a_record_goes_on_and_has_an_entry_a_dtype(tmp_path: Path, monkeypatch: 
         assert f"| {arm['tokens_per_second']:.1f} | {arm['speedup']['median']:.2f}× [" in filled
         two = arm["by_category"]["two"]
         assert f", {two['speedup']['median']:.2f}× |\n" in filled
+    assert "judged" not in filled  # equal texts decide
+    half = found["bfloat16"]["arms"]
+    assert "judged on 1 prompts: only rounding, at no position more than " in tables(found["bfloat16"])
+    for name in ("vanilla", "prompt_lookup"):
+        half[name]["judged"]["faults"] = ["the logits are off"]
+    half["eesd_fixed"]["judged"]["faults"] = ["the keys are off"]
+    faults = {part for part in tables(found["bfloat16"]).splitlines() if "judged" in part}
+    said = faults.pop().rpartition(": ")[2]
+    assert set(said.removesuffix(".").split("; ")) == {
+        "the logits are off (vanilla, prompt_lookup)", "the keys are off (eesd_fixed)",
+    }  # fmt: skip
     with pytest.raises(ValueError, match="no place for bfloat16"):
         fill_record(page, {"bfloat16": found["bfloat16"]})
     options[3] = "method=[vanilla]"

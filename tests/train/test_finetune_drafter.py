@@ -19,7 +19,7 @@ from draft_models.losses import DIVERGENCES, IGNORE
 from draft_models.small_lm import TRAINING_FILE, load_small_lm
 from draft_models.target.architectures import load_config
 from draft_models.target.open_target import load_tokenizer, open_target
-from inference.decode import speculative
+from inference.decode import autoregressive, speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import MAKER, SmallLMSource
 from inference.stopping.fixed import FixedLength
@@ -220,9 +220,12 @@ def test_what_is_watched_is_what_real_decoding_comes_to(tmp_path: Path, target: 
     _, stack = open_stack(target)
     source = SmallLMSource(load_small_lm(str(tmp_path), byte_tokenizer(), dtype=torch.float32))
     prompts = [random_prompt(12, seed) for seed in range(3)]
-    metrics = decode_metrics(stack, source, prompts, 20)
-    drafting = [speculative(stack, Shaped(source, Chain(FixedLength(4))), p, max_new_tokens=20) for p in prompts]
-    rounds = [r for one in drafting for r in list(one)[1:]]
+    eos = {list(autoregressive(stack, prompts[0], max_new_tokens=7))[-1].tokens[-1]}
+    metrics = decode_metrics(stack, source, prompts, 20, eos)
+    limits: dict[str, Any] = {"max_new_tokens": 20, "eos": eos}
+    drafting = [list(speculative(stack, Shaped(source, Chain(FixedLength(4))), p, **limits)) for p in prompts]
+    assert sum(len(r.tokens) for r in drafting[0]) <= 7  # what comes after a text's end is not watched
+    rounds = [r for one in drafting for r in one[1:]]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
     for position in range(1, 5):
         reached = [r.accepted >= position for r in rounds if r.drafted >= position]

@@ -20,7 +20,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.evaluate.arms import prepare, transformers_generate
-from inference.evaluate.lossless import GAP, Forced, Judgement, Reference, judge, make_reference, precise
+from inference.evaluate.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
 from inference.method_settings import MethodConfig
 from inference.runtime import make_runtime
 from inference.sampling import Sampler
@@ -110,6 +110,40 @@ def test_faults_are_found_when_sampling_too(tmp_path: Path) -> None:
         assert subject.judgement("tree", fault, sampled=True).faults != ()
 
 
+def test_where_transformers_too_may_round_otherwise_is_no_fault(subject: Subject) -> None:
+    """One position at which its first reading happened to round little, and those in pieces did not."""
+    reference = subject.references[0]
+    row, position = 3, 17
+    little = reference.states_noise.clone()
+    little[row, position] /= 50
+    lucky = replace(reference, states_noise=little)
+
+    def judged(reference: Reference) -> Judgement:
+        forced = Forced(Chooser(), reference)
+        list(subject.decode("autoregressive", reference.prompt, forced))
+        return judge([forced.deviation(reference.text)])
+
+    assert judged(lucky).faults == ()
+    once = judged(replace(lucky, tipping_noise=lambda: (little, reference.logits_noise)))
+    assert (once.peak_at, len(once.faults)) == (f"values of layer 1 at position {position}", 1)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.slow
+def test_a_text_read_in_pieces_is_the_same_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """So it differs from the precise target by rounding alone, windows shorter than the text included."""
+    monkeypatch.setattr("inference.evaluate.lossless.TIPS", 1.0)
+    subject = Subject(save_target(tmp_path, architecture, kv_heads=2), torch.bfloat16, prompts=1)
+    reference = subject.references[0]
+    once = reference.states_noise, reference.logits_noise
+    for widest, noise in zip(reference.tipping_noise(), once, strict=True):
+        assert (widest >= noise).all()
+        assert (widest > noise).any()
+        assert (widest / noise).max() < PEAK
+
+
 def test_what_is_not_a_number_is_a_fault(subject: Subject) -> None:
     """A comparison with NaN is false whichever way round it is made."""
     forced = Forced(Chooser(), subject.references[0])
@@ -190,5 +224,7 @@ def test_a_fault_of_the_runtime_cannot_widen_what_it_is_allowed(tmp_path: Path) 
         with planted(fault, 0, stack):
             stack.reserve(64)
             shared = make_reference(model, prompt, text)
+            tipping = shared.tipping_noise()
+        torch.testing.assert_close(tipping, clean.tipping_noise(), rtol=0.5, atol=0)
         torch.testing.assert_close(shared.logits, clean.logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(shared.logits_noise, clean.logits_noise, rtol=0.5, atol=0)
