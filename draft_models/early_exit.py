@@ -155,8 +155,12 @@ class EarlyExit(nn.Module):
         """The head that turns hidden states into logits: the drafter's own, else the target's."""
         return self.head if self.head is not None else self.shared_head[0]
 
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., K] of the `draft_tokens` alone, from the exit layer's output [..., d]."""
+        return self.rule(self.output_head(self.norm(hidden)))
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] from the exit layer's output [..., d]."""
+        """The same over the vocabulary [..., V], where other tokens have probability 0."""
         return self.logits_after_norm(self.norm(hidden))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:

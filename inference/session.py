@@ -146,14 +146,14 @@ class TargetSession:
         return self.finish(last_only=True)
 
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        """`feed` where the first half is the whole model: hidden states [n, d] and the last rows' logits [wanted, V].
+        """`feed` where the first half is the whole model: hidden states [n, d] and the last rows' logits [wanted, K].
 
-        They hold until the next call.
+        These are of its own tokens (see `LayerStack.own_logits`). They hold until the next call.
         """
 
         def whole(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
             (hidden,) = self._first_half(tokens, view)
-            return hidden, self.stack.logits(view.last(hidden, wanted))
+            return hidden, self.stack.own_logits(view.last(hidden, wanted))
 
         hidden, logits = self._run("whole", whole, tokens, self._add(parents), self.first)
         return hidden[0], logits[0, -wanted:]

@@ -26,6 +26,8 @@ class TableModel:
 
     device, dtype, exit_layer, window = CPU, torch.float32, 1, None
     layers: Sequence[Any] = (None,)  # how many there are is asked of an exit
+    draft_tokens: Any = None
+    own_tokens: Any = None
 
     def __init__(self, rows: Sequence[Sequence[float]]):
         self.law = torch.tensor(rows, dtype=torch.float64)
@@ -37,6 +39,11 @@ class TableModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[..., 0].long()]
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden)
+
+    draft_logits = own_logits
 
 
 class TableHead(TableModel):
@@ -105,7 +112,7 @@ class TableSession:
         return tokens[None, :, None]
 
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        return self.feed(tokens, parents)[0], self.stack.table[tokens[-wanted:]]
+        return self.feed(tokens, parents)[0], self.stack.own_logits(tokens[-wanted:, None])
 
     def run_rows(self, name: str, pass_: Any, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
         self.feed(x[0, :, 0], parents)

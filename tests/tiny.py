@@ -77,15 +77,16 @@ def open_stack(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrain
 
 
 def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: bool = True, depth: int = 1,
-                 dtype: torch.dtype = torch.float32) -> EarlyExit:  # fmt: skip
+                 tokens: torch.Tensor | None = None, dtype: torch.dtype = torch.float32) -> EarlyExit:  # fmt: skip
     """An untrained exit (the target's last `depth` layers) after `exit_layer` layers, its matrices shaken by `noise`.
 
     At exit_layer = LAYERS − depth without noise it is the target itself, so every draft is accepted; some noise
-    makes some drafts wrong.
+    makes some drafts wrong. tokens: the only ones that it predicts.
     """
     config = load_config(str(path))
     model = load_layers(open_tensors(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
-    drafter = EarlyExit.from_model(model, exit_layer, own_head=own_head, depth=depth).requires_grad_(False)
+    shape = {"own_head": own_head, "depth": depth, "draft_tokens": tokens}
+    drafter = EarlyExit.from_model(model, exit_layer, **shape).requires_grad_(False)
     if depth > 1:
         last = load_layers(open_tensors(str(path)), config, range(LAYERS - depth, LAYERS), dtype=dtype)
         for own, layer in zip(drafter.layers, decoder_layers(last), strict=True):

@@ -291,7 +291,7 @@ class Diverging:
     """TSD that compares q after every extended node with q after the first one that ends in the same τ-gram."""
 
     def __init__(self, inner: Structure):
-        self.inner, self.max_rows = inner, inner.max_rows
+        self.inner, self.max_rows, self.reads_root = inner, inner.max_rows, inner.reads_root
         self.totals: Counter[str] = Counter()
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:

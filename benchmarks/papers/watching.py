@@ -18,7 +18,7 @@ class Watched:
 
     def __init__(self, inner: Structure):
         self.inner = inner
-        self.max_rows = inner.max_rows
+        self.max_rows, self.reads_root = inner.max_rows, inner.reads_root
         self.sums: Counter[str] = Counter()
 
     @property

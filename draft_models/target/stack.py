@@ -310,8 +310,16 @@ class LayerStack(nn.Module):
         distance = positions[:, None, :, None] - positions[:, None, None, :]
         return {w: base if w is None else base & (distance < w) for w in set(self.windows)}
 
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., K] of its `own_tokens` alone, of the hidden states after the last layer.
+
+        K = V where it is made of all tokens.
+        """
+        logits = self.anatomy.logits(self.head(self.norm(hidden)))
+        return logits if self.own_tokens is None else logits[..., : len(self.own_tokens.tokens)]
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] of the hidden states after the last layer."""
+        """The same over the target's vocabulary [..., V]."""
         return self.logits_after_norm(self.norm(hidden))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:

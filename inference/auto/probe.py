@@ -204,6 +204,7 @@ class _Probe:
         self._structures, self._trials, self._clock = structures, trials, clock
         self._turn, self.turns = 0, len(structures)
         self.max_rows = max(structure.max_rows for structure in structures)
+        self.reads_root = any(structure.reads_root for structure in structures)
         self.totals: dict[str, float] = {}
         self.laps: list[tuple[int, float]] = []
         self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES

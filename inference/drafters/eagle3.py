@@ -57,6 +57,7 @@ class Eagle3Source:
     def __init__(self, head: Eagle3):
         self.head = head
         self.taps = head.reading.taps
+        self.predicted = head.draft_tokens
 
     def begin(self, session: TargetSession) -> None:
         tokens = session.tokens
@@ -75,13 +76,13 @@ class Eagle3Source:
         return self._run_pairs(torch.cat([self._tokens, tokens]), self._taps)
 
     def _run_pairs(self, tokens: Tensor, taps: Tensor) -> Tensor:
-        """Pairs of tokens [n] and the target's taps [1, n, k · H_t]; returns logits [1, V] after the last one."""
+        """Pairs of tokens [n] and the target's taps [1, n, k · H_t]; returns logits [1, K] after the last one."""
         head = self.head
 
         def pairs(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
             embedding, taps = x.tensor_split([head.reading.hidden], dim=-1)
             out = head.run_embedded(embedding, head.features(taps), view.masks(), view.rotary, self.session.first)
-            return out, head.logits(view.last(out, 1))
+            return out, head.draft_logits(view.last(out, 1))
 
         x = torch.cat([head.embed(tokens[None]), taps], dim=-1)
         out, logits = self.session.run_rows("pairs", pairs, x, chain_parents(0, len(tokens)))
@@ -90,13 +91,13 @@ class Eagle3Source:
         return logits[0, -1:]
 
     def _run_drafted(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Drafted tokens [n] under rows `parents` of the draft, whose outputs are their features: logits [n, V]."""
+        """Drafted tokens [n] under rows `parents` of the draft, whose outputs are their features: logits [n, K]."""
         head = self.head
 
         def drafted(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
             embedding, features = x.chunk(2, dim=-1)
             out = head.run_embedded(embedding, features, view.masks(), view.rotary, self.session.first)
-            return out, head.logits(out)
+            return out, head.draft_logits(out)
 
         features = self._outputs[-1:] if list(parents) == [len(self._outputs) - 1] else self._outputs[list(parents)]
         x = torch.cat([head.embed(tokens), features], dim=-1)[None]
@@ -187,7 +188,7 @@ class Eagle3Maker(Maker):
             weights += reading.vocabulary * reading.hidden  # a copy of the target's, which is split
         cache = 2 * reading.layers * reading.key_heads * reading.head_dim * place.slots
         taps = len(reading.taps) * reading.target_hidden  # that the target's pass gives, and the head's takes
-        passes = WIDTHS[-1] * (2 * taps + 5 * reading.hidden + 2 * reading.vocabulary)
+        passes = WIDTHS[-1] * (2 * taps + 5 * reading.hidden + 2 * reading.draft_vocabulary)
         return {
             "EAGLE-3 head's weights": weights * place.itemsize,
             "its caches": (cache + passes) * place.itemsize,

@@ -38,6 +38,7 @@ class EarlyExitSource:
     def __init__(self, drafter: EarlyExit):
         self.drafter = drafter
         self.split = drafter.exit_layer
+        self.predicted = drafter.draft_tokens
 
     taps: tuple[int, ...] = ()
     hidden: Tensor
@@ -63,13 +64,13 @@ class EarlyExitSource:
     def _exit(self, hidden: Tensor, start: int, wanted: int) -> tuple[Tensor, Tensor]:
         """The exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
 
-        Returns its output [1, n, d] and the logits of the last `wanted` rows [1, wanted, V].
+        Returns its output [1, n, d] and the logits of the last `wanted` rows [1, wanted, K].
         """
         drafter = self.drafter
 
         def exit_pass(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
             hidden = drafter.run(hidden, view.masks()[drafter.window], view.rotary, self.cache)
-            return hidden, drafter.logits(view.last(hidden, wanted)) if wanted else hidden[:, :0]
+            return hidden, drafter.draft_logits(view.last(hidden, wanted)) if wanted else hidden[:, :0]
 
         hidden, logits = self.session.run_beside(f"exit {id(drafter)}", exit_pass, hidden, start, self.cache)
         return hidden, logits[:, logits.shape[1] - wanted :]

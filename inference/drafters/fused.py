@@ -65,7 +65,7 @@ class Fused(Drafter):
 
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
         self._session = session
-        self._source = TimedModel(self.model, chooser, watch)
+        self._source = TimedModel(self.model, chooser, watch, session.vocabulary)
         self.model.begin(session)
         table = self.table or TrigramTable(session.vocabulary, "", {}, {})
         self._ngrams = MixedDrafter(table, self.config)

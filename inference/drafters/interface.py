@@ -61,6 +61,11 @@ class DraftModel(Protocol):
     taps: tuple[int, ...]  # likewise
 
     @property
+    def predicted(self) -> Tensor | None:
+        """The ids [K], ascending, of the tokens that it has logits of; None: all of the target's."""
+        ...
+
+    @property
     def hidden(self) -> Tensor:
         """The drafter's last hidden states [n, d] of the rows that were just extended."""
         ...
@@ -75,7 +80,7 @@ class DraftModel(Protocol):
         ...
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, V] after each.
+        """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, K] after each.
 
         `hidden` and the logits hold until the next call.
         """

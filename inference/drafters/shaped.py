@@ -1,10 +1,12 @@
 """A model drafts, a structure shapes what it drafts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from draft_models.draft_vocabulary import spread
 from inference.acceptance import Chooser
 from inference.auto.allowance import Allowance
 from inference.auto.policy import Tuning
@@ -32,14 +34,15 @@ class Shaped(Drafter):
 
     def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
         self._session = session
-        self._source = TimedModel(self.model, chooser, watch)
+        by_place = chooser.greedy and not self.structure.reads_root
+        self._source = TimedModel(self.model, chooser, watch, session.vocabulary, by_place=by_place)
         self.model.begin(session)
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self._source.begin_round()
         if self.allowance is not None and self.allowance.spent():
             return DraftTree(root[:0], (), ())
-        return self.structure.draft(self._source, root, limit)
+        return self._source.with_ids(self.structure.draft(self._source, root, limit))
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         self.model.commit(rows_known(self.model, self._session, tree, nodes), tokens)
@@ -63,10 +66,19 @@ def rows_known(model: DraftModel, session: TargetSession, tree: DraftTree, nodes
 
 
 class TimedModel(WrappedSource):
-    """A model during a round: has its passes timed, and knows the text before each row it was fed."""
+    """A model during a round: has its passes timed, and knows the text before each row it was fed.
 
-    def __init__(self, model: DraftModel, chooser: Chooser, watch: Stopwatch):
+    by_place: a model that predicts few of the `vocabulary` tokens gives logits [n, K] of these, and the drafted tokens
+    that it is fed are places among them. Choosing among a sixth of the tokens takes a sixth of the time. `with_ids`
+    makes a draft of places one of tokens. Otherwise logits are [n, V], and low where it predicts none.
+    """
+
+    def __init__(
+        self, model: DraftModel, chooser: Chooser, watch: Stopwatch, vocabulary: int, *, by_place: bool = False
+    ):
         super().__init__(model)
+        self._model, self._vocabulary = model, vocabulary
+        self._ids = model.predicted if by_place else None
         self._chooser, self._watch = chooser, watch
         self.to_probs = None if chooser.greedy else self._probabilities
 
@@ -75,13 +87,21 @@ class TimedModel(WrappedSource):
         self.fed: list[int] = []  # rows of every pass
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        if self._ids is not None and self.fed:  # the root, which comes first, is the text's
+            tokens = self._ids[tokens]
         if self._chooser.reads_context:
             for place, parent in enumerate(parents):  # the root, without a parent, ends the text already
                 before = self._contexts[parent] if parent >= 0 else self._chooser.text[:-1]
                 self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
         self.fed.append(len(tokens))
         with self._watch.part("draft"):
-            return self._source.extend(tokens, parents)
+            logits = self._source.extend(tokens, parents)
+            predicted = self._model.predicted
+            return logits if predicted is None or self._ids is not None else spread(logits, predicted, self._vocabulary)
+
+    def with_ids(self, tree: DraftTree) -> DraftTree:
+        """`tree`, which was drafted with this, with the tokens' ids."""
+        return tree if self._ids is None else replace(tree, tokens=self._ids[tree.tokens])
 
     def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         contexts = [self._contexts[row] for row in rows] if self._chooser.reads_context else None

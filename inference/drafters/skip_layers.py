@@ -29,6 +29,7 @@ class SkipLayersSource:
 
     split = 0
     taps: tuple[int, ...] = ()
+    predicted = None
     hidden: Tensor
 
     def __init__(self, skip: Sequence[int] | None):

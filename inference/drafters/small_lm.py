@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draft_models.calibration import drafter_digest
-from draft_models.draft_vocabulary import read_own_tokens
+from draft_models.draft_vocabulary import is_narrowed, read_own_tokens
 from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm import TRAINING_FILE, SmallLM, load_small_lm
 from draft_models.target.architectures import position_limit, read_config
@@ -44,7 +44,7 @@ class SmallLMSource:
 
     It runs as a session of its own, over all its layers or by its own forward. A row that was verified without having
     been extended is unknown to it. Its token waits in `_pending` and goes in with the next extension, in front of the
-    root. Logits are cut or padded with −∞ to the target's vocabulary size.
+    root. Logits of all tokens are cut or padded with −∞ to the target's vocabulary size.
     """
 
     split = 0
@@ -53,6 +53,8 @@ class SmallLMSource:
 
     def __init__(self, lm: SmallLM):
         self.lm = lm
+        own = None if isinstance(lm, PlainLM) else lm.own_tokens
+        self.predicted = None if own is None else own.tokens
 
     def begin(self, session: TargetSession) -> None:
         """Raises `UserError` where the text may grow beyond the positions that the model has learned."""
@@ -84,7 +86,7 @@ class SmallLMSource:
         skip = waiting if first else 0
         hidden, logits = self.session.extend(tokens, parents, len(parents) - skip)
         self.hidden = hidden[skip:]
-        return fit_vocabulary(logits, self.vocabulary)
+        return logits if self.predicted is not None else fit_vocabulary(logits, self.vocabulary)
 
     @property
     def target_hidden(self) -> Tensor:
@@ -191,9 +193,9 @@ class SmallLMMaker(Maker):
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
         config, whole = read_config(where, role="small_lm"), replace(place, size=1)
-        spread = copy.copy(config)  # its logits are written for the target's tokens, whatever its own are
-        spread.vocab_size = target.vocab_size
-        caches = cache_bytes(config, whole) + pass_bytes(spread, whole)
+        fitted = copy.copy(config)  # logits of all tokens are written for as many as the target has
+        fitted.vocab_size = config.vocab_size - 1 if is_narrowed(config) else target.vocab_size
+        caches = cache_bytes(config, whole) + pass_bytes(fitted, whole)
         return {"small LM's weights": weight_bytes(config, whole), "its caches": caches}
 
     def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:

@@ -59,7 +59,12 @@ class WrappedSource:
 
 
 class Structure(Protocol):
-    """Shapes one round's draft."""
+    """Shapes one round's draft.
+
+    reads_root: compares drafted tokens with the root, so that they must be ids of the same kind.
+    """
+
+    reads_root: bool
 
     @property
     def max_rows(self) -> int:
@@ -88,6 +93,8 @@ class Structure(Protocol):
 
 class Chain:
     """One token after the other until the stop rule says so. With a generator the tokens are drawn from q."""
+
+    reads_root = False
 
     def __init__(self, rule: StopRule, generator: random.Random | None = None):
         self.rule = rule
@@ -120,6 +127,7 @@ class Tree:
     count_candidates: bool = False
     sizes: TreeSizes | BestWidths | None = None  # where `build` chooses: told what came of it
     rule: StopRule = field(default_factory=lambda: FixedLength(sys.maxsize))  # the default stops nothing
+    reads_root: bool = False
     totals: dict[str, float] = field(default_factory=dict)
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
@@ -189,7 +197,7 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
             theta_sibling=settings.theta_sibling,
             tau=settings.tau,
         )
-        return Tree(build, number(settings.nodes), number(settings.max_depth), greedy_probs)
+        return Tree(build, number(settings.nodes), number(settings.max_depth), greedy_probs, reads_root=True)
     if settings.kind == "k_config":
         mode = "top_k" if generator is None else settings.draw
         build = partial(k_config, mode=mode, generator=generator)

@@ -20,7 +20,7 @@ from tests.known_source import KnownSource, Q
 class FedModel(KnownSource):
     """A `DraftModel` of a known q."""
 
-    split, taps = 0, ()
+    split, taps, predicted = 0, (), None
 
     def begin(self, session: Any) -> None:
         self.paths = []

@@ -53,10 +53,10 @@ class Tables:
 class OfSome(TableModel):
     """A drafter over all of the target's tokens but 1, which its own last id stands for."""
 
-    own = OwnTokens(torch.tensor([0, 2, 3]), 4)
+    own_tokens = OwnTokens(torch.tensor([0, 2, 3]), 4)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.own.outward(super().logits(hidden)[..., [0, 2, 3, 1]])
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden)[..., self.own_tokens.tokens]
 
 
 # Drafts of one token, right half of the time: the text is what coins that are shared make of it, and little else.

@@ -1,5 +1,6 @@
 """Every source × structure emits the target's own text, token for token (sampling: test_laws.py)."""
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,6 +131,48 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
 def target(targets: Callable[[str], tuple]) -> tuple:
     """One with grouped heads and a window."""
     return targets("mistral")
+
+
+OF_SOME = ("early_exit, some tokens", "small_lm, some tokens", "eagle3")
+
+
+@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "fused"])
+@pytest.mark.parametrize("kind", OF_SOME)
+def test_drafts_by_places_are_those_by_tokens(
+    target: tuple, monkeypatch: pytest.MonkeyPatch, kind: str, structure: str
+) -> None:
+    """A drafter over some tokens is asked for places among them, and drafts what it would over all."""
+    path, small, stack, prompt, said = target
+    drafts: list[tuple] = []
+
+    def noted(self: Shaped, root: torch.Tensor, limit: int) -> DraftTree:
+        tree = draft(self, root, limit)
+        drafts.append((tree.tokens.tolist(), tree.parents, tree.rows))
+        return tree
+
+    draft = Shaped.draft
+    monkeypatch.setattr(Shaped, "draft", noted)
+    found = []
+    for reads_root in (structure.startswith("token_graph"), True):
+        if kind == "early_exit, some tokens":
+            some = torch.tensor(sorted({*prompt, *said[::2]}))
+            model: DraftModel = EarlyExitSource(make_drafter(path, LAYERS - 1, noise=0.15, tokens=some))
+        else:
+            model = make_source(kind, path, small)
+        if isinstance(model, Eagle3Source):  # of equally likely tokens any may come first
+            model.head = copy.deepcopy(model.head)
+            generator = torch.Generator().manual_seed(0)
+            model.head.lm_head.weight += 1e-3 * torch.randn(model.head.lm_head.weight.shape, generator=generator)
+        shaped = drafter_of(model, structure)
+        assert isinstance(shaped, Shaped)
+        shaped.structure.reads_root = reads_root
+        assert tokens_of(list(speculative(stack, shaped, prompt, max_new_tokens=40))) == said
+        assert model.predicted is not None
+        assert {token for tokens, _, _ in drafts for token in tokens} <= set(model.predicted.tolist())
+        found.append(drafts[:])
+        drafts.clear()
+    assert found[0] == found[1]
+    assert any(tokens for tokens, _, _ in found[0])
 
 
 SOURCES = ("early_exit", "early_exit, first layer", "small_lm", "small_lm, some tokens", "skip_layers", "eagle3")
