@@ -16,7 +16,7 @@ from draft_models.losses import IGNORE, head_product, linear_cross_entropy, line
 from draft_models.target.anatomy import LayerCall, LogitRule
 from draft_models.target.attention import Band
 from draft_models.target.empty_models import anatomy_of, decoder_layers, empty_layers, final_norm, number_layer
-from draft_models.target.stack import LayerCache, LayerStack, Rotary, call_layer
+from draft_models.target.stack import LayerCache, LayerStack, Rotary, call_layer, normed_product
 from draft_models.target.tensor_parallel import whole_head
 from outrider.errors import UserError
 
@@ -157,15 +157,17 @@ class EarlyExit(nn.Module):
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., K] of the `draft_tokens` alone, from the exit layer's output [..., d]."""
-        return self.rule(self.output_head(self.norm(hidden)))
+        return self.rule(normed_product(self.norm, self.output_head, hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the vocabulary [..., V], where other tokens have probability 0."""
-        return self.logits_after_norm(self.norm(hidden))
+        return self._outward(self.draft_logits(hidden))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:
         """The same from what its norm gave."""
-        logits = self.rule(self.output_head(hidden))
+        return self._outward(self.rule(self.output_head(hidden)))
+
+    def _outward(self, logits: Tensor) -> Tensor:
         return logits if self.draft_tokens is None else spread(logits, self.draft_tokens, self.vocabulary)
 
     def run(

@@ -54,8 +54,8 @@ class KVCache:
 
         like: of the dtype and device of keys and values.
         """
-        shape = like.new_empty(1, heads, 0, head_dim)
         if len(self._views) < len(self.layers):
+            shape = like.new_empty(1, heads, 0, head_dim)
             for layer in self.layers:
                 self.views(shape, shape, layer)
         fits = self._buffer is not None and self._buffer.shape[2::2] == (heads, head_dim) and not self._odd

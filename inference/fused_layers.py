@@ -26,6 +26,7 @@ class RMSNorm(nn.Module):
     """transformers' RMSNorm of the supported architectures in few steps: weight · round(x / rms(x))."""
 
     floor: Tensor
+    divides_by_rms = True  # see `normed_product`
 
     def __init__(self, norm: Any):
         super().__init__()

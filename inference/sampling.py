@@ -25,7 +25,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from inference.cpu.at_once import largest
+from inference.cpu.at_once import place_of_largest
 from inference.settings import SamplingConfig
 
 # Exactly these types, no subclasses: they never look at the text, so all rows go through them together.
@@ -116,9 +116,7 @@ class Sampler:
 
 def likeliest(logits: Tensor) -> Tensor:
     """The token [n] with the largest of each row of logits [n, V]; −1 where that is NaN or infinite."""
-    values, tokens = largest(logits)
-    difference = values - values  # NaN where they are not finite
-    return tokens.masked_fill_(difference != difference, -1)
+    return place_of_largest(logits)
 
 
 def successors(logits: Tensor, count: int) -> Tensor:

@@ -1,6 +1,7 @@
 """One sequence inside a target: its caches, split at a layer, and the rows of the current round."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -307,7 +308,7 @@ class _EagerView:
         self._masks: Masks | None = None
         self._rotary: Rotary | None = None
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         return self.layout.positions(self._places)
 

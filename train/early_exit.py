@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from data_prep.text.rows import Rows
 from draft_models.acceptance import Law
 from draft_models.card import CARD_FILE, write_card
-from draft_models.checkpoint import parts_below, save_pretrained
-from draft_models.early_exit import USE, EarlyExitStudent, exit_layers
+from draft_models.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
+from draft_models.early_exit import USE, EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
 from draft_models.target.fingerprint import Fingerprint
@@ -62,6 +62,7 @@ def train_early_exit(config: EesdConfig) -> None:
     `UserError` for an unusable target, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
+    start, config = config.start, as_started(config)
     exit_layer = config.exit_layer or default_exit_layer(target.config)
     if config.plan:
         plan = make_plan(config, target.config, exit_layer)
@@ -69,10 +70,22 @@ def train_early_exit(config: EesdConfig) -> None:
         return
     state, out_dir = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, out_dir, "a training"):
-        _train(config, target, exit_layer, out_dir, state)
+        _train(config, start, target, exit_layer, out_dir, state)
 
 
-def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Path, state: PartialState) -> None:
+def as_started(config: EesdConfig) -> EesdConfig:
+    """`config` with the shape of the early exit that it starts from in the place of `start`."""
+    if config.start is None:
+        return config
+    meta = read_meta(config.start)
+    shape: dict[str, Any] = {"exit_layer": meta.exit_layer, "exit_depth": meta.exit_depth}
+    shape |= {"train_head": meta.own_head, "train_layer": meta.own_layer, "draft_vocabulary": meta.draft_vocabulary}
+    return replace(config, start=None, **shape)
+
+
+def _train(
+    config: EesdConfig, start: str | None, target: OpenTarget, exit_layer: int, out_dir: Path, state: PartialState
+) -> None:
     run_dir.require_free(out_dir, config.resume)
     layers = None if config.online else exit_layers(target.config, exit_layer)
     context = context_limit(target.config)
@@ -96,14 +109,20 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
     )
 
     group = join_group(state, config.tensor_parallel)
-    tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
-    build = functools.partial(make_student, config, target, exit_layer, layers, group, state.device, tokens)
+    begun = None
+    if start is not None:
+        begun = from_pretrained(start, target.config, fingerprint, dtype=torch.float32)
+        tokens = begun.draft_tokens
+    else:
+        tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
+    build = functools.partial(make_student, config, target, exit_layer, layers, group, state.device, tokens, begun)
     split = group if config.online else None
     settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume, group=split)
     student = build()
     if state.is_main_process:
         print(describe(student, config, files, exit_layer), flush=True)
     recipe = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
+    recipe |= {} if start is None else {"start": read_meta(start).weights_sha256}
     identity = {**recipe, "target": asdict(fingerprint), "trained_on": trained_on}
     if not reads_all:  # of a target on the Hub there may be more tomorrow than today
         identity["target"].pop("tensors")
@@ -129,6 +148,7 @@ def _train(config: EesdConfig, target: OpenTarget, exit_layer: int, out_dir: Pat
         save_drafter(out_dir, student, fingerprint, training, target.config, trained_on)
         facts = {key: recipe[key] for key in ("exit_layer", "exit_depth", "train_head", "seq_len")}
         facts |= {"objective": config.loss} | ({"teacher": config.teacher} if config.distils else {})
+        facts |= {} if start is None else {"went on from": start}
         facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {target.config.vocab_size}"}
         facts |= {"data": config.data.source, "steps": result.steps}
         facts |= {"chosen step": step, "tau": round(metrics["tau"], 3)} if best else {}
@@ -146,8 +166,12 @@ def make_student(
     group: Group,
     device: torch.device,
     tokens: Tensor | None,
+    begun: EarlyExit | None = None,
 ) -> EarlyExitStudent:
-    """What is trained. Where the target runs along it is split over `group`; the exit layer is always whole."""
+    """What is trained. Where the target runs along it is split over `group`; the exit layer is always whole.
+
+    begun: an early exit of this shape and these tokens to go on with.
+    """
     frozen = fast_dtype(device) if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)
     placed: dict[str, Any] = {"dtype": frozen, "device": device}
     start = None
@@ -156,13 +180,16 @@ def make_student(
         start = target.layers([target.config.num_hidden_layers - 1], **placed)
     else:
         model = target.layers(layers, **placed)
-    return EarlyExitStudent(
+    student = EarlyExitStudent(
         model,
         exit_layer,
         start=start,
         draft_tokens=None if tokens is None else tokens.to(device),
         **config.student,
     )
+    if begun is not None:
+        student.drafter.load_state_dict(begun.state_dict())
+    return student
 
 
 def default_exit_layer(target: PreTrainedConfig) -> int:

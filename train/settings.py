@@ -18,7 +18,7 @@ from draft_models.settings import (
 )
 from inference.drafters.registry import KINDS, kind_in
 from outrider.errors import require
-from outrider.settings import Count, Named, Positive, RunConfig, Settings, Share, at_least, free
+from outrider.settings import Count, Named, Positive, RunConfig, Settings, Share, at_least, free, require_default
 from train.fit_settings import FitConfig
 
 NotNegative = Annotated[int, at_least(0)]
@@ -72,6 +72,8 @@ class ToyTargetConfig(RunConfig):
 Objective = Literal["cross_entropy", Divergence]
 OBJECTIVES = get_args(Objective)
 Teacher = Literal["online", "cached"]
+# options that a finished early exit has decided
+OF_A_NEW_EXIT = ("exit_layer", "exit_depth", "train_head", "train_layer", "draft_vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +83,15 @@ class EesdConfig(TargetConfig):
     target: Model = free()  # model directory or Hub name; only the layers needed are read
     data: DataConfig
     fit: FitConfig
-    exit_layer: Count | None = None  # N, the target layers under the exit layer; null: 8 % of them
-    exit_depth: Count = 1  # transformer layers of the exit, each of them a copy of the target's last one at first
-    train_head: bool = True  # false: share the target's head, the thing to do with a large vocabulary
-    draft_vocabulary: Count | None = None  # tokens that it predicts, the text's most frequent; null: all
-    train_layer: bool = True  # false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
+    # an early exit of this target to go on with, as on more data; null: a new one, which begins as the target's last
+    # layer, norm and head
+    start: str | None = None
+    exit_layer: Count | None = None  # of a new one: N, the target layers under the exit layer; null: 8 % of them
+    exit_depth: Count = 1  # of a new one: transformer layers of the exit
+    train_head: bool = True  # of a new one; false: share the target's head, the thing to do with a large vocabulary
+    draft_vocabulary: Count | None = None  # of a new one: tokens that it predicts, the text's most frequent; null: all
+    # of a new one; false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
+    train_layer: bool = True
     # cross_entropy: the paper's, on the text's tokens; others: from the target's law, see draft_models/losses.py; kl:
     # forward_kl by its first name
     objective: Literal[Objective, "kl"] = "cross_entropy"
@@ -106,6 +112,8 @@ class EesdConfig(TargetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in OF_A_NEW_EXIT if self.start is not None else ():
+            require_default(self, name, f"start={self.start} has decided it")
         require(
             self.tensor_parallel == 1 or self.online or self.decode_prompts > 0,
             "tensor_parallel",
@@ -160,7 +168,9 @@ class EesdConfig(TargetConfig):
             draft_vocabulary=REHEARSED_VOCABULARY,
         )  # fmt: skip
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
-        return replace(self, target=str(models / TARGET), revision=None, exit_layer=1, **given)
+        begun = None if self.start is None else str(models / str(KINDS["early_exit"].tiny))
+        given |= {"start": begun, "exit_layer": 1 if begun is None else None}
+        return replace(self, target=str(models / TARGET), revision=None, **given)
 
 
 @dataclass(frozen=True, kw_only=True)

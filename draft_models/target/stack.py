@@ -183,6 +183,14 @@ def call_layer(
     return out if isinstance(out, Tensor) else out[0]
 
 
+def normed_product(norm: Any, head: Any, hidden: Tensor) -> Tensor:
+    """head(norm(hidden)); in one step where the head can do that `after` a norm of this kind, and does."""
+    if not (hasattr(head, "after") and hasattr(norm, "divides_by_rms")):
+        return head(norm(hidden))
+    done = head.after(norm.weight, norm.eps, hidden)
+    return head(norm(hidden)) if done is None else done
+
+
 class LayerStack(nn.Module):
     """The layers of a causal LM, called a range at a time on hidden states.
 
@@ -315,16 +323,18 @@ class LayerStack(nn.Module):
 
         K = V where it is made of all tokens.
         """
-        logits = self.anatomy.logits(self.head(self.norm(hidden)))
+        logits = self.anatomy.logits(normed_product(self.norm, self.head, hidden))
         return logits if self.own_tokens is None else logits[..., : len(self.own_tokens.tokens)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the target's vocabulary [..., V]."""
-        return self.logits_after_norm(self.norm(hidden))
+        return self._outward(self.anatomy.logits(normed_product(self.norm, self.head, hidden)))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:
         """The same from what its norm gave."""
-        logits = self.anatomy.logits(self.head(hidden))
+        return self._outward(self.anatomy.logits(self.head(hidden)))
+
+    def _outward(self, logits: Tensor) -> Tensor:
         return logits if self.own_tokens is None else self.own_tokens.outward(logits)
 
 

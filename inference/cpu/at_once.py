@@ -26,6 +26,7 @@ SEEN = 2**18  # rows times positions of a pass, as far as was measured: there bo
 COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
 MANY = 2**12  # numbers in a row of which the largest is looked for here
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
+SOME = 256  # positions by which room grows
 REPEATS = 3  # after a first one that does not count
 _FLOATS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS)
 
@@ -62,6 +63,7 @@ class PanelLinear(nn.Module):
         self._scales, self._biases = _scales(linear), _biases(linear)
         self.bias = linear.bias
         self._function = self.layout.entry(entries.product_entry)
+        self._normed = self.layout.entry(entries.head_entry)
         table = [0] * entries.TABLE
         table[entries.OUTPUTS], table[entries.INPUTS] = self.shape
         self._table = table
@@ -76,42 +78,112 @@ class PanelLinear(nn.Module):
         """x [..., in] → [..., out]. Given `x` of another dtype it computes in that, as `precise` does."""
         if x.dtype != self._dtype:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-        rows = x.reshape(-1, self.shape[1])
-        operand = self.layout.operand(rows)
+        return self._call(self._function, x, self.layout.operand(x.reshape(-1, self.shape[1])))
+
+    __call__ = forward
+
+    def after(self, weight: Tensor, eps: float, x: Tensor) -> Tensor | None:
+        """`forward` of weight · round(x / rms(x)) in one call, for up to `WIDTHS[-1]` rows x; None for others."""
+        size = self.shape[1]
+        rows = x.numel() // size
+        if x.dtype != self._dtype or weight.dtype != x.dtype or size % LANES or not 0 < rows <= WIDTHS[-1]:
+            return None
+        room = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * size,), eps)
+        table = {entries.NORMS: weight.data_ptr(), entries.ROOM: room.data_ptr()}
+        return self._call(self._normed, x, x.contiguous(), table)
+
+    def _call(self, entry: int, x: Tensor, operand: Tensor, more: dict[int, int] | None = None) -> Tensor:
+        """Outputs [..., out] for x [..., in] of an entry, which is given `operand` and what else it asks for."""
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         table = self._table.copy()
         table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
         table[entries.BIASES] = self._biases.data_ptr()
         table[entries.X], table[entries.OUT] = operand.data_ptr(), out.data_ptr()
-        table[entries.ROWS] = len(rows)
-        call(self._function, table, self._panels.nbytes)
+        table[entries.ROWS] = x.numel() // self.shape[1]
+        for place, number in (more or {}).items():
+            table[place] = number
+        call(entry, table, self._panels.nbytes)
         return out
-
-    __call__ = forward
 
 
 def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
     """`scores.max(-1)` of [n, V]: the largest of each row and its first place, or a NaN and its place."""
-    rows, size = scores.shape
-    able = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16)
-    if not able or size < MANY or scores.requires_grad:
+    if not _has_many(scores):
         values, places = scores.max(-1)
         return values, places
+    values = scores.new_empty(len(scores))
+    return values, _places_of_largest(scores, values)
+
+
+def place_of_largest(scores: Tensor) -> Tensor:
+    """The first place [n] of the largest number of each row of scores [n, V]; −1 where that is NaN or infinite."""
+    if _has_many(scores):
+        return _places_of_largest(scores)
+    values, places = scores.max(-1)
+    difference = values - values  # NaN where they are not finite
+    return places.masked_fill_(difference != difference, -1)
+
+
+def _has_many(scores: Tensor) -> bool:
+    able = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16)
+    return able and scores.shape[-1] >= MANY and not scores.requires_grad
+
+
+def _places_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
+    """See `entries.maxima_entry`."""
     scores = scores.contiguous()
-    places, values = scores.new_empty(rows, dtype=torch.int64), scores.new_empty(rows)
-    room = torch.empty(2 * LANES)
+    places, room = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
     table = [0] * entries.TABLE
-    table[entries.X], table[entries.OUT], table[entries.VALUES], table[entries.ROOM] = (
-        tensor.data_ptr() for tensor in (scores, places, values, room)
+    table[entries.X], table[entries.OUT], table[entries.ROOM] = scores.data_ptr(), places.data_ptr(), room.data_ptr()
+    table[entries.VALUES] = 0 if values is None else values.data_ptr()
+    table[entries.ROWS], table[entries.INPUTS] = scores.shape
+    call(_entry_of(entries.maxima_entry, scores.dtype), table, 0)
+    return places
+
+
+def likeliest(
+    logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]), descending, on a CPU: values, rows,
+    columns, each [count] or, where there are not so many, fewer.
+
+    Values are in float32, and 0 beyond those above 0. None for logits that it does not look at.
+    """
+    rows, size = logits.shape
+    able = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
+    if not able or size < LANES or logits.requires_grad:
+        return None
+    logits, count = logits.contiguous(), min(count, rows * size)
+    values, places, room = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)
+    numbers = torch.tensor([*weights, sharpness])
+    table = [0] * entries.TABLE
+    table[entries.X], table[entries.VALUES], table[entries.OUT], table[entries.ROOM], table[entries.WEIGHTS] = (
+        tensor.data_ptr() for tensor in (logits, values, places, room, numbers)
     )
-    table[entries.ROWS], table[entries.INPUTS] = rows, size
-    call(_maxima(scores.dtype), table, 0)
-    return values, places
+    table[entries.EPS] = table[entries.WEIGHTS] + rows * numbers.itemsize
+    table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = rows, size, count
+    call(_entry_of(entries.likeliest_entry, logits.dtype), table, 0)
+    return values, places[0], places[1]
+
+
+def lineage_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
+    """An additive mask [1, 1, n, past + columns] for a CPU: row i sees the first `past` columns and, of those behind
+    them, the ones whose bit is set in seen[i]. None for what it does not make: another dtype, over 62 columns.
+    """
+    if columns >= 63 or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    bits, mask = torch.tensor(seen), torch.empty(1, 1, len(seen), past + columns, dtype=dtype)
+    table = [0] * entries.TABLE
+    table[entries.X], table[entries.OUT] = bits.data_ptr(), mask.data_ptr()
+    table[entries.ROWS], table[entries.PAST], table[entries.OUTPUTS] = len(seen), past, columns
+    call(_entry_of(entries.mask_entry, dtype), table, 0)
+    return mask
 
 
 @cache
-def _maxima(dtype: torch.dtype) -> int:
-    address: int = entries.maxima_entry(STORED[dtype]).address
+def _entry_of(make: Any, dtype: torch.dtype) -> int:
+    """The address of one of `entries` for numbers of a dtype."""
+    address: int = make(STORED[dtype]).address
     return address
 
 
@@ -155,6 +227,7 @@ class LayersAtOnce:
         table[entries.INPUTS], table[entries.HEADS], table[entries.KEY_HEADS] = self._shape[:3]
         table[entries.WIDTH], table[entries.INNER] = self._shape[3:]
         self._table = table  # addresses are put in where it is used: those of a copy are others
+        self._rooms: dict[tuple[int, int, int], int] = {}
 
     @torch.inference_mode()  # with gradients it would run nothing, which takes no time
     def measure(self, layers: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> int:
@@ -226,16 +299,18 @@ class LayersAtOnce:
         kept = cache.whole(self._shape.key_heads, self._shape.width, hidden)
         if kept is None:
             return None
-        worked = torch.empty_like(hidden, dtype=torch.float32).copy_(hidden)
+        hidden = hidden.contiguous()
+        out = torch.empty_like(hidden)
         cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
         mask = None if mask is None else mask.contiguous()
         threads, past = most_threads(), cache.length
-        room = torch.empty(sum(entries.room_sizes(self._shape, rows, threads, past + rows, self.layout.parts)))
+        room = torch.empty(self._room(rows, threads, past + rows))
         table = self._table.copy()
         table[entries.WEIGHTS] = self._weights.data_ptr()
         for place, tensor in zip(_FLOATS, self._floats, strict=True):
             table[place] = tensor.data_ptr()
-        table[entries.X], table[entries.COS], table[entries.SIN] = worked.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        table[entries.X], table[entries.OUT] = hidden.data_ptr(), out.data_ptr()
+        table[entries.COS], table[entries.SIN] = cos.data_ptr(), sin.data_ptr()
         table[entries.MASK] = 0 if mask is None else mask.data_ptr()
         table[entries.CACHE], table[entries.ROOM] = kept.data_ptr(), room.data_ptr()
         table[entries.CACHED], table[entries.CAPACITY] = kept.shape[0], kept.shape[3]
@@ -243,7 +318,14 @@ class LayersAtOnce:
         table[entries.START], table[entries.STOP], table[entries.ROWS] = start, stop, rows
         table[entries.MOST] = threads
         call(self._function, table, self._weights[0].nbytes * (stop - start))
-        return worked if hidden.dtype == torch.float32 else worked.to(hidden.dtype)
+        return out
+
+    def _room(self, rows: int, threads: int, positions: int) -> int:
+        """How many floats a pass over so many positions works in, or some more: asking takes as long as ten of them."""
+        size = (rows, threads, -(-positions // SOME) * SOME)
+        if size not in self._rooms:
+            self._rooms[size] = sum(entries.room_sizes(self._shape, *size, self.layout.parts))
+        return self._rooms[size]
 
 
 def dtype_of(layer: Any) -> torch.dtype:

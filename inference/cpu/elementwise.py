@@ -57,13 +57,13 @@ def _only(builder, vector):
 
 
 @intrinsic
-def norm_row(context, x, row, weight, eps, halves, out):
-    """out[row] = weight · round(x[row] / rms(x[row])). x float32 [R, d], weight [d], out as in `put_read`."""
+def norm_row(context, x, line, row, weight, eps, halves, out):
+    """out[row] = weight · round(x[line] / rms(x[line])). x float32 [R, d], weight [d], out as in `put_read`."""
 
     def make(context, builder, signature, given):
-        of_x, of_weight, of_out = arrays_of(context, builder, (x, weight, out), (given[0], given[2], given[5]))
-        row, eps, halves = given[1], given[3], given[4]
-        line, count = row_of(builder, of_x, row), _whole_of(builder, of_weight, 1)
+        of_x, of_weight, of_out = arrays_of(context, builder, (x, weight, out), (given[0], given[3], given[6]))
+        row, eps, halves = given[2], given[4], given[5]
+        line, count = row_of(builder, of_x, given[1]), _whole_of(builder, of_weight, 1)
 
         def square(place, sums):
             values = loaded(builder, line, builder.mul(place, LONG(LANES)), types.float32)
@@ -85,7 +85,7 @@ def norm_row(context, x, row, weight, eps, halves, out):
         loop(builder, count, [], put)
         return context.get_dummy_value()
 
-    return types.void(x, types.int64, weight, types.float32, types.boolean, out), make
+    return types.void(x, types.int64, types.int64, weight, types.float32, types.boolean, out), make
 
 
 @intrinsic

@@ -15,9 +15,11 @@ from numba.extending import intrinsic
 
 from inference.cpu.attention import NEAR
 from inference.cpu.by_amx import STEP
+from inference.cpu.elementwise import norm_row
+from inference.cpu.likeliest import likeliest
 from inference.cpu.linear import PARTS, Linear
 from inference.cpu.maxima import first_largest
-from inference.cpu.numbers import FAST, array_at, kernel
+from inference.cpu.numbers import FAST, array_at, kernel, put, wide
 from inference.cpu.passes import Layers, Room, Shape, run
 from inference.cpu.products import part, product
 from inference.cpu.vectors import LANES
@@ -86,6 +88,7 @@ def room_sizes(shape, rows, threads, positions, parts):
         rows * shape.heads * -(-positions // STEP) * STEP,
         rows * shape.heads * shape.width,
         threads * NEAR * shape.width,
+        rows * shape.hidden,
     )
 
 
@@ -107,7 +110,9 @@ def _roomarray_at(at, sizes, shape, rows, most, positions, arrived, read, parts)
     sums = _floats(at, rows, shape.heads * shape.width)
     at += 4 * sizes[6]
     near = carray(array_at(at, np.float32), (most, NEAR, shape.width))
-    return Room(heads, mixed, joined, inner, normed, scores, sums, near, arrived)
+    at += 4 * sizes[7]
+    hidden = _floats(at, rows, shape.hidden)
+    return Room(heads, mixed, joined, inner, normed, scores, sums, near, hidden, arrived)
 
 
 def product_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
@@ -141,7 +146,8 @@ def product_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) ->
 def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
     """`first_largest` of rows as a C function void f(int64 *table), for numbers of this type.
 
-    Places int64 to OUT, the numbers there to VALUES; ROOM has 8 · LANES bytes.
+    Places int64 to OUT, the numbers there to VALUES, where there is such; else a place is −1 where the number is not
+    finite. ROOM has 8 · LANES bytes.
     """
 
     @_entry
@@ -150,13 +156,96 @@ def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
         rows, size = table[ROWS], table[INPUTS]
         numbers = carray(array_at(table[X], kept), (rows, size))
         places, values = carray(array_at(table[OUT], np.int64), rows), carray(array_at(table[VALUES], kept), rows)
+        named = table[VALUES] != 0
         best, block = (
             carray(array_at(table[ROOM], np.float32), LANES),
             carray(array_at(table[ROOM] + 4 * LANES, np.int32), LANES),
         )
         for row in range(rows):
             places[row] = first_largest(numbers[row], best, block)
-            values[row] = numbers[row, places[row]]
+            if named:
+                values[row] = numbers[row, places[row]]
+            elif not abs(wide(numbers[row, places[row]])) < np.float32(np.inf):
+                places[row] = -1
+
+    return entry
+
+
+def likeliest_entry(kept: Any, sources: int = _SOURCES) -> Any:
+    """`likeliest` as a C function void f(int64 *table), for logits of this type.
+
+    WEIGHTS: of rows; EPS: the sharpness. OUTPUTS results: values float32 to VALUES, rows and then columns int64 to OUT.
+    """
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rows, size, count = table[ROWS], table[INPUTS], table[OUTPUTS]
+        found = carray(array_at(table[OUT], np.int64), (2, count))
+        likeliest(
+            carray(array_at(table[X], kept), (rows, size)), _floats(table[WEIGHTS], 1, rows)[0],
+            _floats(table[EPS], 1, 1)[0, 0], _floats(table[ROOM], 1, size // LANES)[0],
+            _floats(table[VALUES], 1, count)[0], found[0], found[1],
+        )  # fmt: skip
+
+    return entry
+
+
+def head_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
+    """`product` over a whole layer of what a norm gives, as a C function void f(int64 *table).
+
+    stored, read, kept: as in `product_entry`, and `kept` of what is normed. NORMS: the weight, of that type too.
+    ROOM: float32 [2 · INPUTS + 1], for the weight and a row of each thread, then epsilon, which is given; behind it
+    what products read, `parts` · ROWS · INPUTS for each thread.
+    """
+    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rank, threads = _team(table)
+        rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
+        x, weight = carray(array_at(table[X], kept), (rows, inputs)), carray(array_at(table[NORMS], kept), inputs)
+        own = table[ROOM] + 4 * (1 + rank * (2 + parts * rows) * inputs)
+        eps, room = _floats(table[ROOM], 1, 1)[0, 0], _floats(own, 2, inputs)
+        normed = carray(array_at(own + 8 * inputs, read), (parts * rows, inputs))
+        for i in range(inputs):
+            room[0, i] = wide(weight[i])
+        for row in range(rows):
+            for i in range(inputs):
+                room[1, i] = wide(x[row, i])
+            norm_row(room, 1, row, room[0], eps, halves, normed)
+        linear = Linear(
+            carray(array_at(table[WEIGHTS], stored), inputs * outputs // in_one),
+            inputs,
+            _floats(table[SCALES], 1, outputs)[0],
+            _floats(table[BIASES], 1, outputs)[0],
+        )
+        first, last = part(outputs, rank, threads)
+        product(linear, normed, rows, first, last, False, carray(array_at(table[OUT], kept), (rows, outputs)))
+
+    return entry
+
+
+def mask_entry(kept: Any, sources: int = _SOURCES) -> Any:
+    """An additive mask [ROWS, PAST + OUTPUTS] of this type to OUT, as a C function void f(int64 *table).
+
+    A row sees the first PAST columns and, of the OUTPUTS behind them, those whose bit is set in its number of int64 X.
+    """
+    nothing = kept(0)
+    least = kept(0xFF7F) if kept is np.uint16 else np.finfo(kept).min  # of bfloat16
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rows, past, own = table[ROWS], table[PAST], table[OUTPUTS]
+        seen, out = carray(array_at(table[X], np.int64), rows), carray(array_at(table[OUT], kept), (rows, past + own))
+        for row in range(rows):
+            for column in range(past):
+                out[row, column] = nothing
+            for column in range(own):
+                hidden = (seen[row] >> column) & 1 == 0
+                out[row, past + column] = least if hidden else nothing
 
     return entry
 
@@ -164,9 +253,9 @@ def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
 def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
     """`run` as a C function void f(int64 *table).
 
-    stored, read, kept: the types of weights, of what they are multiplied by, and of caches.
+    stored, read, kept: the types of weights, of what they are multiplied by, and of caches and hidden states.
     """
-    in_one, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept)
+    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
 
     @_entry
     def entry(given):
@@ -191,10 +280,18 @@ def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> 
         mask = carray(array_at(table[MASK], kept), (rows, positions if table[MASK] != 0 else 0))
         cache = carray(array_at(table[CACHE], kept), (table[CACHED], 2, key_heads, table[CAPACITY], width))
         numbers = _floats(table[EPS], 1, 3)[0]
-        hidden = _floats(table[X], rows, size)
+        x, out = carray(array_at(table[X], kept), (rows, size)), carray(array_at(table[OUT], kept), (rows, size))
+        # By every thread the same. None changes it before all of them have arrived once.
+        for row in range(rows):
+            for i in range(size):
+                room.hidden[row, i] = wide(x[row, i])
         run(
-            rank, threads, shape, layers, table[START], table[STOP], hidden, cos, sin, mask, cache, table[FIRST],
+            rank, threads, shape, layers, table[START], table[STOP], room.hidden, cos, sin, mask, cache, table[FIRST],
             past, numbers[0], numbers[1], numbers[2], room,
         )  # fmt: skip
+        begin, end = part(size, rank, threads)
+        for row in range(rows):
+            for i in range(begin, end):
+                put(out[row], i, room.hidden[row, i], halves)
 
     return entry

@@ -54,7 +54,8 @@ class Room(NamedTuple):
     """Where threads work, float32. What products read, mixed, inner and normed, may be bfloat16, or
     have 3R rows, see `put_read`.
 
-    For all: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n]; scores, sums as in `Task`.
+    For all: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n], hidden [R, d]; scores, sums as
+    in `Task`.
     For each thread: normed [T, R, d], near [T, NEAR, D].
     arrived int64 [1]: a counter, 0 before a pass.
     """
@@ -67,6 +68,7 @@ class Room(NamedTuple):
     scores: np.ndarray
     sums: np.ndarray
     near: np.ndarray
+    hidden: np.ndarray
     arrived: np.ndarray
 
 
@@ -74,7 +76,7 @@ class Room(NamedTuple):
 def norm(x, rows, weight, eps, halves, out):
     """out[r] = weight · round(x[r] / rms(x[r]))."""
     for row in range(rows):
-        norm_row(x, row, weight, eps, halves, out)
+        norm_row(x, row, row, weight, eps, halves, out)
 
 
 @kernel

@@ -187,7 +187,7 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
 
     build: Callable[..., DraftTree]
     if settings.kind == "opt_tree":
-        return _make_opt_tree(settings, greedy_probs, tuning)
+        return _make_opt_tree(settings, tuning)
     if settings.kind == "token_graph":
         build = partial(
             token_graph,
@@ -211,22 +211,22 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
     return Tree(partial(static, shape=shape), len(shape), shape.depth)
 
 
-def _make_opt_tree(settings: StructureConfig, greedy_probs: ToProbs, tuning: Tuning | None) -> Tree:
+def _make_opt_tree(settings: StructureConfig, tuning: Tuning | None) -> Tree:
     nodes, depth = (None if size == AUTO else number(size) for size in (settings.nodes, settings.max_depth))
     if settings.delta is None and depth is not None:
         raise ValueError("opt_tree needs a delta: measure one (inference.auto.probe)")
     delta = settings.delta or 0.0
     if nodes is not None and depth is not None:
-        build = partial(opt_tree, nodes=nodes, delta=delta, width=settings.width)
+        build = partial(opt_tree, nodes=nodes, delta=delta, width=settings.width, temperature=settings.temperature)
         fed = min(nodes, settings.width or nodes)  # of a level
-        return Tree(build, max(nodes, fed * depth), depth, greedy_probs)
+        return Tree(build, max(nodes, fed * depth), depth)
     sizes = TreeSizes(required(tuning), nodes, depth)
 
     def grow(source: RoundSource, root: Tensor, **options: Any) -> DraftTree:
-        growth, width = sizes.begin(), settings.width
-        return opt_tree(source, root, nodes=sizes.max_nodes, delta=delta, width=width, growth=growth, **options)
+        options |= {"delta": delta, "width": settings.width, "temperature": settings.temperature}
+        return opt_tree(source, root, nodes=sizes.max_nodes, growth=sizes.begin(), **options)
 
-    return Tree(grow, sizes.max_nodes * sizes.max_depth, sizes.max_depth, greedy_probs, sizes=sizes)
+    return Tree(grow, sizes.max_nodes * sizes.max_depth, sizes.max_depth, sizes=sizes)
 
 
 def _with_chosen_widths(build: Callable[..., DraftTree], sizes: BestWidths) -> Callable[..., DraftTree]:

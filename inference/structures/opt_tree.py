@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.auto.policy import TreeGrowth
+from inference.cpu.at_once import likeliest
 from inference.stopping.interface import StopRule
 from inference.structures.shapes import Extends, ToProbs, cat_levels, plain_probs, stops
 from inference.tree import ROOT, OptimalTree
@@ -24,6 +25,7 @@ def opt_tree(
     growth: TreeGrowth | None = None,
     rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
+    temperature: float = 1.0,
 ) -> OptimalTree:
     """The tree of at most `nodes` nodes with the largest E(A) = 1 + Σ p̂ (OPT-Tree, Algorithm 1).
 
@@ -35,12 +37,13 @@ def opt_tree(
     every level sorted by p̂. That keeps parents in under ties and leaves nothing to gather. Any prefix of the order has
     the same property. `growth` chooses the most rewarding one, and how much of a level is worth feeding.
 
+    to_probs None: softmax of logits / temperature.
+
     width: only so many of a level are fed, the likeliest ones. With it and a δ of 0 the tree is EAGLE-2's (arXiv
     2406.16858, section 4), which has the largest E(A) of those that such steps find.
 
     One transfer per level; at most nodes · limit rows.
     """
-    to_probs = to_probs or plain_probs
     levels: list[tuple[Tensor, Tensor]] = []  # per level: tokens, p̂, descending
     above: list[list[int]] = []  # per level: place of each node's parent in the level before
     first_rows: list[int] = []  # per level: row of its first node
@@ -53,14 +56,14 @@ def opt_tree(
     gain, expected, count = math.inf, 0.0, 0
     while len(levels) < limit and gain > delta and parent_rows:
         logits = source.extend(tokens, parent_rows)
-        probs = to_probs(logits, range(rows, rows + len(parent_rows)))
         start, rows = rows, rows + len(parent_rows)
-        found, places, level_tokens = _largest(probs, weights, nodes)
-        values, place_list = torch.stack([found, places.to(found.dtype)]).tolist()
+        found, level_tokens, values, place_list = _children(
+            logits, range(start, rows), parents_probs, weights, nodes, to_probs, temperature
+        )
         depth = len(levels)
         best = sorted([*best, *((-value, depth) for value in values if value > 0)])[:nodes]
         levels.append((level_tokens, found))
-        above.append([int(place) for place in place_list])
+        above.append(place_list)
         steps.append([value / parents_probs[place] for value, place in zip(values, above[-1], strict=True)])
         first_rows.append(rows)
         kept = sum(level == depth for _, level in best)
@@ -78,6 +81,29 @@ def opt_tree(
     if fed:
         fed[-1] = 0
     return _assemble(root, levels, above, steps, first_rows, fed, best[:count])
+
+
+def _children(
+    logits: Tensor,
+    rows: Sequence[int],
+    parents: Sequence[float],
+    weights: Tensor | None,
+    count: int,
+    to_probs: ToProbs | None,
+    temperature: float,
+) -> tuple[Tensor, Tensor, list[float], list[int]]:
+    """The likeliest nodes below those of a level: p̂, descending, and tokens; on the host p̂ and the parents' places.
+
+    parents, weights: p̂ of the level's nodes, on the host and beside the logits, None where that is 1.
+    """
+    compiled = likeliest(logits, parents, count, 1 / temperature) if to_probs is None else None
+    if compiled is not None:
+        found, places, tokens = compiled
+        return found, tokens, found.tolist(), places.tolist()
+    probs = plain_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
+    found, places, tokens = _largest(probs, weights, count)
+    values, place_list = torch.stack([found, places.to(found.dtype)]).tolist()
+    return found, tokens, values, [int(place) for place in place_list]
 
 
 def _assemble(

@@ -74,6 +74,33 @@ def test_a_trained_drafter_is_lossless_and_better(
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
 
 
+def test_a_finished_exit_goes_on(tmp_path: Path, corpus: DataConfig) -> None:
+    """It has its own shape and tokens; with a learning rate of next to nothing it stays what it was."""
+    path = save_target(tmp_path / "target", "llama", kv_heads=2)
+    shape = {"train_head": False, "exit_layer": 1, "exit_depth": 2, "draft_vocabulary": 50}
+    one = distilling(path, corpus, tmp_path / "one", **shape)
+    train_early_exit(replace(one, fit=FIT))
+    of_a_new_one = {"train_head": True, "exit_layer": None, "exit_depth": 1, "draft_vocabulary": None}
+    on = replace(one, **of_a_new_one, start=str(tmp_path / "one"), out_dir=str(tmp_path / "two"))
+    train_early_exit(replace(on, fit=replace(FIT, lr=1e-12)))
+    before, after = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-9)
+    meta = read_meta(tmp_path / "two")
+    assert (meta.exit_layer, meta.exit_depth, meta.draft_vocabulary, meta.own_head) == (1, 2, 50, False)
+    assert meta.training["start"] == read_meta(tmp_path / "one").weights_sha256
+    other = save_target(tmp_path / "other", "llama", kv_heads=2, seed=1)
+    for changes, message in (
+        ({"draft_vocabulary": 50}, "draft_vocabulary=50: expected None, its default: start="),
+        ({"start": str(path)}, "no drafter.json there"),
+        ({"target": str(other)}, "target"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train_early_exit(replace(on, **changes, out_dir=str(tmp_path / "three")))
+    assert not (tmp_path / "three" / WEIGHTS_FILE).exists()
+
+
 def test_the_drafter_is_the_best_not_the_last(
     tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

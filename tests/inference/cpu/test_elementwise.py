@@ -16,7 +16,7 @@ SIZE, ROWS = 5 * LANES, 3
 @njit
 def normed(x, weight, eps, halves, out):  # type: ignore[no-untyped-def]
     for row in range(x.shape[0]):
-        norm_row(x, row, weight, eps, halves, out)
+        norm_row(x, row, row, weight, eps, halves, out)
 
 
 @njit

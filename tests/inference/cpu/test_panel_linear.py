@@ -152,6 +152,29 @@ def test_a_row_is_the_same_whatever_is_beside_it(kind: str, dtype: torch.dtype, 
         assert torch.equal(panels(x[:rows]), together[:rows])
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("bfloat16", torch.bfloat16)])
+def test_after_a_norm(kind: str, dtype: torch.dtype, way: str) -> None:
+    """As the norm and then the product, for few rows of it, each by itself."""
+    if (way, dtype) == ("pairs", torch.float32):
+        pytest.skip("these are for x of bfloat16s")
+    panels = PanelLinear(make_linear(kind, dtype, inputs=WHOLE))
+    if panels.layout.way != way:
+        pytest.skip("those are for bfloat16s")
+    torch.manual_seed(2)
+    x, weight = 7 * normal(1, 2 * BLOCK, WHOLE, dtype=dtype), torch.rand(WHOLE).to(dtype)
+    scaled = (x.double() * (x.double().square().mean(-1, keepdim=True) + 0.1).rsqrt()).to(dtype)
+    together = panels.after(weight, 0.1, x)
+    assert together is not None
+    torch.testing.assert_close(
+        together, panels(scaled * weight), rtol=0.02 if dtype == torch.bfloat16 else 1e-5, atol=0.02
+    )
+    assert together.shape == (1, 2 * BLOCK, OUT)
+    for rows in range(1, 2 * BLOCK):
+        assert torch.equal(panels.after(weight, 0.1, x[:, :rows]), together[:, :rows])
+    assert panels.after(weight, 0.1, normal(1, 2 * BLOCK + 1, WHOLE, dtype=dtype)) is None
+    assert panels.after(weight.double(), 0.1, x) is None
+
+
 def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than panels, too."""
     panels, x = PanelLinear(make_linear("float32")), normal(4, IN)
@@ -160,6 +183,10 @@ def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     for threads in (2, 3, OUT // PANEL + 2):
         torch.set_num_threads(threads)
         assert torch.equal(panels(x), alone)
+        normed = PanelLinear(make_linear("float32", inputs=WHOLE)).after(torch.ones(WHOLE), 1e-5, normal(4, WHOLE))
+        torch.set_num_threads(1)
+        again = PanelLinear(make_linear("float32", inputs=WHOLE)).after(torch.ones(WHOLE), 1e-5, normal(4, WHOLE))
+        assert torch.equal(normed, again)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
