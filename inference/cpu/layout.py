@@ -1,8 +1,8 @@
 """How a linear layer's weights lie for `inference.cpu`, what multiplies them, and how compiled functions are called."""
 
-import ctypes
 import statistics
 import time
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,6 @@ from inference.cpu.team import call_in_team, most_threads, team
 
 SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
-_TABLE = ctypes.c_int64 * entries.TABLE
 _TRIED = (16 * PANEL, 512)  # outputs and inputs of a product that is timed: its weights stay in a near cache
 _REPEATS = 20
 
@@ -128,8 +127,8 @@ def call(entry: int, table: list[int], size: int) -> None:
         threads = 1
     if threads > 1:
         table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads
-    given = _TABLE(*table)
-    call_in_team(entry, ctypes.addressof(given), threads)
+    given = array("q", table)
+    call_in_team(entry, given.buffer_info()[0], threads)
 
 
 @cache

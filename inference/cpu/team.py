@@ -59,9 +59,11 @@ def call_in_team(function: int, given: int, threads: int) -> None:
     """Call the C function void f(int64) at an address in `threads` threads at once, each with `given`."""
     parallel = team().parallel
     if threads == 1 or parallel is None:  # OpenMP would end its other threads for a team of one
-        _ALONE(function)(given)
+        _alone(function)(given)
     else:
         parallel(function, given, threads, 0)
 
 
-_ALONE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+@cache
+def _alone(function: int) -> "ctypes._CFunctionType":
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(function)
