@@ -139,13 +139,18 @@ def is_narrowed(config: PreTrainedConfig) -> bool:
     return getattr(config, MARK, None) is not None
 
 
-def read_own_tokens(source: str, revision: str | None, config: PreTrainedConfig) -> OwnTokens | None:
-    """The tokens of the model in `source`, None where it is of all. Raises `UserError` where they are not to be had."""
+def read_own_tokens(
+    source: str, revision: str | None, config: PreTrainedConfig, *, role: str = "small_lm"
+) -> OwnTokens | None:
+    """The tokens of the model in `source`, None where it is of all. Raises `UserError` where they are not to be had.
+
+    role: the option that names the model.
+    """
     if not is_narrowed(config):
         return None
     file, remedy = find_file(source, TOKENS_FILE, revision), f"restore {TOKENS_FILE}, or train the drafter again"
     if file is None:
-        raise UserError(f"small_lm={source}: no {TOKENS_FILE} there, which says what its tokens are; {remedy}")
+        raise UserError(f"{role}={source}: no {TOKENS_FILE} there, which says what its tokens are; {remedy}")
     content, mark = Path(file).read_bytes(), getattr(config, MARK)
     if not isinstance(mark, dict) or hashlib.sha256(content).hexdigest() != mark.get("sha256"):
         raise UserError(f"{file}: not the tokens that {CONFIG_FILE} was written with; {remedy}")

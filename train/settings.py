@@ -277,7 +277,8 @@ class FinetuneConfig(TargetConfig):
     teacher: Teacher = "online"
     on_policy: Share = 0.0  # share of the steps on continuations that the drafter itself has sampled
     on_policy_tokens: int = 64  # sampled per row in such a step
-    # tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need
+    # tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
+    # finished drafter
     draft_vocabulary: Count | None = None
     lora_rank: NotNegative = 0  # 0: all weights are trained
     lora_alpha: Positive | None = None  # null: 2 · lora_rank

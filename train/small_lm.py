@@ -24,7 +24,7 @@ from data_prep.text.rows import Rows, load_rows
 from draft_models.acceptance import Law
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
-from draft_models.draft_vocabulary import OwnTokens, narrow, narrow_config
+from draft_models.draft_vocabulary import OwnTokens, is_narrowed, narrow, narrow_config, read_own_tokens
 from draft_models.rehearsal import rehearsable
 from draft_models.small_lm import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
 from draft_models.target.anatomy import context_limit
@@ -88,9 +88,11 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     rows = load_taught_rows(config.data, tokenizer, config.seq_len, "train", cached=config.teacher == "cached")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
-    limit = None if config.drafter.path is None else shape.vocab_size
-    tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, opened, rows, heldout, limit))
-    own = None if tokens is None else OwnTokens(tokens, target.vocab_size)
+    own = None if config.drafter.path is None else tokens_of_finished(config, target)
+    if own is None:
+        limit = None if config.drafter.path is None else shape.vocab_size
+        tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, opened, rows, heldout, limit))
+        own = None if tokens is None else OwnTokens(tokens, target.vocab_size)
     group, stack = join_group(state, config.tensor_parallel), None
     if config.online or group.is_first:  # the others decode nothing
         dtype = pick_dtype(config.frozen_dtype, target, state.device)
@@ -184,6 +186,25 @@ def drafter_config(
     return LlamaConfig(**shape, **special_tokens(tokenizer))
 
 
+def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> OwnTokens | None:
+    """The tokens that the drafter to go on with is made of already; None where it is of all.
+
+    Raises `UserError` where they are another target's, or others are asked for.
+    """
+    path, revision = config.drafter.path, config.drafter.revision
+    assert path is not None
+    own = read_own_tokens(path, revision, load_config(path, revision, role="drafter.path"), role="drafter.path")
+    if own is None:
+        return None
+    if config.draft_vocabulary is not None:
+        raise UserError(f"draft_vocabulary={config.draft_vocabulary}: expected null, as drafter.path={path} has its "
+                        f"own {len(own.tokens)} tokens")  # fmt: skip
+    if own.vocabulary != target.vocab_size:
+        raise UserError(f"drafter.path={path}: its tokens are some of {own.vocabulary}, the target has "
+                        f"{target.vocab_size}; give the drafter of this target")  # fmt: skip
+    return own
+
+
 def require_room(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> None:
     """Raise `UserError` where rows or continuations are longer than a model's context."""
     for name, model in (("target", target), ("drafter", drafter)):
@@ -222,7 +243,9 @@ def start_lm(
             files = open_tensors(drafter.path, drafter.revision)
             lm = load_layers(files, shape, range(shape.num_hidden_layers), dtype=torch.float32)
             prove_layers(lm, f"drafter.path={drafter.path}")
-            if own is not None:
+            if own is not None and is_narrowed(shape):
+                lm.own_tokens = own
+            elif own is not None:
                 narrow(lm, own)
             lm.requires_grad_(True)
         if config.lora_rank:

@@ -30,11 +30,14 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     return config
 
 
+NARROW = ("small_lm", "drafter.path")  # options that a drafter over some of its target's tokens may be given as
+
+
 def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
     """The config of a causal LM of any architecture. Raises `UserError`."""
     gguf = find_gguf(source)
     config = _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
-    if role != "small_lm" and is_narrowed(config):
+    if role not in NARROW and is_narrowed(config):
         raise UserError(
             f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
             "only drafts; give it as small_lm, and here a model of all tokens"

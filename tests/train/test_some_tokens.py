@@ -1,6 +1,7 @@
 """A small LM that is made of some of the target's tokens: its rows, its losses, its samples, and the whole way."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from inference.settings import EvaluateConfig, SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import VOCABULARY, save_target
-from tests.train.jobs import finetuning, save_responses, write_corpus
+from tests.train.jobs import FIT, finetuning, save_responses, write_corpus
 from train.settings import DrafterConfig
 from train.small_lm import finetune_drafter
 from train.small_lm_student import OnPolicy, SmallLMStudent, continue_prefixes
@@ -157,3 +158,21 @@ def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: 
     with pytest.raises(UserError, match=f"no {TOKENS_FILE} there"):
         load_small_lm(str(out), load_tokenizer(str(target)), dtype=torch.float32)
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == 25
+
+
+def test_a_finished_one_of_some_tokens_goes_on(tmp_path: Path) -> None:
+    """With a learning rate of next to nothing it stays what it was, tokens and all."""
+    target = save_target(tmp_path / "target", kv_heads=2)
+    data = save_responses(target, tmp_path / "responses")
+    one = finetuning(target, data, tmp_path / "one", teacher="cached", draft_vocabulary=24)
+    finetune_drafter(one)
+    path = DrafterConfig(path=str(tmp_path / "one"))
+    on = replace(one, drafter=path, draft_vocabulary=None, out_dir=str(tmp_path / "two"), fit=replace(FIT, lr=1e-12))
+    finetune_drafter(on)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-9)
+    assert (tmp_path / "one" / TOKENS_FILE).read_bytes() == (tmp_path / "two" / TOKENS_FILE).read_bytes()
+    with pytest.raises(UserError, match="draft_vocabulary=24: expected null, as drafter"):
+        finetune_drafter(replace(on, draft_vocabulary=24, out_dir=str(tmp_path / "three")))
