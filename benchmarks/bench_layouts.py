@@ -29,8 +29,8 @@ from draft_models.target.int8 import Int8Linear
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target
 from draft_models.target.stack import LayerStack
-from inference.cpu.at_once import largest
 from inference.cpu.by_amx import has_amx
+from inference.cpu.choices import largest
 from inference.evaluate.report import describe_machine
 from inference.fused_layers import FusedLayer, fuse_layers, lay_out
 from inference.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, can_code, can_halve, pack_linears

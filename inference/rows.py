@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draft_models.target.attention import Band
-from inference.cpu.at_once import lineage_mask
+from inference.cpu.choices import lineage_mask
 from inference.tree import chain_parents
 
 # By window size of the layers; None: attention needs no mask.

@@ -25,7 +25,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from inference.cpu.at_once import place_of_largest
+from inference.cpu.choices import place_of_largest
 from inference.settings import SamplingConfig
 
 # Exactly these types, no subclasses: they never look at the text, so all rows go through them together.

@@ -4,7 +4,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from draft_models.target.int8 import Int8Linear
 from inference.cache import KVCache
 from inference.cpu import entries
-from inference.cpu.layout import STORED, Layout, call, out_of_panels
+from inference.cpu.layout import Layout, call, out_of_panels
 from inference.cpu.linear import PANEL
 from inference.cpu.pages import in_large_pages
 from inference.cpu.passes import Shape
@@ -24,7 +23,6 @@ from inference.cpu.vectors import LANES
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured; wider ones are left to a library's products
 SEEN = 2**18  # rows times positions of a pass, as far as was measured: there both ways take equally long in bfloat16
 COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
-MANY = 2**12  # numbers in a row of which the largest is looked for here
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
 SOME = 256  # positions by which room grows
 REPEATS = 3  # after a first one that does not count
@@ -104,87 +102,6 @@ class PanelLinear(nn.Module):
             table[place] = number
         call(entry, table, self._panels.nbytes)
         return out
-
-
-def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """`scores.max(-1)` of [n, V]: the largest of each row and its first place, or a NaN and its place."""
-    if not _has_many(scores):
-        values, places = scores.max(-1)
-        return values, places
-    values = scores.new_empty(len(scores))
-    return values, _places_of_largest(scores, values)
-
-
-def place_of_largest(scores: Tensor) -> Tensor:
-    """The first place [n] of the largest number of each row of scores [n, V]; −1 where that is NaN or infinite."""
-    if _has_many(scores):
-        return _places_of_largest(scores)
-    values, places = scores.max(-1)
-    difference = values - values  # NaN where they are not finite
-    return places.masked_fill_(difference != difference, -1)
-
-
-def _has_many(scores: Tensor) -> bool:
-    able = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16)
-    return able and scores.shape[-1] >= MANY and not scores.requires_grad
-
-
-def _places_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
-    """See `entries.maxima_entry`."""
-    scores = scores.contiguous()
-    places, room = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
-    table = [0] * entries.TABLE
-    table[entries.X], table[entries.OUT], table[entries.ROOM] = scores.data_ptr(), places.data_ptr(), room.data_ptr()
-    table[entries.VALUES] = 0 if values is None else values.data_ptr()
-    table[entries.ROWS], table[entries.INPUTS] = scores.shape
-    call(_entry_of(entries.maxima_entry, scores.dtype), table, 0)
-    return places
-
-
-def likeliest(
-    logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]), descending, on a CPU: values, rows,
-    columns, each [count] or, where there are not so many, fewer.
-
-    Values are in float32, and 0 beyond those above 0. None for logits that it does not look at.
-    """
-    rows, size = logits.shape
-    able = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
-    if not able or size < LANES or logits.requires_grad:
-        return None
-    logits, count = logits.contiguous(), min(count, rows * size)
-    values, places, room = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)
-    numbers = torch.tensor([*weights, sharpness])
-    table = [0] * entries.TABLE
-    table[entries.X], table[entries.VALUES], table[entries.OUT], table[entries.ROOM], table[entries.WEIGHTS] = (
-        tensor.data_ptr() for tensor in (logits, values, places, room, numbers)
-    )
-    table[entries.EPS] = table[entries.WEIGHTS] + rows * numbers.itemsize
-    table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = rows, size, count
-    call(_entry_of(entries.likeliest_entry, logits.dtype), table, 0)
-    return values, places[0], places[1]
-
-
-def lineage_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """An additive mask [1, 1, n, past + columns] for a CPU: row i sees the first `past` columns and, of those behind
-    them, the ones whose bit is set in seen[i]. None for what it does not make: another dtype, over 62 columns.
-    """
-    if columns >= 63 or dtype not in (torch.float32, torch.bfloat16):
-        return None
-    bits, mask = torch.tensor(seen), torch.empty(1, 1, len(seen), past + columns, dtype=dtype)
-    table = [0] * entries.TABLE
-    table[entries.X], table[entries.OUT] = bits.data_ptr(), mask.data_ptr()
-    table[entries.ROWS], table[entries.PAST], table[entries.OUTPUTS] = len(seen), past, columns
-    call(_entry_of(entries.mask_entry, dtype), table, 0)
-    return mask
-
-
-@cache
-def _entry_of(make: Any, dtype: torch.dtype) -> int:
-    """The address of one of `entries` for numbers of a dtype."""
-    address: int = make(STORED[dtype]).address
-    return address
 
 
 class LayersAtOnce:

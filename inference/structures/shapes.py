@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inference.cpu.at_once import largest
+from inference.cpu.choices import largest
 from inference.method_settings import DRAWS, Draw
 from inference.sampling import invert
 from inference.stopping.interface import Step, StopRule

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.cpu import at_once
-from inference.cpu.at_once import MANY, largest, place_of_largest
+from inference.cpu import choices
+from inference.cpu.choices import MANY, largest, place_of_largest
 
 ROWS = 3
 DTYPES = [torch.float32, torch.bfloat16]
@@ -15,8 +15,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the calls of the compiled function."""
     calls: list[int] = []
-    run = at_once.call
-    monkeypatch.setattr(at_once, "call", lambda *given: calls.append(1) or run(*given))
+    run = choices.call
+    monkeypatch.setattr(choices, "call", lambda *given: calls.append(1) or run(*given))
     return calls
 
 

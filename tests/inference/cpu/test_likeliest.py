@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.cpu.at_once import likeliest, lineage_mask
+from inference.cpu.choices import MOST_COLUMNS, likeliest, lineage_mask
 from inference.rows import Rows, unpack
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -80,5 +80,5 @@ def test_masks_of_lineages(dtype: torch.dtype) -> None:
             assert bool((found[0, 0, :, :past] == 0).all())
             assert torch.equal(found[0, 0, :, past:] == 0, visible)
             assert torch.equal(found[0, 0, :, past:] == torch.finfo(dtype).min, ~visible)
-    assert lineage_mask([1], 3, 63, dtype) is None
+    assert lineage_mask([1], 3, MOST_COLUMNS + 1, dtype) is None
     assert lineage_mask([1], 3, 1, torch.float64) is None
