@@ -1,0 +1,101 @@
+"""What a decode loop asks of logits and of a draft's lineages on a CPU, each in one compiled call.
+
+Between two passes of a target the caches are cold: a small operation of PyTorch's takes five times what it takes alone.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.cpu import entries
+from inference.cpu.layout import STORED, call
+from inference.cpu.vectors import LANES
+
+MANY = 2**12  # numbers in a row of which the largest is looked for here
+MOST_COLUMNS = 62  # of a lineage: bits of an int64
+
+
+def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """`scores.max(-1)` of [n, V]: the largest of each row and its first place, or a NaN and its place."""
+    if not _has_many(scores):
+        values, places = scores.max(-1)
+        return values, places
+    values = scores.new_empty(len(scores))
+    return values, _places_of_largest(scores, values)
+
+
+def place_of_largest(scores: Tensor) -> Tensor:
+    """The first place [n] of the largest number of each row of scores [n, V]; −1 where that is NaN or infinite."""
+    if _has_many(scores):
+        return _places_of_largest(scores)
+    values, places = scores.max(-1)
+    difference = values - values  # NaN where they are not finite
+    return places.masked_fill_(difference != difference, -1)
+
+
+def _has_many(scores: Tensor) -> bool:
+    able = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16)
+    return able and scores.shape[-1] >= MANY and not scores.requires_grad
+
+
+def _places_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
+    """See `entries.maxima_entry`."""
+    scores = scores.contiguous()
+    places, room = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
+    table = [0] * entries.TABLE
+    table[entries.X], table[entries.OUT], table[entries.ROOM] = scores.data_ptr(), places.data_ptr(), room.data_ptr()
+    table[entries.VALUES] = 0 if values is None else values.data_ptr()
+    table[entries.ROWS], table[entries.INPUTS] = scores.shape
+    call(_entry_of(entries.maxima_entry, scores.dtype), table, 0)
+    return places
+
+
+def likeliest(
+    logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]), descending, on a CPU: values, rows,
+    columns, each [count] or, where there are not so many, fewer.
+
+    Values are in float32, and 0 beyond those above 0. None for logits that it does not look at.
+    """
+    rows, size = logits.shape
+    able = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
+    if not able or size < LANES or logits.requires_grad:
+        return None
+    logits, count = logits.contiguous(), min(count, rows * size)
+    values, places, room = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)
+    numbers = torch.tensor([*weights, sharpness])
+    table = [0] * entries.TABLE
+    table[entries.X], table[entries.VALUES], table[entries.OUT], table[entries.ROOM], table[entries.WEIGHTS] = (
+        tensor.data_ptr() for tensor in (logits, values, places, room, numbers)
+    )
+    table[entries.EPS] = table[entries.WEIGHTS] + rows * numbers.itemsize
+    table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = rows, size, count
+    call(_entry_of(entries.likeliest_entry, logits.dtype), table, 0)
+    return values, places[0], places[1]
+
+
+def lineage_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
+    """An additive mask [1, 1, n, past + columns] for a CPU: row i sees the first `past` columns and, of those behind
+    them, the ones whose bit is set in seen[i].
+
+    None for what it does not make: another dtype, or more of those columns than `MOST_COLUMNS`.
+    """
+    if columns > MOST_COLUMNS or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    bits, mask = torch.tensor(seen), torch.empty(1, 1, len(seen), past + columns, dtype=dtype)
+    table = [0] * entries.TABLE
+    table[entries.X], table[entries.OUT] = bits.data_ptr(), mask.data_ptr()
+    table[entries.ROWS], table[entries.PAST], table[entries.OUTPUTS] = len(seen), past, columns
+    call(_entry_of(entries.mask_entry, dtype), table, 0)
+    return mask
+
+
+@cache
+def _entry_of(make: Any, dtype: torch.dtype) -> int:
+    """The address of one of `entries` for numbers of a dtype."""
+    address: int = make(STORED[dtype]).address
+    return address
