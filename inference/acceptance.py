@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.sampling import Sampler, branches, likeliest
+from inference.cpu.choices import likeliest
+from inference.sampling import Sampler, branches
 from inference.session import TargetSession
 from inference.tree import DraftTree
 from inference.verify import Matching, NodeRule, RandomChance, Rejection, verify_greedy, verify_sampled

@@ -25,7 +25,6 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from inference.cpu.choices import place_of_largest
 from inference.settings import SamplingConfig
 
 # Exactly these types, no subclasses: they never look at the text, so all rows go through them together.
@@ -112,11 +111,6 @@ class Sampler:
         for rows in groups.values():
             processed[rows] = step(torch.stack([contexts[row] for row in rows]), scores[rows])
         return processed
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """The token [n] with the largest of each row of logits [n, V]; −1 where that is NaN or infinite."""
-    return place_of_largest(logits)
 
 
 def successors(logits: Tensor, count: int) -> Tensor:

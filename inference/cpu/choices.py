@@ -27,13 +27,13 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
     return values, _places_of_largest(scores, values)
 
 
-def place_of_largest(scores: Tensor) -> Tensor:
-    """The first place [n] of the largest number of each row of scores [n, V]; −1 where that is NaN or infinite."""
-    if _has_many(scores):
-        return _places_of_largest(scores)
-    values, places = scores.max(-1)
+def likeliest(logits: Tensor) -> Tensor:
+    """The token [n] with the largest of each row of logits [n, V]; −1 where that is NaN or infinite."""
+    if _has_many(logits):
+        return _places_of_largest(logits)
+    values, tokens = logits.max(-1)
     difference = values - values  # NaN where they are not finite
-    return places.masked_fill_(difference != difference, -1)
+    return tokens.masked_fill_(difference != difference, -1)
 
 
 def _has_many(scores: Tensor) -> bool:
@@ -53,7 +53,7 @@ def _places_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
     return places
 
 
-def likeliest(
+def likeliest_children(
     logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]), descending, on a CPU: values, rows,
@@ -74,7 +74,7 @@ def likeliest(
     )
     table[entries.EPS] = table[entries.WEIGHTS] + rows * numbers.itemsize
     table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = rows, size, count
-    call(_entry_of(entries.likeliest_entry, logits.dtype), table, 0)
+    call(_entry_of(entries.children_entry, logits.dtype), table, 0)
     return values, places[0], places[1]
 
 

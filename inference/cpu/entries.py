@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from inference.cpu.attention import NEAR
 from inference.cpu.by_amx import STEP
 from inference.cpu.elementwise import norm_row
-from inference.cpu.likeliest import likeliest
+from inference.cpu.likeliest import likeliest_children
 from inference.cpu.linear import PARTS, Linear
 from inference.cpu.maxima import first_largest
 from inference.cpu.numbers import FAST, array_at, kernel, put, wide
@@ -171,8 +171,8 @@ def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
     return entry
 
 
-def likeliest_entry(kept: Any, sources: int = _SOURCES) -> Any:
-    """`likeliest` as a C function void f(int64 *table), for logits of this type.
+def children_entry(kept: Any, sources: int = _SOURCES) -> Any:
+    """`likeliest_children` as a C function void f(int64 *table), for logits of this type.
 
     WEIGHTS: of rows; EPS: the sharpness. OUTPUTS results: values float32 to VALUES, rows and then columns int64 to OUT.
     """
@@ -182,7 +182,7 @@ def likeliest_entry(kept: Any, sources: int = _SOURCES) -> Any:
         table = _table(given, sources)
         rows, size, count = table[ROWS], table[INPUTS], table[OUTPUTS]
         found = carray(array_at(table[OUT], np.int64), (2, count))
-        likeliest(
+        likeliest_children(
             carray(array_at(table[X], kept), (rows, size)), _floats(table[WEIGHTS], 1, rows)[0],
             _floats(table[EPS], 1, 1)[0, 0], _floats(table[ROOM], 1, size // LANES)[0],
             _floats(table[VALUES], 1, count)[0], found[0], found[1],

@@ -81,7 +81,7 @@ def _enter(value, row, column, values, rows, columns):
 
 
 @kernel
-def likeliest(logits, weights, sharpness, maxima, values, rows, columns):
+def likeliest_children(logits, weights, sharpness, maxima, values, rows, columns):
     """The largest of weights[r] · softmax(sharpness · logits[r])[c] of [n, V], descending, with their r and c.
 
     values float32, rows, columns int64 [k]: results. Where fewer than k are above 0, and in rows with a NaN or an

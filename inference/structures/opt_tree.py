@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.auto.policy import TreeGrowth
-from inference.cpu.choices import likeliest
+from inference.cpu.choices import likeliest_children
 from inference.stopping.interface import StopRule
 from inference.structures.shapes import Extends, ToProbs, cat_levels, plain_probs, stops
 from inference.tree import ROOT, OptimalTree
@@ -96,7 +96,7 @@ def _children(
 
     parents, weights: p̂ of the level's nodes, on the host and beside the logits, None where that is 1.
     """
-    compiled = likeliest(logits, parents, count, 1 / temperature) if to_probs is None else None
+    compiled = likeliest_children(logits, parents, count, 1 / temperature) if to_probs is None else None
     if compiled is not None:
         found, places, tokens = compiled
         return found, tokens, found.tolist(), places.tolist()

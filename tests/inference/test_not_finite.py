@@ -21,6 +21,7 @@ from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
 from inference import cuda_graphs
 from inference.acceptance import Chooser
+from inference.cpu.choices import likeliest
 from inference.cuda_graphs import Graphed
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.eagle3 import Eagle3Source
@@ -29,7 +30,7 @@ from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.method_settings import MethodConfig, StopConfig
 from inference.runtime import Eager, Runtime
-from inference.sampling import Sampler, likeliest
+from inference.sampling import Sampler
 from inference.session import TargetSession
 from inference.settings import SamplingConfig
 from inference.structures.factory import make_structure

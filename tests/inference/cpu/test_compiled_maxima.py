@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from inference.cpu import choices
-from inference.cpu.choices import MANY, largest, place_of_largest
+from inference.cpu.choices import MANY, largest, likeliest
 
 ROWS = 3
 DTYPES = [torch.float32, torch.bfloat16]
@@ -76,10 +76,10 @@ def test_views_and_other_numbers(compiled: list[int]) -> None:
 @pytest.mark.parametrize("size", [8, MANY, MANY + 3])
 def test_no_place_where_the_largest_is_not_finite(dtype: torch.dtype, size: int) -> None:
     scores = logits(size, dtype)
-    assert torch.equal(place_of_largest(scores), scores.argmax(-1))
+    assert torch.equal(likeliest(scores), scores.argmax(-1))
     scores[0, size - 1] = torch.inf
     scores[1] = -torch.inf
     scores[2, 3] = torch.nan
-    assert place_of_largest(scores).tolist() == [-1, -1, -1]
+    assert likeliest(scores).tolist() == [-1, -1, -1]
     scores[0, size - 1], scores[1, 2] = -torch.inf, 0.5
-    assert place_of_largest(scores).tolist() == [int(scores[0].argmax()), 2, -1]
+    assert likeliest(scores).tolist() == [int(scores[0].argmax()), 2, -1]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.cpu.choices import MOST_COLUMNS, likeliest, lineage_mask
+from inference.cpu.choices import MOST_COLUMNS, likeliest_children, lineage_mask
 from inference.rows import Rows, unpack
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -34,7 +34,7 @@ def test_are_those_of_a_softmax(
     generator = torch.Generator().manual_seed(seed)
     logits = (4 * torch.randn(rows, size, generator=generator)).to(dtype)
     weights = torch.rand(rows, generator=generator).tolist()
-    found: Any = likeliest(logits, weights, count, sharpness)
+    found: Any = likeliest_children(logits, weights, count, sharpness)
     values, of_rows, columns = found
     probs = expected(logits, weights, sharpness)
     assert len(values) == min(count, rows * size)
@@ -45,7 +45,7 @@ def test_are_those_of_a_softmax(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_ones_come_in_order(dtype: torch.dtype) -> None:
-    found: Any = likeliest(torch.zeros(2, 40, dtype=dtype), [0.5, 0.5], 42)
+    found: Any = likeliest_children(torch.zeros(2, 40, dtype=dtype), [0.5, 0.5], 42)
     assert found[0].tolist() == pytest.approx([0.5 / 40] * 42)
     assert list(zip(found[1].tolist(), found[2].tolist(), strict=True)) == [
         (place // 40, place % 40) for place in range(42)
@@ -58,13 +58,13 @@ def test_a_row_with_what_is_no_number_has_no_tokens(dtype: torch.dtype, place: i
     for value in (torch.nan, torch.inf):
         logits = torch.randn(2, 50).to(dtype)
         logits[0, place] = value
-        found: Any = likeliest(logits, [1.0, 0.5], 60)
+        found: Any = likeliest_children(logits, [1.0, 0.5], 60)
         probs = expected(logits, [1.0, 0.5], 1.0)[1]
         torch.testing.assert_close(found[0][:50], probs.sort(descending=True).values, rtol=1e-5, atol=1e-9)
         assert found[1][:50].tolist() == [1] * 50
         assert found[0][50:].tolist() == [0.0] * 10
-    assert likeliest(torch.randn(1, 8), [1.0], 2) is None
-    assert likeliest(torch.randn(1, 80, dtype=torch.float64), [1.0], 2) is None
+    assert likeliest_children(torch.randn(1, 8), [1.0], 2) is None
+    assert likeliest_children(torch.randn(1, 80, dtype=torch.float64), [1.0], 2) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
