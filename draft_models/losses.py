@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 import torch
@@ -17,6 +18,16 @@ IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
 OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # those that are made of α = Σ min(p, q)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
+
+
+def rows_at_once(device: torch.device) -> int:
+    """Rows whose logits exist at a time.
+
+    A CPU gets as many as its caches hold the logits of, in small vocabularies. The memory of larger ones besides comes
+    from the system anew each time (`benchmarks/bench_losses.py`).
+    """
+    return 256 if device.type == "cpu" else 1024
+
 
 # (logits of some rows, which rows, whether a gradient is wanted) → (each row's loss, their gradients by the logits)
 _Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
@@ -73,13 +84,14 @@ def head_product(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = 1024, *, rule: LogitRule = PLAIN
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None, *, rule: LogitRule = PLAIN
 ) -> Tensor:
     """The sum of −log softmax(hidden · weightᵀ)[label] over supervised positions, in float32 or better.
 
     hidden [..., d]; weight [V, d]; labels [...] with `IGNORE` where a position is not supervised. Only supervised
-    positions reach the head, `chunk` of them at a time. So memory is chunk × V rather than tokens × V. Matrix products
-    run in hidden's dtype, or with autocast in its dtype. The weight's gradient is accumulated in float32.
+    positions reach the head, `chunk` of them at a time (None: `rows_at_once`). So memory is chunk × V rather than
+    tokens × V. Matrix products run in hidden's dtype, or with autocast in its dtype. The weight's gradient is
+    accumulated in float32.
     rule: what the model makes of its head's logits. Without one it equals
     `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
@@ -91,7 +103,7 @@ def rows_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     wanted: Tensor,
-    chunk: int = 1024,
+    chunk: int | None = None,
     *,
     rule: LogitRule = PLAIN,
     shares: Tensor | None = None,
@@ -120,7 +132,7 @@ def linear_divergence(
     target_weight: Tensor,
     labels: Tensor,
     kind: str,
-    chunk: int = 1024,
+    chunk: int | None = None,
     *,
     rule: LogitRule = PLAIN,
     target_rule: LogitRule = PLAIN,
@@ -157,7 +169,7 @@ def rows_divergence(
     target_hidden: Tensor,
     target_weight: Tensor,
     kind: str,
-    chunk: int = 1024,
+    chunk: int | None = None,
     *,
     rule: LogitRule = PLAIN,
     target_rule: LogitRule = PLAIN,
@@ -175,7 +187,7 @@ def rows_divergence(
     target_matrix = target_weight.detach()[: shared if tokens is None else None]
     known, padding = target_hidden.detach(), weight.shape[0] - shared
     guesses = len(hidden) // len(known) if len(known) else 1
-    chunk = max(1, chunk // guesses) * guesses
+    chunk = max(1, (chunk or rows_at_once(hidden.device)) // guesses) * guesses
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
         log_q = logits[:, :shared].log_softmax(-1)
@@ -200,7 +212,7 @@ def linear_topk_divergence(
     tail: Tensor,
     labels: Tensor,
     kind: str,
-    chunk: int = 1024,
+    chunk: int | None = None,
     *,
     rule: LogitRule = PLAIN,
 ) -> Tensor:
@@ -217,34 +229,73 @@ def linear_topk_divergence(
     What the tail holds of them is not known. It all counts as the drafter's other tokens, unless it has no others.
     """
     keep = labels != IGNORE
-    ids, logprobs, rest = top_ids[keep], top_logprobs[keep], tail[keep]
-    own = weight.shape[0]
-    outside = ids == IGNORE
-    picked_of = ids.masked_fill(outside, own)  # a column beside its own tokens
-    beside = bool(outside.any())
-    every = (~outside).sum(-1, keepdim=True) == own
-    impossible = torch.cat([outside, every], -1)  # buckets in which q has no token
+    logprobs, rest = top_logprobs[keep], tail[keep]
+    known = _Known.of(top_ids[keep], weight.shape[0])
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        picked, lacking = picked_of[rows], impossible[rows]
         lowest = torch.finfo(logits.dtype).min / 4  # finite, as 0 · −∞ is no number
+        its = known.part(rows)
         log_p = top_k_logs(logprobs[rows].to(logits.dtype), rest[rows].to(logits.dtype))
-        log_p = log_p.masked_fill(lacking, lowest)
+        log_p = log_p.masked_fill(its.impossible, lowest)
         if kind not in OVERLAPS:
             log_p = log_p.log_softmax(-1)
-        log_all = logits.log_softmax(-1)
-        log_all = F.pad(log_all, (0, 1), value=lowest) if beside else log_all
-        others = log_all.scatter(-1, picked, -torch.inf)
-        log_q = torch.cat([log_all.gather(-1, picked), others.logsumexp(-1, keepdim=True)], -1)
-        log_q = log_q.masked_fill(lacking, lowest)
+        log_q, within = its.buckets(logits)
+        log_q = log_q.masked_fill_(its.impossible, lowest)
         value, slope = _divergence(kind, log_p, log_q)
         if not need_grad:
             return value, None
-        # by a token's logit: its share of its bucket's slope, less its probability of all slopes
-        share = (others - log_q[:, -1:]).exp_().mul_(slope[:, -1:]).scatter_(-1, picked, slope[:, :-1])
-        return value, (share - log_all.exp_() * slope.sum(-1, keepdim=True))[:, :own]
+        return value, its.spread(slope - log_q.exp_() * slope.sum(-1, keepdim=True), within)
 
     return _apply(hidden[keep], weight, objective, chunk, rule)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Which of a drafter's tokens are buckets of their own [n, k], in rows of logits; all its others make one more.
+
+    A matrix [n, V] is read and written as few times as that takes: of what is made of each row, its largest part is
+    that matrix.
+    """
+
+    outside: Tensor  # bool [n, k]: a token that the drafter has not
+    places: Tensor  # int64 [n, k]: where each is; of one outside, that of one which is not
+    stand_in: Tensor  # int64 [n, k]: the column of `places` that each one's place is of
+    none: Tensor  # bool [n, 1]: all are outside; their places are 0
+    every: Tensor  # bool [n, 1]: there are no others
+
+    @classmethod
+    def of(cls, ids: Tensor, tokens: int) -> "_Known":
+        """Of ids [n, k] among a drafter's `tokens`, `IGNORE` for those that it has not."""
+        outside = ids == IGNORE
+        columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        stand_in = torch.where(outside, (~outside).byte().argmax(-1, keepdim=True), columns)
+        count = (~outside).sum(-1, keepdim=True)
+        return cls(outside, ids.gather(-1, stand_in).clamp(min=0), stand_in, count == 0, count == tokens)
+
+    def part(self, rows: slice) -> "_Known":
+        return _Known(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    @property
+    def impossible(self) -> Tensor:
+        """bool [n, k + 1]: buckets in which the drafter has no token."""
+        return torch.cat([self.outside, self.every], -1)
+
+    def buckets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """log q [n, k + 1] of each bucket, and q [n, V] given that the token is one of the last; takes the logits."""
+        own = logits.gather(-1, self.places)
+        others = logits.scatter_(-1, self.places, torch.where(self.none, own, -torch.inf))
+        largest = others.amax(-1, keepdim=True)
+        within = others.softmax(-1)
+        # a softmax's largest value is 1 / Σ exp(logit − largest)
+        rest = (largest - within.amax(-1, keepdim=True).log()).masked_fill(self.every, -torch.inf)
+        within = torch.where(self.every, 0.0, within) if bool(self.every.any()) else within
+        return torch.cat([own.masked_fill(self.outside, -torch.inf), rest], -1).log_softmax(-1), within
+
+    def spread(self, by_bucket: Tensor, within: Tensor) -> Tensor:
+        """The gradient [n, V] by each logit, of that by each bucket's [n, k + 1]; takes `within`."""
+        shared = within.mul_(by_bucket[:, -1:])
+        own = torch.where(self.none, shared.gather(-1, self.places), by_bucket.gather(-1, self.stand_in))
+        return shared.scatter_(-1, self.places, own)
 
 
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,7 +348,7 @@ def _apply(
     hidden: Tensor,
     weight: Tensor,
     objective: _Objective,
-    chunk: int,
+    chunk: int | None,
     rule: LogitRule = PLAIN,
     shares: Tensor | None = None,
 ) -> Tensor:
@@ -307,4 +358,5 @@ def _apply(
     if not torch.is_grad_enabled():  # a Function is told what requires a gradient, not whether one is wanted
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
+        chunk = chunk or rows_at_once(hidden.device)
         return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), chunk, shares)

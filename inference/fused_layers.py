@@ -212,12 +212,22 @@ def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
     return joined
 
 
+def first_outputs(linear: nn.Linear, count: int) -> nn.Linear:
+    """A layer of the first `count` outputs of `linear`, whose weights are views of its own."""
+    cut = nn.Linear(linear.in_features, count, bias=linear.bias is not None, device="meta")
+    for name, whole in linear.named_parameters():
+        setattr(cut, name, nn.Parameter(whole.detach()[:count], requires_grad=False))
+    return cut
+
+
 def lay_out(model: nn.Module, like: LayerStack) -> None:
     """Make `model` ready to decode where `like`, the target, is: its layers fused.
 
     On a CPU they run at once, and weights are packed, where that is faster.
     """
     fuse_layers(model)
+    if isinstance(model, LayerStack) and model.own_tokens is not None and isinstance(model.head, nn.Linear):
+        model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last one is never proposed
     # Processes that share a model out must round alike, or what they draft by themselves may differ.
     together = run_at_once(model) if like.group.size == 1 else []
     if can_pack(like.device, like.dtype):

@@ -1,5 +1,6 @@
 """Linear layers laid out as a CPU reads them fastest; which layout that is, is measured where the model is loaded."""
 
+import copy
 import math
 import statistics
 import time
@@ -14,6 +15,7 @@ from inference.cpu.at_once import COLD, REPEATS, PanelLinear, fits_panels
 
 ROWS = 8  # the row count the blocked layout is chosen for; it serves 1 to 32 rows nearly as well
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
+FEWEST = 16  # layers that are timed in turn, if need be copies, unless fewer exceed the caches
 SMALL = 2**17  # bytes of a layer that is blocked without measuring: its time is that of the call, whatever the layout
 
 Choose = Callable[[Sequence[Any]], str]  # of nn.Linears or of Int8Linears
@@ -205,8 +207,9 @@ def fastest_layout(
 
     panels: whether that layout is tried too. It serves few rows, for which decoder layers have another way already.
 
-    They are timed in turn over as many of the layers as exceed the caches, or over one again and again where it is the
-    only one. The mean of the logarithms decides. Takes some tens of milliseconds, and the memory of copies of those.
+    They are timed in turn over as many of the layers as exceed the caches. Where there are fewer, copies help out, up
+    to `FEWEST` in all: the one head of a model that drafts is not in a cache either when its turn comes. The mean of
+    the logarithms decides. Takes some tenths of a second at most, and the memory of copies of those.
     """
     first = linears[0]
     coded = isinstance(first, Int8Linear)
@@ -214,7 +217,9 @@ def fastest_layout(
     size = first.out_features * first.in_features * dtype.itemsize  # of codes too: they may be kept as floats
     if size < SMALL:
         return "blocked"
-    sample = list(linears[: math.ceil(COLD / size)])
+    count = math.ceil(COLD / size)
+    sample = list(linears[:count])
+    sample += [copy.deepcopy(sample[place % len(sample)]) for place in range(len(sample), min(count, FEWEST))]
     left_out = set()
     if not (can_halve(dtype) and (coded or all(fits_half(linear.weight) for linear in sample))):
         left_out.add("halved")

@@ -11,6 +11,7 @@ candidates are the likeliest ones, so the emitted law stays exact. Under greedy 
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,7 @@ WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-confi
 OWN, NEIGHBOUR = 1.0, 10.0
 TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
 BANDS = 14  # of q, two to an octave
+SPARE, FEWEST, RECENT = 2, 4, 16  # see `TreeSizes`
 INDICES = max(LONGEST_CHAIN, WIDEST_FAMILY, BANDS)  # that trials may have
 KEEP = 0.97  # of the weight of a trial when another round follows: text has easy and hard stretches
 FADE = 0.5  # a further candidate of a node is so much less often right than the one before, until seen otherwise
@@ -140,20 +142,26 @@ class TreeSizes:
     """nodes=auto and max_depth=auto of an OPT-Tree: how many nodes to submit, when to stop going deeper.
 
     nodes, depth: given numbers; None: chosen here.
+
+    Every node that is looked at takes time, and most are too unlikely to submit. So a round looks at `SPARE` times as
+    many as the largest tree of the last `RECENT` rounds had.
     """
 
     def __init__(self, tuning: Tuning, nodes: int | None, depth: int | None):
         self.costs = tuning.costs
         self.nodes, self.depth = nodes, depth
         self.max_nodes, self.max_depth = nodes or MOST_NODES, depth or DEEPEST
+        self._submitted = deque([self.max_nodes], RECENT)
         self._evidence = Evidence(BANDS, tuning, own=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0)
 
     def begin(self) -> "TreeGrowth":
         """The choices of one round."""
-        return TreeGrowth(self, self._evidence.shares())
+        likely = SPARE * max(FEWEST, *self._submitted) if self.nodes is None else self.nodes
+        return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes))
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         self._evidence.add(trials_by_band(tree, accepted))
+        self._submitted.append(len(tree))
 
     def chosen(self, tree: DraftTree) -> list[str]:
         """What was chosen for `tree`, for the record."""
@@ -183,10 +191,12 @@ class TreeGrowth:
     / Σ q). Example: a greedy target takes a q of 0.8 more often than that, and one of 0.1 less. The next level is
     expected to hold one child for each node fed. The child is worth as much less than its parent as this level is less
     than the last.
+
+    nodes: how many of the likeliest are looked at.
     """
 
-    def __init__(self, sizes: TreeSizes, trust: Sequence[float]):
-        self._sizes, self._trust = sizes, trust
+    def __init__(self, sizes: TreeSizes, trust: Sequence[float], nodes: int):
+        self._sizes, self._trust, self.nodes = sizes, trust, nodes
         self._spent, self._mass = 0.0, 1.0  # seconds drafting; what the last level's submitted nodes are worth
         self._worths: list[list[float]] = []  # of the nodes of every level
 
@@ -224,7 +234,7 @@ class TreeGrowth:
 
     def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
         """How many rows to feed next, and the tokens a second to expect then."""
-        costs, room = self._sizes.costs, self._sizes.max_nodes - len(worths)
+        costs, room = self._sizes.costs, self.nodes - len(worths)
         best, feed = 0.0, 0
         for rows, gain in enumerate(gains, start=1):
             emitted += max(0.0, gain - (worths[room - rows] if rows > room else 0.0))  # displaces the least likely node

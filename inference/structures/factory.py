@@ -224,7 +224,8 @@ def _make_opt_tree(settings: StructureConfig, tuning: Tuning | None) -> Tree:
 
     def grow(source: RoundSource, root: Tensor, **options: Any) -> DraftTree:
         options |= {"delta": delta, "width": settings.width, "temperature": settings.temperature}
-        return opt_tree(source, root, nodes=sizes.max_nodes, growth=sizes.begin(), **options)
+        growth = sizes.begin()
+        return opt_tree(source, root, nodes=growth.nodes, growth=growth, **options)
 
     return Tree(grow, sizes.max_nodes * sizes.max_depth, sizes.max_depth, sizes=sizes)
 

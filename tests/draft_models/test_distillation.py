@@ -239,6 +239,22 @@ def test_a_tail_lost_to_half_precision_stays_finite(kind: str) -> None:
     assert all(tensor.isfinite().all() for tensor in values(linear_topk_divergence, cached, kind=kind))
 
 
+@pytest.mark.parametrize("sure_of", ["a known token", "another"])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_drafter_that_is_sure_has_the_loss_of_exact_arithmetic(kind: str, sure_of: str) -> None:
+    """Its probabilities of all but one bucket are below what float32 holds; their logarithms are not."""
+    given = problem()
+    cached = top_k(given, K)
+    every = torch.eye(VOCABULARY, dtype=torch.float64)
+    known = cached["top_ids"]
+    place = known[..., 0] if sure_of == "a known token" else every[known].sum(-2).argmin(-1)
+    cached |= {"hidden": 150 * every[place], "weight": every}
+    single = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in cached.items()}
+    exact, got = (values(linear_topk_divergence, one, kind=kind) for one in (cached, single))
+    for one, other in zip(got, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_softmaxes_are_float32_whatever_the_products_are(kind: str) -> None:
     given = problem(torch.bfloat16)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from draft_models.draft_vocabulary import OwnTokens, narrow
 from draft_models.early_exit import NoLayer
 from draft_models.target.architectures import load_config
 from draft_models.target.stack import LayerStack, load_layers
@@ -24,6 +25,7 @@ from inference.packing import PackedLinear, can_pack
 from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from outrider.streams import Streams
+from tests.families import save_family
 from tests.pairwise import all_pairs
 from tests.tiers import quick_where
 from tests.tiny import (
@@ -80,6 +82,24 @@ def test_joined_weights_are_held_once() -> None:
         joined.weight.untyped_storage().data_ptr()
     }
     assert not joined.weight.requires_grad
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi"])  # the latter's head has a bias
+def test_the_head_of_some_tokens_has_no_row_for_the_others(tmp_path: Path, architecture: str) -> None:
+    """It is never proposed. Twice laid out it is the same; tied to the embedding, that goes on having the row."""
+    save = save_family if architecture == "phi" else save_target
+    path = save(tmp_path, architecture)
+    tokens = torch.arange(3, 35)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    narrow(model, OwnTokens(tokens, VOCABULARY))
+    stack, hidden = LayerStack(model), torch.randn(1, 5, model.config.hidden_size)
+    expected, whole = stack.own_logits(hidden), stack.logits(hidden)
+    prepare(stack, {})
+    prepare(stack, {})
+    assert stack.head.weight.shape[0] == len(tokens)
+    assert stack.embed_tokens.weight.shape[0] == len(tokens) + 1
+    torch.testing.assert_close(stack.own_logits(hidden), expected)
+    torch.testing.assert_close(stack.logits(hidden), whole)
 
 
 def test_fusing_twice_and_fusing_nothing(tmp_path: Path) -> None:

@@ -114,14 +114,16 @@ def test_a_kind_of_linear_layer_with_a_forward_of_its_own_is_left_alone() -> Non
 Cost = Callable[[str, int], float]
 
 
-def machine(cost: Cost, monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
-    """A clock of a machine on which a layer takes cost(layout, rows) seconds."""
+def machine(cost: Cost, monkeypatch: pytest.MonkeyPatch, ran: list[nn.Module] | None = None) -> Callable[[], float]:
+    """A clock of a machine on which a layer takes cost(layout, rows) seconds. `ran`: which did, in order."""
     now = [0.0]
+    ran = [] if ran is None else ran
 
     def running(layout: str, kind: type) -> None:
         forward = kind.__call__
 
         def timed(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            ran.append(self)
             now[0] += cost(layout, x.shape[0])
             return forward(self, x)
 
@@ -179,6 +181,19 @@ def test_a_first_pass_and_a_single_slow_one_do_not_decide(monkeypatch: pytest.Mo
         return 50.0 if slow else 0.5 if layout == "blocked" else 1.0
 
     assert fastest_layout(layers_of(1), machine(cost, monkeypatch)) == "blocked"
+
+
+@needs_onednn
+def test_one_layer_is_timed_as_in_a_round_not_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which one that has just run is in a cache, where blocks are quicker."""
+    monkeypatch.setattr(packing, "SMALL", 0)
+    ran: list[nn.Module] = []
+
+    def cost(layout: str, rows: int) -> float:
+        near = any(one is ran[-1] for one in ran[-4:-1])
+        return 1 if near and layout == "blocked" else {"plain": 2, "blocked": 4, "halved": 3}[layout]
+
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch, ran)) == "plain"
 
 
 @needs_onednn

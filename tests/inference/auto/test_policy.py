@@ -217,6 +217,26 @@ def grow(seconds: Costs, nodes: int | None = None, depth: int | None = None) -> 
     return opt_tree(source, root(), limit=99, nodes=sizes.max_nodes, delta=0.0, growth=sizes.begin()), source
 
 
+def test_a_round_looks_at_more_nodes_than_the_last_ones_submitted() -> None:
+    """And at all of them where all are submitted, a few rounds later; a given number is looked at as it is."""
+
+    def after(rounds: int, seconds: Costs, sizes: TreeSizes) -> int:
+        sizes.costs, q = seconds, random_q(3, vocabulary=40, sharp=4.0)
+        for _ in range(rounds):
+            grown = sizes.begin()
+            tree = opt_tree(KnownSource(q), root(), limit=99, nodes=grown.nodes, delta=0.0, growth=grown)
+            sizes.observe(tree, [])
+        assert len(tree) <= grown.nodes
+        return sizes.begin().nodes
+
+    sizes, given = (TreeSizes(Tuning(costs(), (50.0,), (50.0,)), nodes, None) for nodes in (None, 5))
+    dear, free = costs(step=0.001, node=1.0), costs(step=0.001, node=0.0)
+    assert sizes.begin().nodes == MOST_NODES
+    assert after(20, dear, sizes) < MOST_NODES // 2
+    assert after(8, free, sizes) == MOST_NODES
+    assert after(20, dear, given) == 5
+
+
 def test_trees_follow_the_costs() -> None:
     cheap, dear = costs(step=0.001, node=0.0001), costs(step=5.0, node=0.0001)
     assert len(grow(cheap)[1].calls) > 2
@@ -252,10 +272,11 @@ def test_trees_follow_acceptance() -> None:
     """An OPT-Tree and a k-config tree, told of chains that were right or wrong throughout."""
     sizes, widths = TreeSizes(Tuning(costs()), None, None), BestWidths(Tuning(costs()))
     told = OptimalTree(torch.arange(4), (ROOT, 0, 1, 2), (-1,) * 4, steps=(0.9,) * 4)
+    wide = OptimalTree(torch.arange(32), (ROOT, 0, 1, 2, *[ROOT] * 28), (-1,) * 32, steps=(0.9,) * 4 + (0.0,) * 28)
     drafted, depths = [], []
     for accepted in ([0, 1, 2, 3], [], [0, 1, 2, 3]):
         for _ in range(60):
-            sizes.observe(told, accepted)
+            sizes.observe(wide, accepted)
             widths.observe(told, accepted)
         source = KnownSource(random_q(3, vocabulary=40, sharp=4.0))
         options = {"limit": 99, "nodes": sizes.max_nodes, "delta": 0.0, "growth": sizes.begin()}

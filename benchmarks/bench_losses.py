@@ -1,0 +1,92 @@
+"""What a drafter's loss takes in a training step, by how many rows of logits exist at a time.
+
+    python benchmarks/bench_losses.py [--rows 1300] [--repeats 7] [--out results/losses_cpu.json]
+
+Forward and backward of hidden · weightᵀ and a loss of it, in bfloat16 over float32 weights as in training. Two heads:
+a small LM's over a draft vocabulary (256 → 8,192) and one over a whole one (576 → 49,152). Every number of rows takes
+its turn in one process; medians. A loss that learns from cached laws has 16 tokens of them.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draft_models.losses import linear_cross_entropy, linear_divergence, linear_topk_divergence, rows_at_once
+from inference.evaluate.report import describe_machine
+from outrider.files import write_json
+
+RESULTS = Path(__file__).parent / "results" / "losses_cpu.json"
+HEADS = ((256, 8192), (576, 49152))
+CHUNKS = (64, 128, 256, 512, 1024)
+KNOWN = 16
+Loss = Callable[[Tensor, Tensor, int], Tensor]  # of hidden states, a head's weight and rows at once
+
+
+def losses(rows: int, width: int, tokens: int) -> dict[str, Loss]:
+    """By name, on targets that are drawn."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(tokens, (rows,), generator=generator)
+    taught = torch.randn(rows, width, generator=generator).bfloat16()
+    head = (torch.randn(tokens, width, generator=generator) / width**0.5).bfloat16()
+    ids = torch.randint(tokens // KNOWN, (rows, KNOWN), generator=generator)
+    ids += torch.arange(KNOWN) * (tokens // KNOWN)  # no two alike
+    laws = torch.randn(rows, KNOWN + 1, generator=generator).log_softmax(-1)
+    law = (ids, laws[:, 1:], laws[:, 0].exp())
+    return {
+        "cross_entropy": lambda h, w, chunk: linear_cross_entropy(h, w, labels, chunk),
+        "forward_kl, cached": lambda h, w, chunk: linear_topk_divergence(h, w, *law, labels, "forward_kl", chunk),
+        "forward_kl": lambda h, w, chunk: linear_divergence(h, w, taught, head, labels, "forward_kl", chunk),
+        "kl_tv": lambda h, w, chunk: linear_divergence(h, w, taught, head, labels, "kl_tv", chunk),
+    }
+
+
+def seconds_of(loss: Loss, hidden: Tensor, weight: Tensor, chunk: int) -> float:
+    hidden.grad = weight.grad = None
+    started = time.perf_counter()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(hidden, weight, chunk)
+    value.backward()
+    return time.perf_counter() - started
+
+
+def measure(rows: int, width: int, tokens: int, repeats: int) -> dict[str, dict[int, float]]:
+    """Seconds of a step's loss, by loss and rows at once."""
+    hidden = torch.randn(rows, width).requires_grad_()
+    weight = (torch.randn(tokens, width) / width**0.5).requires_grad_()
+    found: dict[str, dict[int, float]] = {}
+    for name, loss in losses(rows, width, tokens).items():
+        taken: dict[int, list[float]] = {chunk: [] for chunk in CHUNKS}
+        for turn in range(repeats + 1):
+            for chunk in CHUNKS:
+                seconds = seconds_of(loss, hidden, weight, chunk)
+                if turn:  # the first is warm-up
+                    taken[chunk].append(seconds)
+        found[name] = {chunk: statistics.median(each) for chunk, each in taken.items()}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1300, help="supervised positions of a step")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    heads = []
+    for width, tokens in HEADS:
+        seconds = measure(given.rows, width, tokens, given.repeats)
+        heads.append({"width": width, "tokens": tokens, "seconds": seconds})
+        print(f"\n{width} → {tokens}, {given.rows} rows: ms by rows at once\n| loss | {' | '.join(map(str, CHUNKS))} |")
+        print("|---" * (1 + len(CHUNKS)) + "|")
+        for name, by_chunk in seconds.items():
+            print(f"| {name} | {' | '.join(f'{1000 * by_chunk[chunk]:.0f}' for chunk in CHUNKS)} |")
+    chosen = rows_at_once(torch.device("cpu"))
+    write_json(given.out, {"machine": describe_machine(), "rows": given.rows, "chosen": chosen, "heads": heads})
+
+
+if __name__ == "__main__":
+    main()
