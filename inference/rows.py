@@ -41,8 +41,8 @@ class Layout:
         """Positions [1, stop − start]; places: 0, 1, 2, … on the device."""
         if self.span is not None:
             return places[None, self.span]
-        depths = torch.tensor(self.depths[self.start : self.stop], device=places.device)
-        return (self.base + depths)[None]
+        positions = [self.base + depth for depth in self.depths[self.start : self.stop]]
+        return torch.tensor([positions], device=places.device)
 
     def masks(self, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
         """Additive masks [1, 1, stop − start, base + stop] by window size.

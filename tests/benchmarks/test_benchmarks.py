@@ -199,3 +199,28 @@ def test_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) ->
         if layout != "int8":  # which is another model
             near = {"rtol": 0.02, "atol": 0.02} if dtype == "bfloat16" else {}
             torch.testing.assert_close(logits[0], expected, **near)
+
+
+def test_losses_are_timed_by_rows_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_losses
+
+    monkeypatch.setattr(bench_losses, "HEADS", ((8, 64),))
+    run(monkeypatch, bench_losses, "--rows", 5, "--repeats", 1, "--out", tmp_path / "losses.json")
+    (head,) = json.loads((tmp_path / "losses.json").read_text())["heads"]
+    assert (head["width"], head["tokens"]) == (8, 64)
+    for by_rows in head["seconds"].values():
+        assert {int(rows) for rows in by_rows} == set(bench_losses.CHUNKS)
+        assert min(by_rows.values()) > 0
+
+
+def test_timed_losses_are_of_a_law_and_of_tokens() -> None:
+    """Cached laws of different tokens that add up to 1; every loss is positive and has gradients for both sides."""
+    import bench_losses
+
+    hidden, weight = torch.randn(6, 8).requires_grad_(), torch.randn(64, 8).requires_grad_()
+    values = []
+    for loss in bench_losses.losses(6, 8, 64).values():
+        values.append(loss(hidden, weight, 4))
+        assert all(gradient.abs().sum() > 0 for gradient in torch.autograd.grad(values[-1], [hidden, weight]))
+    assert all(value > 0 for value in values)
+    assert len({round(float(value), 3) for value in values}) == len(values)
