@@ -288,7 +288,8 @@ class _Known:
         within = others.softmax(-1)
         # a softmax's largest value is 1 / Σ exp(logit − largest)
         rest = (largest - within.amax(-1, keepdim=True).log()).masked_fill(self.every, -torch.inf)
-        within = torch.where(self.every, 0.0, within) if bool(self.every.any()) else within
+        if self.places.shape[1] >= logits.shape[1]:  # else no row has all of them
+            within = torch.where(self.every, 0.0, within)
         return torch.cat([own.masked_fill(self.outside, -torch.inf), rest], -1).log_softmax(-1), within
 
     def spread(self, by_bucket: Tensor, within: Tensor) -> Tensor:

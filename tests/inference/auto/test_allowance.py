@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.auto.allowance import LOSS, START, Allowance
+from inference.auto.allowance import KEEP, LOSS, START, Allowance
 from inference.auto.costs import WIDEST, Costs
 from inference.auto.policy import Tuning
 from inference.drafters.calibrated import Calibrated
@@ -71,10 +71,10 @@ def test_seconds_are_those_of_the_passes() -> None:
     )
     allowance = Allowance(prices)
     allowance.observe([1, 3, WIDEST + 9], 4, 2)
-    seconds = 0.97 * START * 2.0 + (0.1 + 0.3 + 0.1 * WIDEST) + 6.0 + 0.5
-    assert allowance.rate == pytest.approx((0.97 * START + 2) / seconds)
+    seconds = KEEP * START * 2.0 + (0.1 + 0.3 + 0.1 * WIDEST) + 6.0 + 0.5
+    assert allowance.rate == pytest.approx((KEEP * START + 2) / seconds)
     allowance.observe([], 0, 1)
-    assert allowance.rate == pytest.approx((0.97 * (0.97 * START + 2) + 1) / (0.97 * seconds + 2.0))
+    assert allowance.rate == pytest.approx((KEEP * (KEEP * START + 2) + 1) / (KEEP * seconds + 2.0))
 
 
 SURVIVAL = StopConfig(rule="survival")
