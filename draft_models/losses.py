@@ -18,15 +18,19 @@ IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
 OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # those that are made of α = Σ min(p, q)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
+KEPT, FLOAT32_BYTES = 2**25, 4  # bytes of the largest block that the C library's heap keeps for the next one
 
 
-def rows_at_once(device: torch.device) -> int:
-    """Rows whose logits exist at a time.
+def rows_at_once(weight: Tensor) -> int:
+    """Rows whose logits by a head's weight [V, d] exist at a time.
 
-    A CPU gets as many as its caches hold the logits of, in small vocabularies. The memory of larger ones besides comes
-    from the system anew each time (`benchmarks/bench_losses.py`).
+    On a CPU few: what is larger than `KEPT` the C library gets from the system anew each time, and no cache holds it.
+    Where V is so large that even few rows are, twice as many: the weight's gradient is added up once for each time
+    (`benchmarks/bench_losses.py`).
     """
-    return 256 if device.type == "cpu" else 1024
+    if weight.device.type != "cpu":
+        return 1024
+    return 256 if 256 * weight.shape[0] * FLOAT32_BYTES <= KEPT else 512
 
 
 # (logits of some rows, which rows, whether a gradient is wanted) → (each row's loss, their gradients by the logits)
@@ -187,7 +191,7 @@ def rows_divergence(
     target_matrix = target_weight.detach()[: shared if tokens is None else None]
     known, padding = target_hidden.detach(), weight.shape[0] - shared
     guesses = len(hidden) // len(known) if len(known) else 1
-    chunk = max(1, (chunk or rows_at_once(hidden.device)) // guesses) * guesses
+    chunk = max(1, (chunk or rows_at_once(weight)) // guesses) * guesses
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
         log_q = logits[:, :shared].log_softmax(-1)
@@ -235,12 +239,13 @@ def linear_topk_divergence(
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
         lowest = torch.finfo(logits.dtype).min / 4  # finite, as 0 · −∞ is no number
         its = known.part(rows)
+        lacking = its.impossible
         log_p = top_k_logs(logprobs[rows].to(logits.dtype), rest[rows].to(logits.dtype))
-        log_p = log_p.masked_fill(its.impossible, lowest)
+        log_p = log_p.masked_fill(lacking, lowest)
         if kind not in OVERLAPS:
             log_p = log_p.log_softmax(-1)
         log_q, within = its.buckets(logits)
-        log_q = log_q.masked_fill_(its.impossible, lowest)
+        log_q = log_q.masked_fill_(lacking, lowest)
         value, slope = _divergence(kind, log_p, log_q)
         if not need_grad:
             return value, None
@@ -359,5 +364,5 @@ def _apply(
     if not torch.is_grad_enabled():  # a Function is told what requires a gradient, not whether one is wanted
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
-        chunk = chunk or rows_at_once(hidden.device)
+        chunk = chunk or rows_at_once(weight)
         return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), chunk, shares)

@@ -3,10 +3,9 @@
 from inference.auto.costs import WIDEST, Costs
 
 LOSS = 0.02  # of plain decoding's rate
-# Of the weight of a round when another follows. A drafter that pays is wrong several times on end now and then: with
-# 0.97, two such rounds are more than the allowance, and up to forty without a draft follow.
-KEEP = 0.99
-START = 1 / (1 - KEEP)  # rounds at that rate that the memory starts from: as many as it ever holds
+# Rounds that the rate is of: the weight of a round fades by 1 / MEMORY with each one after it. A drafter that pays is
+# wrong several times on end now and then: with 33, two such rounds were more than the allowance.
+MEMORY = 100
 
 
 class Allowance:
@@ -16,12 +15,12 @@ class Allowance:
     plain decoding's. While it is more than `LOSS` below that, no draft is made. Such a round is one of plain decoding,
     and it brings the rate nearer to that again, so sooner or later another draft is tried. A drafter that never is
     right is asked in as many rounds as that allows, and loses that and one draft at most; one that pays is asked in
-    every round.
+    nearly every round.
     """
 
     def __init__(self, costs: Costs):
         self._costs = costs
-        self._emitted, self._seconds = START, START * costs.plain
+        self._emitted, self._seconds = float(MEMORY), MEMORY * costs.plain
 
     @property
     def rate(self) -> float:
@@ -43,5 +42,6 @@ class Allowance:
         if fed:
             drafting = sum(costs.step[min(rows, WIDEST)] for rows in fed)
             seconds = drafting + costs.verify[min(submitted + 1, WIDEST)] + costs.rest
-        self._emitted = KEEP * self._emitted + emitted
-        self._seconds = KEEP * self._seconds + seconds
+        kept = 1 - 1 / MEMORY
+        self._emitted = kept * self._emitted + emitted
+        self._seconds = kept * self._seconds + seconds

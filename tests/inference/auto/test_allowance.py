@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.auto.allowance import KEEP, LOSS, START, Allowance
+from inference.auto.allowance import LOSS, MEMORY, Allowance
 from inference.auto.costs import WIDEST, Costs
 from inference.auto.policy import Tuning
 from inference.drafters.calibrated import Calibrated
@@ -43,7 +43,7 @@ def test_a_drafter_that_does_not_pay_costs_no_more_than_allowed(step: float, cha
     given = 2 * step + 1.11
     assert (1 + 2 * chance) / given < 1 - LOSS  # it does not pay
     rate, share = decode(Allowance(costs(step)), lambda _: luck.random() < chance, step)
-    assert rate > 1 - LOSS - given / START  # the last draft may go beyond the allowance
+    assert rate > 1 - LOSS - given / MEMORY  # the last draft may go beyond the allowance
     assert 0 < share < 0.5
 
 
@@ -80,10 +80,10 @@ def test_seconds_are_those_of_the_passes() -> None:
     )
     allowance = Allowance(prices)
     allowance.observe([1, 3, WIDEST + 9], 4, 2)
-    seconds = KEEP * START * 2.0 + (0.1 + 0.3 + 0.1 * WIDEST) + 6.0 + 0.5
-    assert allowance.rate == pytest.approx((KEEP * START + 2) / seconds)
+    seconds = 0.99 * MEMORY * 2.0 + (0.1 + 0.3 + 0.1 * WIDEST) + 6.0 + 0.5
+    assert allowance.rate == pytest.approx((0.99 * MEMORY + 2) / seconds)
     allowance.observe([], 0, 1)
-    assert allowance.rate == pytest.approx((KEEP * (KEEP * START + 2) + 1) / (KEEP * seconds + 2.0))
+    assert allowance.rate == pytest.approx((0.99 * (0.99 * MEMORY + 2) + 1) / (0.99 * seconds + 2.0))
 
 
 SURVIVAL = StopConfig(rule="survival")
