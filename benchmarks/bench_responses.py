@@ -1,9 +1,12 @@
-"""Answering many prompts at once on a GPU: steps as graphs against steps launch by launch, in turn on the same prompts.
+"""Answering many prompts at once: the fast way of this device against a cache that grows, in turn on the same prompts.
 
     python benchmarks/bench_responses.py --target runs/smollm2/fetch --prompts runs/smollm2/prompts/train.jsonl
+    python benchmarks/bench_responses.py --device cpu --batch 40 --target … --prompts …
+
+On a GPU a step is a graph, on a CPU with AMX a compiled call, see data_prep/responses/batch_state.py.
 
 Prompts are answered in batches of like lengths, as data_prep/generate_responses.py does. Both ways emit the same number
-of tokens but for the last bits of logits. Writes benchmarks/results/responses_cuda.json.
+of tokens but for the last bits of logits. Writes benchmarks/results/responses_DEVICE.json.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import torch
 
 from data_prep.responses import batch_state
 from data_prep.responses.batch_decoder import Generator, uniforms
+from data_prep.responses.generate import lay_out_for_batches
 from data_prep.text.prompts import read_prompts
 from draft_models.checkpoint import provenance
 from draft_models.target.model_files import load_causal_lm
@@ -27,7 +31,8 @@ from inference.settings import SamplingConfig
 from outrider.files import write_json
 
 HERE = Path(__file__).parent
-WAYS = ("launch by launch", "graphs")
+FAST_WAYS = ("can_be_compiled", "can_be_fixed")  # of `batch_state`
+WAYS = {"cuda": ("launch by launch", "graphs"), "cpu": ("growing cache", "compiled")}
 
 
 def main() -> None:
@@ -39,23 +44,29 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "responses_cuda.json")
+    parser.add_argument("--top-k-logits", type=int, default=0)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    device = torch.device(given.device)
     target = open_target(given.target, None)
-    model = load_causal_lm(given.target, None, dtype=torch.bfloat16).to(given.device).eval()
+    model = load_causal_lm(given.target, None, dtype=torch.bfloat16).to(device).eval()
+    steps = lay_out_for_batches(model, device, torch.bfloat16)
     sampler = Sampler(SamplingConfig(temperature=given.temperature))
-    generator = Generator(model, sampler, end_tokens(target), greedy_tokens=4)
+    generator = Generator(
+        model, sampler, end_tokens(target), greedy_tokens=4, top_k_logits=given.top_k_logits, steps=steps
+    )
     texts = [prompt.turns[0] for prompt in read_prompts(given.prompts, limit=given.batch * given.batches)]
     chats = [[{"role": "user", "content": text}] for text in texts]
     ids = sorted((target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
                   for chat in chats), key=len)  # fmt: skip
     batches = [ids[start : start + given.batch] for start in range(0, len(ids), given.batch)]
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    rates: dict[str, list[float]] = {way: [] for way in WAYS[device.type]}
     for number, batch in enumerate(batches):
         draws = [uniforms(0, f"{number}/{row}", 0, given.new_tokens) for row in range(len(batch))]
-        for way in WAYS:
-            fixed = batch_state.can_be_fixed if way == "graphs" else lambda *_: False
-            with mock.patch.object(batch_state, "can_be_fixed", fixed):
+        for way in rates:
+            slow = way == WAYS[device.type][0]
+            ways = {name: _no if slow else getattr(batch_state, name) for name in FAST_WAYS}
+            with mock.patch.multiple(batch_state, **ways):
                 started = time.perf_counter()
                 answers = generator.answer(batch, draws)
             tokens, seconds = sum(len(answer.tokens) for answer in answers), time.perf_counter() - started
@@ -68,10 +79,15 @@ def main() -> None:
         "batch": given.batch,
         "prompt_tokens": [[len(batch[0]), len(batch[-1])] for batch in batches],
         "new_tokens": given.new_tokens,
+        "top_k_logits": given.top_k_logits,
         "tokens_per_second": rates,
-        "ratio": statistics.median(graph / plain for plain, graph in zip(*rates.values(), strict=True)),
+        "ratio": statistics.median(fast / slow for slow, fast in zip(*rates.values(), strict=True)),
     }
-    write_json(given.out, found)
+    write_json(given.out or HERE / "results" / f"responses_{device.type}.json", found)
+
+
+def _no(*_: object) -> bool:
+    return False
 
 
 if __name__ == "__main__":

@@ -119,11 +119,11 @@ def successors(logits: Tensor, count: int) -> Tensor:
     float32 [..., 2k], k being the smaller of count and V: one tensor to fetch. Ids below 2^24 are exact in it.
     """
     scores = logits.float()
-    values, tokens = _largest(scores, min(count, logits.shape[-1]))
+    values, tokens = largest(scores, min(count, logits.shape[-1]))
     return torch.cat([tokens.float(), (values - scores.logsumexp(-1, keepdim=True)).exp()], dim=-1)
 
 
-def _largest(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
+def largest(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
     """`scores.topk(count)` of [..., V]. They lie in the `count` chunks of the largest maxima: one look at all of V."""
     size = scores.shape[-1]
     whole = size - size % chunk

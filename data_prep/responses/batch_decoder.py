@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_prep.responses.batch_state import Forward, begin_batch
+from data_prep.responses.compiled_batch import CompiledSteps
 from draft_models.target.tensor_parallel import group_of
-from inference.sampling import Sampler, invert
+from inference.sampling import Sampler, invert, largest
 from outrider.errors import UserError
 from outrider.streams import Streams
 
@@ -64,7 +65,7 @@ class Generator:
     by inverting its cumulative sum at a uniform number of the prompt's own (Liu et al. 2023's hybrid generation). So an
     answer is a function of its prompt and its numbers. Prompts decoded beside it only move the last bits of its logits.
 
-    Raises `UserError` for a model that keeps its state elsewhere.
+    steps: a faster way through it than its own. Raises `UserError` for a model that keeps its state elsewhere.
     """
 
     def __init__(
@@ -75,13 +76,14 @@ class Generator:
         *,
         greedy_tokens: int,
         top_k_logits: int = 0,
+        steps: CompiledSteps | None = None,
     ):
         if sampler.reads_context:
             raise ValueError("prompts are decoded without their texts: no repetition penalty")
         self.model, self.sampler, self.eos = model, sampler, frozenset(eos)
         self.greedy_tokens, self.top_k_logits = greedy_tokens, top_k_logits
         self._fits = sys.maxsize  # prompts in one batch
-        self._forward = Forward(model)
+        self._forward = Forward(model, steps)
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt (at least one token).
@@ -138,7 +140,7 @@ class Generator:
         """The next token [B] from logits [B, V] and numbers [B]; `_FAILED` where logits are not numbers."""
         greedy = step < self.greedy_tokens
         tokens = logits.argmax(-1) if greedy else invert(self.sampler.probabilities(logits), uniform[:, None])[:, 0]
-        return torch.where(logits.isnan().any(-1), _FAILED, tokens)
+        return torch.where(logits.amax(-1).isnan(), _FAILED, tokens)  # a NaN among them is their largest
 
     def _open(self, tokens: list[int], budget: int) -> bool:
         return len(tokens) < budget and (not tokens or (tokens[-1] != _FAILED and tokens[-1] not in self.eos))
@@ -167,7 +169,7 @@ def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 def top_law(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(ids [B, k], log-probabilities [B, k], the rest's probability [B]) of the softmax of logits [B, V]."""
-    logprobs, ids = logits.log_softmax(-1).topk(min(k, logits.shape[-1]), dim=-1)
+    logprobs, ids = largest(logits.log_softmax(-1), min(k, logits.shape[-1]))
     return ids, logprobs, (1 - logprobs.exp().sum(-1)).clamp(min=0)
 
 

@@ -1,8 +1,8 @@
 """A batch of prompts inside its target: what was fed, and the next tokens' logits.
 
 A step of a small model is some 1,500 kernels of microseconds each, which a GPU runs three to five times as fast as a
-processor launches them. So there a step is a CUDA graph over buffers that stay where they are. Elsewhere the cache
-grows by a token a step.
+processor launches them. So there a step is a CUDA graph over buffers that stay where they are. On a CPU with AMX it is
+one compiled call. Elsewhere the cache grows by a token a step.
 """
 
 import inspect
@@ -15,6 +15,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps, can_be_compiled
 from draft_models.target.tensor_parallel import group_of
 from inference.capture import GraphPool, can_capture
 from outrider.errors import UserError
@@ -27,17 +28,19 @@ _FEW = 32  # rows of which a step takes about as long as of one
 class Forward:
     """`model`'s forward with a cache, of the last position's logits alone where it can.
 
+    steps: another way through it, for one more token of each row.
+
     Raises `UserError` for a model that keeps its state elsewhere than in `past_key_values`.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, steps: CompiledSteps | None = None):
         takes = inspect.signature(model.forward).parameters
         if "past_key_values" not in takes:  # it would take the cache, ignore it, and go on without context
             raise UserError(
                 f"target: {type(model).__name__} keeps its state elsewhere than in past_key_values, so it cannot be "
                 "decoded here; use another target, or a serving engine"
             )
-        self.model = model
+        self.model, self.steps = model, steps
         self.takes_positions = "position_ids" in takes
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
@@ -75,6 +78,9 @@ def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> tup
     cache = DynamicCache(config=forward.model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = forward(ids, mask, positions, cache)
+    if can_be_compiled(forward.steps, cache, ids.shape[1] + budget):
+        assert forward.steps is not None
+        return CompiledBatch(forward.steps, cache, mask, budget), logits
     if can_be_fixed(forward, cache):
         return FixedBatch(forward, cache, mask, positions[:, -1:], min(budget, _ROOM)), logits
     return GrowingBatch(forward, cache, mask, positions[:, -1:]), logits

@@ -1,5 +1,6 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from data_prep.responses.batch_decoder import Answer, Generator, uniforms
+from data_prep.responses.compiled_batch import CompiledSteps
 from data_prep.responses.directory import (
     SECONDS_FILE,
     SUMMARY_FILE,
@@ -110,12 +112,14 @@ class Responder:
     ):
         self.config, self.tokenizer = config, target.tokenizer
         self.context = context_length(target.config)
+        model, steps = load_target(config, target, dtype, device, group)
         self.generator = Generator(
-            load_target(config, target, dtype, device, group),
+            model,
             Sampler(config.sampling),
             end_tokens(target),
             greedy_tokens=config.greedy_tokens,
             top_k_logits=config.top_k_logits,
+            steps=steps,
         )
 
     def answer(self, tasks: Iterable[Task]) -> None:
@@ -206,12 +210,18 @@ def respond(
         if group.leads and group.is_first:
             write_json(folder / SECONDS_FILE, {"seconds": spent + time.perf_counter() - started})
 
+    def left(answered: int) -> float:
+        """Seconds until all prompts are answered, or the time is over."""
+        seconds = time.perf_counter() - started
+        rest = seconds / answered * (len(todo.tasks) - answered)
+        return rest if config.minutes is None else max(0.0, min(rest, 60 * config.minutes - spent - seconds))
+
     def is_over() -> bool:
         seconds = spent + time.perf_counter() - started
         return config.minutes is not None and group.agreed(seconds >= 60 * config.minutes)
 
     shard = Shard(skipped=list(todo.skipped))
-    tokens, rate = 0, 0.0
+    answered, tokens, rate = 0, 0, 0.0
     shown = group.is_first and group.leads
     with tqdm(total=len(todo.tasks), desc="answering", unit="prompt", disable=None if shown else True) as bar:
         for batch in batches(todo.tasks, config):
@@ -219,13 +229,18 @@ def respond(
             responder.answer(batch)
             shard.responses += [responder.response(task) for task in batch if task.answers]
             shard.skipped += [task.skipped for task in batch if not task.answers]
-            if len(shard) >= config.shard_size:
-                save(shard)
-                shard = Shard()
+            answered += len(batch)
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
             rate = tokens / (time.perf_counter() - started)
             bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             bar.update(len(batch))
+            if len(shard) >= config.shard_size:
+                save(shard)
+                shard = Shard()
+                if shown:
+                    count = f"{answered}/{len(todo.tasks)}"
+                    tqdm.write(f"responses answered={count} tokens_per_s={rate:.0f} eta={left(answered):.0f}s")
+                    sys.stdout.flush()
             if is_over():
                 break
     if len(shard):
@@ -238,18 +253,31 @@ def respond(
 
 def load_target(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device, group: Group
-) -> PreTrainedModel:
-    """The target as transformers runs it, or this process's part of it, laid out for batches. Raises `UserError`."""
+) -> tuple[PreTrainedModel, CompiledSteps | None]:
+    """The target as transformers runs it, or this process's part of it, laid out for batches, and a way for its steps.
+
+    Raises `UserError`.
+    """
+    steps = None
     if group.size > 1:
         model = load_split(target, dtype, device, group)
     else:
         model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
         if config.device_map is None:
             model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
-    if config.device_map is None and can_pack(device, dtype):
-        layout = "halved" if can_halve(dtype) else "blocked"  # not by the clock: a resumed run is to round alike
-        pack_linears(model, lambda _: layout)
-    return model.eval()
+    if config.device_map is None:
+        steps = lay_out_for_batches(model, device, dtype)
+    return model.eval(), steps
+
+
+def lay_out_for_batches(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> CompiledSteps | None:
+    """Lay a model's weights out for passes of many rows; returns a faster way for its steps, where there is one."""
+    if not can_pack(device, dtype):
+        return None
+    steps = CompiledSteps.of(model)
+    layout = "halved" if can_halve(dtype) else "blocked"  # not by the clock: a resumed run is to round alike
+    pack_linears(model, lambda _: layout)
+    return steps
 
 
 def context_length(target: PreTrainedConfig) -> int:

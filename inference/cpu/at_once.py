@@ -216,24 +216,47 @@ class LayersAtOnce:
         kept = cache.whole(self._shape.key_heads, self._shape.width, hidden)
         if kept is None:
             return None
+        mask = None if mask is None else mask.contiguous()
+        more = {
+            entries.MASK: 0 if mask is None else mask.data_ptr(),
+            entries.FIRST: cache.layers.start - self._first,
+            entries.PAST: cache.length,
+        }
+        return self._call(hidden, start, stop, rotary, kept[:, :, None], cache.length + rows, more)
+
+    def run_each(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], kept: Tensor, seats: Tensor) -> Tensor:
+        """All layers on one more token of each of R sequences, hidden [R, d] → [R, d]; any number of rows.
+
+        kept [L, 2, S, G, positions, D]: keys and values of S sequences, where those of the rows go too. seats int64
+        [R, 2]: which of these a row belongs to, and how many positions it has before. rotary: cos and sin [R, D]. All
+        are of the dtype of the layers, and contiguous.
+        """
+        past = int(seats[:, 1].max())
+        more = {entries.SEATS: seats.data_ptr(), entries.PAST: past}
+        return self._call(hidden, 0, len(self._weights), rotary, kept, past + 1, more)
+
+    def _call(
+        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor], kept: Tensor, positions: int,
+        more: dict[int, int],
+    ) -> Tensor:  # fmt: skip
+        """Layers start … stop − 1 on rows hidden [..., d], of up to so many `positions`; kept as in `run_each`."""
         hidden = hidden.contiguous()
+        rows, threads = hidden.numel() // self._shape.hidden, most_threads()
         out = torch.empty_like(hidden)
         cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
-        mask = None if mask is None else mask.contiguous()
-        threads, past = most_threads(), cache.length
-        room = torch.empty(self._room(rows, threads, past + rows))
+        room = torch.empty(self._room(rows, threads, positions))
         table = self._table.copy()
         table[entries.WEIGHTS] = self._weights.data_ptr()
         for place, tensor in zip(_FLOATS, self._floats, strict=True):
             table[place] = tensor.data_ptr()
         table[entries.X], table[entries.OUT] = hidden.data_ptr(), out.data_ptr()
         table[entries.COS], table[entries.SIN] = cos.data_ptr(), sin.data_ptr()
-        table[entries.MASK] = 0 if mask is None else mask.data_ptr()
         table[entries.CACHE], table[entries.ROOM] = kept.data_ptr(), room.data_ptr()
-        table[entries.CACHED], table[entries.CAPACITY] = kept.shape[0], kept.shape[3]
-        table[entries.FIRST], table[entries.PAST] = cache.layers.start - self._first, past
+        table[entries.CACHED], table[entries.SEQUENCES], table[entries.CAPACITY] = kept.shape[0], *kept.shape[2:5:2]
         table[entries.START], table[entries.STOP], table[entries.ROWS] = start, stop, rows
         table[entries.MOST] = threads
+        for number, value in more.items():
+            table[number] = value
         call(self._function, table, self._weights[0].nbytes * (stop - start))
         return out
 

@@ -101,11 +101,11 @@ _weigh_some, _weigh_one = _weighed(_VECTORS), _weighed(1)
 def attend(task, first, last, halves, out):
     """out [R, H·D] of queries first … last − 1: the means of values by softmax(scale · query · key + mask).
 
-    They are counted by key heads, then by rows, then by the heads that share a key head. What nothing seen comes after
-    is not looked at, so a row of a chain gets what it gets alone.
+    They are counted by key heads, then by the task's rows, then by the heads that share a key head. What nothing seen
+    comes after is not looked at, so a row of a chain gets what it gets alone.
     """
-    rows, heads = task.queries.shape[0], task.queries.shape[1] // task.keys.shape[2]
-    each = rows * heads // task.keys.shape[0]
+    heads = task.queries.shape[1] // task.keys.shape[2]
+    each = task.rows * heads // task.keys.shape[0]
     while first < last:
         head = first // each
         end = min(last, (head + 1) * each)
@@ -123,7 +123,7 @@ def _attend_head(task, heads, head, first, last, halves, out):
         if widen:
             _widen(keys, begin, min(begin + NEAR, task.seen), near)
         for query in range(first, last):
-            row, place = query // group, head * group + query % group
+            row, place = task.row + query // group, head * group + query % group
             count = min(NEAR, seen_by(task, row) - begin)
             own, scores = task.queries[row, place * width : (place + 1) * width], task.scores[row * heads + place]
             if widen:
@@ -131,7 +131,7 @@ def _attend_head(task, heads, head, first, last, halves, out):
             else:
                 _score(own, keys, begin, count, scores, begin)
     for query in range(first, last):
-        row, place = query // group, head * group + query % group
+        row, place = task.row + query // group, head * group + query % group
         count = seen_by(task, row)
         softmax(task.scores, row * heads + place, count, -(-count // LANES) * LANES, task.mask[row], task.scale)
         task.sums[row, place * width : (place + 1) * width] = np.float32(0.0)
@@ -139,7 +139,7 @@ def _attend_head(task, heads, head, first, last, halves, out):
         if widen:
             _widen(values, begin, min(begin + NEAR, task.seen), near)
         for query in range(first, last):
-            row, place = query // group, head * group + query % group
+            row, place = task.row + query // group, head * group + query % group
             count = min(NEAR, seen_by(task, row) - begin)
             scores, sums = task.scores[row * heads + place], task.sums[row, place * width : (place + 1) * width]
             if widen:
@@ -147,7 +147,7 @@ def _attend_head(task, heads, head, first, last, halves, out):
             else:
                 _weigh(scores, begin, values, begin, count, sums)
     for query in range(first, last):
-        row, place = query // group, head * group + query % group
+        row, place = task.row + query // group, head * group + query % group
         put_columns(task.sums, row, place * width, out, row, place * width, width, halves)
 
 

@@ -266,7 +266,7 @@ def attend_by_amx(task, first, last, halves, out):
     Queries are rounded to bfloat16. Weights of what a query does not see are 0, and its values are read all the same.
     """
     width = task.keys.shape[2]
-    each = task.queries.shape[0] * (task.queries.shape[1] // width) // task.keys.shape[0]
+    each = task.rows * (task.queries.shape[1] // width) // task.keys.shape[0]
     nothing = task.near[_NOTHING:WORK]
     for row in range(nothing.shape[0]):
         nothing[row] = np.float32(0.0)
@@ -284,23 +284,24 @@ def _attend_block(task, head, first, count, halves, out):
     """Queries first … first + count − 1, all of one key head."""
     keys, values, near, scores = task.keys[head], task.values[head], task.near, task.scores
     seen, width = task.seen, task.keys.shape[2]
-    group = task.queries.shape[1] // width // task.keys.shape[0]
-    each = group * task.queries.shape[0]
+    heads = task.queries.shape[1] // width
+    group = heads // task.keys.shape[0]
+    each, line = group * task.rows, task.row * heads + first  # of scores: each query has its own
     steps = -(-seen // STEP)
     for i in range(count):
-        row, place = (first + i - head * each) // group, head * group + (first + i) % group
+        row, place = task.row + (first + i - head * each) // group, head * group + (first + i) % group
         for j in range(width):
             near[i, j] = task.queries[row, place * width + j]
     packed, between = near[_PACKED:_BETWEEN], near[_BETWEEN:_TAIL]
     _place_queries(near, count, packed)
     for position in range(0, seen, BLOCK):
-        _score_keys(keys, position, packed, between, near[_TAIL:_NOTHING], scores, first, count)
+        _score_keys(keys, position, packed, between, near[_TAIL:_NOTHING], scores, line, count)
     for i in range(count):
-        row = (first + i - head * each) // group
-        softmax(scores, first + i, seen_by(task, row), steps * STEP, task.mask[row], task.scale)
-        _split_weights(scores, first + i, steps)
+        row = task.row + (first + i - head * each) // group
+        softmax(scores, line + i, seen_by(task, row), steps * STEP, task.mask[row], task.scale)
+        _split_weights(scores, line + i, steps)
     for column in range(0, width, STEP):
-        _weigh_values(scores, first, values, seen, near[_NOTHING:WORK], between, near, column)
+        _weigh_values(scores, line, values, seen, near[_NOTHING:WORK], between, near, column)
     for i in range(count):
-        row, place = (first + i - head * each) // group, head * group + (first + i) % group
+        row, place = task.row + (first + i - head * each) // group, head * group + (first + i) % group
         put_columns(near, i, 0, out, row, place * width, width, halves)

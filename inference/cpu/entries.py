@@ -45,8 +45,8 @@ def _call(context, address):
 # is alone; the counter of `wait`, in the table itself.
 THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, ROOM, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
 NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, MASK = range(12, 23)
-CACHE, CACHED, FIRST, CAPACITY, PAST, START, STOP, MOST, VALUES = range(23, 32)
-TABLE = 32
+CACHE, CACHED, SEQUENCES, FIRST, CAPACITY, PAST, SEATS, START, STOP, MOST, VALUES = range(23, 34)
+TABLE = 34
 
 
 _WEIGHTS_IN = {np.uint32: 2, np.uint64: 4}  # weights in a number of these, see `Linear`
@@ -253,7 +253,8 @@ def mask_entry(kept: Any, sources: int = _SOURCES) -> Any:
 def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
     """`run` as a C function void f(int64 *table).
 
-    stored, read, kept: the types of weights, of what they are multiplied by, and of caches and hidden states.
+    stored, read, kept: the types of weights, of what they are multiplied by, and of caches and hidden states. PAST:
+    where there are SEATS the most positions of any of them, else `past`.
     """
     in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
 
@@ -272,14 +273,15 @@ def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> 
             carray(array_at(table[NORMS], np.float32), (count, 2, size)),
             carray(array_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
         )
-        positions = past + rows
+        seats = carray(array_at(table[SEATS], np.int64), (rows if table[SEATS] != 0 else 0, 2))
+        positions = past + (1 if table[SEATS] != 0 else rows)
         sizes = room_sizes(shape, rows, most, positions, parts)
         arrived = table[ARRIVED : ARRIVED + 1]
         room = _roomarray_at(table[ROOM], sizes, shape, rows, most, positions, arrived, read, parts)
         cos, sin = carray(array_at(table[COS], kept), (rows, width)), carray(array_at(table[SIN], kept), (rows, width))
         mask = carray(array_at(table[MASK], kept), (rows, positions if table[MASK] != 0 else 0))
-        cache = carray(array_at(table[CACHE], kept), (table[CACHED], 2, key_heads, table[CAPACITY], width))
-        numbers = _floats(table[EPS], 1, 3)[0]
+        kept_in = (table[CACHED], 2, table[SEQUENCES], key_heads, table[CAPACITY], width)
+        cache = carray(array_at(table[CACHE], kept), kept_in)
         x, out = carray(array_at(table[X], kept), (rows, size)), carray(array_at(table[OUT], kept), (rows, size))
         # By every thread the same. None changes it before all of them have arrived once.
         for row in range(rows):
@@ -287,7 +289,7 @@ def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> 
                 room.hidden[row, i] = wide(x[row, i])
         run(
             rank, threads, shape, layers, table[START], table[STOP], room.hidden, cos, sin, mask, cache, table[FIRST],
-            past, numbers[0], numbers[1], numbers[2], room,
+            past, seats, _floats(table[EPS], 1, 3)[0], room,
         )  # fmt: skip
         begin, end = part(size, rank, threads)
         for row in range(rows):

@@ -110,7 +110,15 @@ def add(linear, x, hidden, halves, rank, threads, room):
 
 
 @kernel
-def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, rank, threads, room):
+def stand(row, past, seats):
+    """(which sequence's keys and values a row's are among, how many of them are before it); see `run`."""
+    if seats.shape[0] > 0:
+        return seats[row, 0], seats[row, 1]
+    return np.int64(0), past + row
+
+
+@kernel
+def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, seats, rank, threads, room):
     """This thread's part of all rows' heads: queries and keys to their positions, keys and values into the cache."""
     heads, key_heads, width = shape.heads, shape.key_heads, shape.width
     every = heads + 2 * key_heads
@@ -121,7 +129,8 @@ def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, rank, t
         if head < heads + key_heads:
             rotate(own, cos[row], sin[row], weight[head], head_eps, halves)
         if head >= heads:
-            kept = (keys if head < heads + key_heads else values)[(head - heads) % key_heads, past + row]
+            sequence, position = stand(row, past, seats)
+            kept = (keys if head < heads + key_heads else values)[sequence, (head - heads) % key_heads, position]
             for i in range(width):
                 put(kept, i, own[i], halves)
 
@@ -145,12 +154,23 @@ def _way_of(weights, task, first, last, halves, out):
 
 
 @kernel
-def attend_all(weights, shape, keys, values, seen, mask, scale, halves, rank, threads, room):
+def attend_all(weights, shape, keys, values, past, seats, mask, scale, halves, rank, threads, room):
     """This thread's part of all rows' query heads: the values that each attends to, in `room.mixed`."""
     queries, near = room.heads[:, : shape.heads * shape.width], room.near[rank]
-    items = shape.heads * room.heads.shape[0]
-    task = Task(queries, keys, values, seen, mask, scale, room.scores, room.sums, near)
-    _attend(weights, task, items * rank // threads, items * (rank + 1) // threads, halves, room.mixed)
+    heads, rows = shape.heads, room.heads.shape[0]
+    first, last = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
+    together = rows if seats.shape[0] == 0 else np.int64(1)  # rows that look at the same keys
+    while first < last:
+        row = first // (heads * together) * together
+        begin = row * heads
+        end = min(last, begin + heads * together)
+        sequence, position = stand(row, past, seats)
+        task = Task(
+            queries, keys[sequence], values[sequence], position + together, mask, scale, room.scores, room.sums, near,
+            row, together,
+        )  # fmt: skip
+        _attend(weights, task, first - begin, end - begin, halves, room.mixed)
+        first = end
 
 
 @kernel
@@ -167,14 +187,17 @@ def gate(linear, inner, halves, rank, threads, room):
 
 @kernel
 def run(
-    rank, threads, shape, layers, start, stop, hidden, cos, sin, mask, cache, first, past, eps, head_eps, scale, room
-):
+    rank, threads, shape, layers, start, stop, hidden, cos, sin, mask, cache, first, past, seats, numbers, room
+):  # fmt: skip
     """Thread `rank` of `threads`: layers start … stop − 1 over hidden float32 [R, d], in place.
 
-    cos, sin [R, D], mask [R, past + R] or [R, 0], cache [layers, 2, G, positions, D]: float32, or all the bits of
-    bfloat16, to which hidden is rounded then. Layer l's keys and values are in cache[l − first], where the rows stand
-    behind `past` positions. eps, head_eps, scale float32; head_eps < 0: queries and keys have no norms.
+    cos, sin [R, D], mask [R, past + R] or [R, 0], cache [layers, 2, sequences, G, positions, D]: float32, or all the
+    bits of bfloat16, to which hidden is rounded then. Layer l's keys and values are in cache[l − first]. The rows stand
+    behind `past` positions of the one sequence. Or each has its own: seats int64 [R, 2], [0, 2] where they have not,
+    says which, and behind how many of its positions; there is no mask then. numbers float32: eps, head_eps, scale;
+    head_eps < 0: queries and keys have no norms.
     """
+    eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
     size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
     rows, halves, normed = hidden.shape[0], cache.itemsize == 2, room.normed[rank]
     every = mixed + 2 * shape.key_heads * shape.width
@@ -192,9 +215,11 @@ def run(
         begin, end = part(every, rank, threads)
         product(joint, normed, rows, begin, end, halves, room.heads)
         wait(room.arrived, threads, turn + 1)
-        place(shape, cos, sin, layers.head_norms[layer], head_eps, halves, keys, values, past, rank, threads, room)
+        place(
+            shape, cos, sin, layers.head_norms[layer], head_eps, halves, keys, values, past, seats, rank, threads, room
+        )
         wait(room.arrived, threads, turn + 2)
-        attend_all(weights, shape, keys, values, past + rows, mask, scale, halves, rank, threads, room)
+        attend_all(weights, shape, keys, values, past, seats, mask, scale, halves, rank, threads, room)
         wait(room.arrived, threads, turn + 3)
         out = Linear(weights[out_at:up_at], mixed, scales[every:out_to], biases[every:out_to])
         add(out, room.mixed, hidden, halves, rank, threads, room)

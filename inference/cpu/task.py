@@ -12,10 +12,10 @@ _HIDDEN = np.float32(-1e30)  # a mask below it lets nothing through
 
 
 class Task(NamedTuple):
-    """Queries of rows over one layer's cache, and where to work.
+    """Queries of some rows over one sequence's keys and values in one layer, and where to work.
 
-    queries float32 [R, H·D], D a multiple of `LANES`; keys, values [G, positions, D], of which `seen` count; mask
-    [R, seen], or [R, 0] where all is seen; scale: of query · key.
+    The rows are row … row + rows − 1 of queries float32 [R, H·D], D a multiple of `LANES`. keys, values [G, positions,
+    D], of which `seen` count; mask [R, seen], or [R, 0] where all is seen; scale: of query · key.
     scores float32 [R·H, seen or more, a multiple of `LANES`]; sums float32 [R, H·D]; near float32 [NEAR, D], of one
     thread alone.
     """
@@ -29,6 +29,8 @@ class Task(NamedTuple):
     scores: np.ndarray
     sums: np.ndarray
     near: np.ndarray
+    row: int
+    rows: int
 
 
 @kernel

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch import nn
 from data_prep.responses import batch_decoder, directory
 from data_prep.responses import generate as responses_module
 from data_prep.responses.batch_decoder import Generator, uniforms
+from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.generate import Responder, batches, generate_responses
 from data_prep.responses.settings import GenerateConfig
@@ -58,7 +60,7 @@ def test_the_target_is_laid_out_for_its_batches(make, tmp_path):
     def layouts(**options):
         config = replace(make(), **options)
         target, cpu = open_target(config.target), torch.device("cpu")
-        model = responses_module.load_target(config, target, torch.float32, cpu, ALONE)
+        model, _ = responses_module.load_target(config, target, torch.float32, cpu, ALONE)
         return {type(module) for module in model.modules() if "Linear" in type(module).__name__}
 
     rounded = shutil.copytree(make().target, tmp_path / "rounded")
@@ -129,6 +131,21 @@ def test_two_processes_give_what_one_gives(make):
     assert numbers == {0, 1}  # each process has written shards of its own
 
 
+def test_compiled_steps_answer_the_same(make, monkeypatch):
+    """Where a processor has AMX the target's steps are compiled; here they are made to be, and made not to be."""
+    fed = []
+    feed = CompiledBatch.feed
+    monkeypatch.setattr(CompiledBatch, "feed", lambda self, tokens: fed.append(len(tokens)) or feed(self, tokens))
+    found = []
+    for name, way in (("library", lambda _: None), ("compiled", CompiledSteps.without_asking)):
+        monkeypatch.setattr(CompiledSteps, "of", way)
+        config = make(name=name)
+        generate_responses(config)
+        found.append(responses(config))
+        assert bool(fed) == (name == "compiled")
+    assert found[0] == found[1]
+
+
 # ------------------------------------------------------------------------------------------------------ time
 
 
@@ -162,6 +179,18 @@ def test_when_the_time_is_over_what_is_there_is_kept_and_more_time_goes_on(make,
     assert len(responses(config)) == 8
     generate_responses(replace(config, resume=True, minutes=None))
     assert responses(config) == responses(whole)
+
+
+@pytest.mark.usefixtures("thirty_seconds_a_batch")
+def test_a_line_a_shard_says_how_far_it_is_and_how_long_it_takes(make, capsys):
+    """Until all are answered, or until the time is over, whichever comes first."""
+
+    def lines(**options):
+        generate_responses(make(batch_size=2, shard_size=4, **options))
+        return re.findall(r"^responses answered=(\S+) tokens_per_s=\d+ eta=(\d+)s$", capsys.readouterr().out, re.M)
+
+    assert lines() == [("4/10", "90"), ("8/10", "30")]
+    assert lines(name="limited", minutes=1.5) == [("4/10", "30")]
 
 
 @pytest.mark.usefixtures("thirty_seconds_a_batch")

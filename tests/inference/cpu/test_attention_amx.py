@@ -23,7 +23,7 @@ def attended(queries, keys, values, seen, mask, scale, first, last, out):  # typ
     rows, width = queries.shape[0], keys.shape[2]
     scores = np.full((queries.shape[1] // width * rows, -(-seen // STEP) * STEP), np.float32(np.nan))
     sums, near = np.full(queries.shape, np.float32(np.nan)), np.full((NEAR, width), np.float32(np.nan))
-    task = Task(queries, keys, values, seen, mask, scale, scores, sums, near)
+    task = Task(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
     attend_by_amx(task, first, last, False, out)
 
 

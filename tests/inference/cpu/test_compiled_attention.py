@@ -22,7 +22,7 @@ def attended(queries, keys, values, seen, mask, scale, first, last, out):  # typ
     rows, width = queries.shape[0], keys.shape[2]
     scores = np.empty((queries.shape[1] // width * rows, -(-seen // LANES) * LANES), np.float32)
     sums, near = np.full(queries.shape, np.float32(np.nan)), np.empty((NEAR, width), np.float32)
-    task = Task(queries, keys, values, seen, mask, scale, scores, sums, near)
+    task = Task(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
     attend(task, first, last, False, out)
 
 

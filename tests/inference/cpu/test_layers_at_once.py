@@ -166,6 +166,33 @@ def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.d
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_text_of_its_own_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.dtype, way: str) -> None:
+    """Each of more rows than a pass of one text has: hidden states, and the keys and values of all texts."""
+    stack, rows, positions = make_stack(tmp_path, "llama", dtype), 37, 40
+    together = stack.at_once
+    assert isinstance(together, LayersAtOnce)
+    generator = torch.Generator().manual_seed(1)
+    width = stack.layers[0].head_dim
+    kept = torch.randn(LAYERS, 2, rows + 2, 2, positions, width, generator=generator).to(dtype)
+    before = kept.clone()
+    hidden = torch.randn(rows, stack.config.hidden_size, generator=generator).to(dtype)
+    seats = torch.tensor([[(5 * row + 1) % (rows + 2), 7 * row % positions] for row in range(rows)])
+    cos, sin = stack.rotary(seats[None, :, 1]).tables[0]
+    found = together.run_each(hidden, (cos[0], sin[0]), kept, seats)
+    for row, (text, past) in enumerate(seats.tolist()):
+        cache = KVCache(range(LAYERS), positions)
+        whole = cache.whole(2, width, hidden)
+        whole.copy_(before[:, :, text])
+        cache.length = past
+        where = stack.rotary(torch.tensor([[past]])).tables[0]
+        alone = together.run(hidden[None, row : row + 1], 0, LAYERS, where, None, cache)
+        assert torch.equal(found[row], alone[0, 0])
+        before[:, :, text] = whole
+    assert torch.equal(kept, before)
+
+
+@torch.inference_mode()
 def test_any_team_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread, several, more than there are panels or heads, and none of OpenMP's where there is no OpenMP."""
     stack = make_stack(tmp_path, "llama")
