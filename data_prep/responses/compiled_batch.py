@@ -1,7 +1,7 @@
 """Batches on a CPU that multiplies by AMX: a step is one compiled call through all layers.
 
-Every row has its own place in one buffer of keys and values. So a row's numbers depend on no other row, and those that
-have ended leave without a copy.
+Every row has its own place in one buffer of keys and values, and its numbers depend on no other row. Those that have
+ended leave without a copy.
 """
 
 from typing import Any
@@ -75,7 +75,9 @@ class CompiledSteps:
         self._stack.reserve(kept.shape[-2])
         hidden = self._stack.embed(tokens[None], positions[None])
         cos, sin = self._stack.rotary(positions[None]).tables[0]
-        return self._stack.logits(self._layers.run_each(hidden[0], (cos[0], sin[0]), kept, seats)).float()
+        hidden = self._layers.run_each(hidden[0], (cos[0], sin[0]), kept, seats)
+        # Not in one call, which there is for some numbers of rows only and may round otherwise.
+        return self._stack.logits_after_norm(self._stack.norm(hidden)).float()
 
 
 class CompiledBatch:

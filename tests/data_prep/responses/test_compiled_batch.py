@@ -13,7 +13,7 @@ from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps
 from inference.sampling import Sampler
 from inference.settings import SamplingConfig
 from tests.tiers import quick_where
-from tests.tiny import random_prompt, save_target
+from tests.tiny import LAYERS, random_prompt, save_target
 
 COUNTS = (14, 6, 1, 14, 10)  # tokens a prompt: rows leave on the way
 WHOLE = {"use_sliding_window": False, "layer_types": None}
@@ -56,6 +56,21 @@ def test_answers_are_those_of_a_growing_cache(
         assert answer.top is not None
         assert other.top is not None
         torch.testing.assert_close(answer.top.logprobs, other.top.logprobs, rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_gets_what_it_gets_alone(tmp_path: Any, dtype: torch.dtype) -> None:
+    """To the bit, from a token to its logits."""
+    steps = steps_of(load(save_target(tmp_path, "llama", kv_heads=2, vocab_size=272), dtype))
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.randn(LAYERS, 2, 35, 2, 20, 16, generator=generator).to(dtype)
+    tokens = torch.randint(272, (35,), generator=generator)
+    seats = torch.tensor([[row, 3 * row % 20] for row in range(35)])
+    together = steps(tokens, kept.clone(), seats)
+    assert together.dtype == torch.float32
+    for row in range(35):
+        assert torch.equal(steps(tokens[row : row + 1], kept.clone(), seats[row : row + 1])[0], together[row])
 
 
 @pytest.mark.parametrize("fault", ["one sequence", "one position", "padding"])
