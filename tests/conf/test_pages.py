@@ -169,7 +169,7 @@ def test_tables_have_the_figures_of_the_demo(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("name", "record"),
     [("README.md", "smollm2_mixed"), ("docs/results.md", "smollm2_cpu"), ("docs/results.md", "smollm2_intel"),
-     ("docs/results.md", "smollm2_mixed"), ("docs/results.md", "smollm2_amx"),
+     ("docs/results.md", "smollm2_mixed"), ("docs/results.md", "smollm2_amx"), ("docs/results.md", "smollm2_peers"),
      ("docs/sizes-and-graphs.md", "layouts_cpu")],
 )  # fmt: skip
 def test_tables_have_the_figures_of_the_record(monkeypatch: pytest.MonkeyPatch, name: str, record: str) -> None:
