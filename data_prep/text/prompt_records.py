@@ -20,6 +20,13 @@ class Prompt:
     turns: tuple[str, ...]
     chat: bool
 
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """The ids of its turns, by which results are kept: its own where it has one turn, else "id/turn1" and so on."""
+        if len(self.turns) == 1:
+            return (self.id,)
+        return tuple(f"{self.id}/turn{number}" for number in range(1, len(self.turns) + 1))
+
 
 def to_prompt(raw: Any, where: str, number: int) -> Prompt:
     """The prompt in a record or text, as its columns tell; `where` (file:line) is named in errors.

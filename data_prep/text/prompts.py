@@ -53,12 +53,19 @@ def read_prompts(
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts, later ones of an equal id renamed "id#2", "id#3", …: results are kept by id."""
-    seen: Counter[str] = Counter()
+    """The prompts, renamed "id#2", "id#3", … where one before has the id, or a turn of that name.
+
+    Results, random streams and statistics are by these ids, so no new one is an id that another prompt was given.
+    """
+    given, taken, last = {prompt.id for prompt in prompts}, set[str](), Counter[str]()
     own = []
     for prompt in prompts:
-        seen[prompt.id] += 1
-        own.append(prompt if seen[prompt.id] == 1 else replace(prompt, id=f"{prompt.id}#{seen[prompt.id]}"))
+        named = prompt
+        while not taken.isdisjoint(names := {named.id, *named.turn_ids}) or (named is not prompt and names & given):
+            last[prompt.id] = max(2, last[prompt.id] + 1)
+            named = replace(prompt, id=f"{prompt.id}#{last[prompt.id]}")
+        taken |= names
+        own.append(named)
     return own
 
 

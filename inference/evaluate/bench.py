@@ -178,7 +178,7 @@ def measure_prompt(
     position: the prompt's among all. It and the turn say which arm goes first, whichever process is at work.
     """
     results: list[PromptResult] = []
-    names = [prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{n}" for n in range(1, len(prompt.turns) + 1)]
+    names = prompt.turn_ids
     texts: list[str] = []
     sampled = config.sampling.temperature > 0
     context = context_length(subject, models.drafters)

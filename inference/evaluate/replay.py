@@ -208,13 +208,12 @@ def recordings(
                 f"prompt {prompt.id}: {len(prompt.turns)} turns, but {len(answers[prompt.id])} answers in the "
                 "transcripts; give the prompts they belong to"
             )
-        ids = [] if vocabulary.bos is None else [vocabulary.bos]
-        for number, (question, answer) in enumerate(zip(prompt.turns, answers[prompt.id], strict=True), 1):
-            opening = f"{VICUNA_SYSTEM} USER: {question} ASSISTANT:" if number == 1 else f"USER: {question} ASSISTANT:"
-            asked = vocabulary.encode(opening)
+        ids, system = ([] if vocabulary.bos is None else [vocabulary.bos]), f"{VICUNA_SYSTEM} "
+        for name, question, answer in zip(prompt.turn_ids, prompt.turns, answers[prompt.id], strict=True):
+            opening = f"{system}USER: {question} ASSISTANT:"
+            asked, system = vocabulary.encode(opening), ""
             both = vocabulary.encode(f"{opening} {answer}")
             said = both[len(asked) :] if both[: len(asked)] == asked else vocabulary.encode(answer)
-            name = prompt.id if len(prompt.turns) == 1 else f"{prompt.id}/turn{number}"
             found.append(Recording(name, prompt.category, (*ids, *asked), (*said, vocabulary.eos)))
             ids += [*asked, *said, vocabulary.eos]
     return found

@@ -83,6 +83,27 @@ def test_prompts_of_one_id_are_told_apart(tmp_path):
     assert [p.id for p in read_prompts(write(tmp_path / "p.jsonl", rows))] == ["1", "2", "1#2", "1#3"]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [("a", "a", "a#2"), ("a#2", "a", "a"), ("a", "a#2", "a", "a", "a#3"), ("a+", "a/turn1"), ("a/turn2", "a+"),
+     ("a+", "a+", "a#2/turn1"), ("a+", "a"), ("a/turn1", "a+", "a#2/turn2", "a#3")],
+    ids=" ".join,
+)  # fmt: skip
+def test_no_two_prompts_or_turns_have_one_name(tmp_path, given):
+    """Whatever ids the file has, also those that renaming or counting turns would make; + marks two turns."""
+    rows = [
+        {"question_id": name.rstrip("+"), "turns": [str(place), "b"][: 1 + name.endswith("+")]}
+        for place, name in enumerate(given)
+    ]
+    prompts = read_prompts(write(tmp_path / "p.jsonl", rows))
+    names = [name for prompt in prompts for name in {prompt.id, *prompt.turn_ids}]
+    assert len(set(names)) == len(names)
+    assert [prompt.turns[0] for prompt in prompts] == [str(place) for place in range(len(given))]
+    first = prompts[0]
+    assert first.id == given[0].rstrip("+")
+    assert all(p.id.startswith(name.rstrip("+")) for p, name in zip(prompts, given, strict=True))
+
+
 def test_a_limit_is_spread_and_balanced(tmp_path):
     sizes = {"a": 10, "b": 50, "c": 2}
     rows = [{"question_id": f"{c}{i}", "category": c, "turns": ["q"]} for c, n in sizes.items() for i in range(n)]
