@@ -22,8 +22,8 @@ import torch
 from commands import run_command
 
 from draft_models.checkpoint import provenance
-from inference.evaluate.report import describe_machine
 from outrider.files import require_writable, write_atomically, write_json
+from outrider.machine import describe_machine
 from train.settings import OBJECTIVES
 
 DRAWS = 2000  # of the bootstrap

@@ -32,11 +32,11 @@ from data_prep.text.prompts import read_prompts
 from draft_models.ngrams.table import TrigramTable
 from inference.decode import Round
 from inference.drafters.ngrams import make_ngram_drafter
-from inference.evaluate.arms import Generation
 from inference.evaluate.replay import Recording, load_vocabulary, read_transcripts, recordings, replay, replay_turns
-from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import decode_statistics
+from inference.generation import Generation
 from inference.method_settings import MethodConfig, NgramConfig
+from outrider.machine import describe_machine
 
 MAX_NEW_TOKENS = 1024  # the limit under which MT-Bench answers are recorded
 PAPER = NgramConfig(search="puct")

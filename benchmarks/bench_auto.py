@@ -24,13 +24,16 @@ from draft_models.checkpoint import provenance
 from draft_models.target.open_target import pick_device
 from inference.auto.policy import Tuning
 from inference.auto.probe import tune
-from inference.evaluate.arms import AUTOREGRESSIVE, GREEDY, Generation, make_arms, synchronized_clock
-from inference.evaluate.report import describe_machine
+from inference.evaluate.arms import make_arms
+from inference.evaluate.results import AUTOREGRESSIVE
 from inference.evaluate.statistics import chosen_sizes, decode_statistics
+from inference.generation import Generation
 from inference.method_settings import AUTO, MethodConfig, StopConfig, StructureConfig
 from inference.runtime import make_runtime
-from inference.settings import SamplingConfig
+from inference.settings import GREEDY, SamplingConfig
+from inference.stopwatch import synchronized_clock
 from outrider.files import write_json
+from outrider.machine import describe_machine
 from outrider.streams import Streams
 
 RESULTS = Path(__file__).parent / "results" / "auto_cpu.json"

@@ -18,11 +18,11 @@ from subjects import Subject, add_options, load_subjects, parse
 
 from draft_models.target.open_target import pick_device
 from inference.auto.probe import tune
-from inference.evaluate.arms import synchronized_clock
-from inference.evaluate.report import describe_machine
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.runtime import make_runtime
+from inference.stopwatch import synchronized_clock
 from outrider.files import write_json
+from outrider.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 MAX_NGRAM = 3

@@ -35,14 +35,14 @@ from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.evaluate.arms import new_drafter
-from inference.evaluate.report import describe_machine
+from inference.loading.drafters import new_drafter
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.runtime import Runtime, make_runtime
 from inference.session import TargetSession
 from inference.settings import RUNTIMES
 from inference.tree import ROOT, chain_parents
 from outrider.files import write_json
+from outrider.machine import describe_machine
 from outrider.streams import Streams
 
 RESULTS = Path(__file__).parent / "results"

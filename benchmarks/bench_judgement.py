@@ -27,13 +27,15 @@ from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import AUTOREGRESSIVE, prepare, transformers_generate
+from inference.evaluate.arms import transformers_generate
 from inference.evaluate.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
-from inference.evaluate.report import describe_machine
+from inference.evaluate.results import AUTOREGRESSIVE
 from inference.evaluate.subject import end_tokens, load_plain
+from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig, StructureConfig
 from inference.structures.factory import make_structure
 from outrider.files import write_json
+from outrider.machine import describe_machine
 from outrider.streams import Streams
 
 ARMS = REACHED["passes"]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from draft_models.losses import linear_cross_entropy, linear_divergence, linear_topk_divergence, rows_at_once
-from inference.evaluate.report import describe_machine
 from outrider.files import write_json
+from outrider.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results" / "losses_cpu.json"
 HEADS = ((256, 8192), (576, 49152))

@@ -25,9 +25,9 @@ from data_prep.text.prompts import Prompt
 from draft_models.ngrams.table import TrigramTable
 from inference.drafters.ngram_memory import close, open_memory
 from inference.evaluate.replay import Recording, load_vocabulary, recordings, replay_turns
-from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import decode_statistics
 from inference.method_settings import MethodConfig, NgramConfig
+from outrider.machine import describe_machine
 
 QUARTERS, TOKENS = 4, 256
 LIMITS = (64.0, 8.0, 2.0)  # MB

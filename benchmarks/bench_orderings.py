@@ -20,17 +20,19 @@ from tqdm import tqdm
 
 from data_prep.settings import DataConfig
 from data_prep.text.rows import load_rows
-from draft_models.calibration import load_calibration
+from draft_models.calibration.checkpoint import load_calibration
 from draft_models.checkpoint import from_pretrained, provenance, read_meta
 from draft_models.small_lm import load_small_lm
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
 from inference.drafters.calibrated import Calibrated
-from inference.evaluate.arms import Drafters, Generation, make_arms, prepare
-from inference.evaluate.report import describe_machine
+from inference.evaluate.arms import make_arms
 from inference.evaluate.statistics import acceptance_by_candidates
+from inference.generation import Generation
+from inference.loading.drafters import Drafters, prepare
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.settings import SamplingConfig
+from outrider.machine import describe_machine
 from outrider.streams import Streams
 
 TEMPERATURES = (1.0, 0.7, 0.5, 0.4, 0.3, 0.2)

@@ -37,12 +37,12 @@ from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Arm
 from inference.evaluate.bench import JUDGED
 from inference.evaluate.drafter_facts import trained_seconds
-from inference.evaluate.report import describe_machine
 from inference.evaluate.subject import Models, Subject
 from inference.generation_config import generate_settings
 from inference.settings import EvaluateConfig
 from outrider.errors import require
 from outrider.files import read_json, require_writable, write_json
+from outrider.machine import describe_machine
 from train.time_budget import STEPS_FILE
 
 HERE = Path(__file__).parent

@@ -24,11 +24,11 @@ from data_prep.text.prompts import read_prompts
 from draft_models.checkpoint import provenance
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import open_target
-from inference.evaluate.report import describe_machine
 from inference.evaluate.subject import end_tokens
 from inference.sampling import Sampler
 from inference.settings import SamplingConfig
 from outrider.files import write_json
+from outrider.machine import describe_machine
 
 HERE = Path(__file__).parent
 FAST_WAYS = ("can_be_compiled", "can_be_fixed")  # of `batch_state`

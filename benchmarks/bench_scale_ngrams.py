@@ -149,7 +149,7 @@ def main() -> None:
         found = build(args, header)
     finally:
         shutil.rmtree(args.work, ignore_errors=True)
-    from inference.evaluate.report import describe_machine  # only now: it loads torch, which builds no table
+    from outrider.machine import describe_machine  # only now: it loads torch, which builds no table
 
     conditions = {"copies": args.copies, "replaced": REPLACED, "memory_gb": args.memory_gb}
     conditions["machine"] = describe_machine("cpu")

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.target.open_target import open_target
-from inference.evaluate.report import describe_machine
+from outrider.machine import describe_machine
 from train.early_exit import default_exit_layer
 
 RESULTS = Path(__file__).parent / "results" / "train_step_cpu.json"

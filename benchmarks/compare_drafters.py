@@ -43,15 +43,15 @@ from draft_models.checkpoint import META_FILE, provenance
 from draft_models.ngrams.table_files import TABLE_FILE
 from draft_models.small_lm import TRAINING_FILE
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
 from inference.evaluate.bench import JUDGED
-from inference.evaluate.report import describe_machine
+from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS
 from inference.evaluate.speed import speedup
 from inference.evaluate.statistics import acceptance_by_position
 from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings import RUNTIMES, EvaluateConfig
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_json
+from outrider.machine import describe_machine
 from outrider.streams import Streams
 from train.time_budget import STEPS_FILE
 

@@ -30,12 +30,12 @@ from conf import reported
 from draft_models.checkpoint import provenance
 from inference.evaluate.bench import JUDGED
 from inference.evaluate.drafter_facts import drafter_folders
-from inference.evaluate.report import describe_machine
 from inference.evaluate.speed import speedup
 from inference.method_settings import AUTO, MethodConfig, StructureConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import require
 from outrider.files import require_writable, write_json
+from outrider.machine import describe_machine
 from outrider.streams import Streams
 
 HERE = Path(__file__).parent

@@ -20,8 +20,8 @@ from typing import Any
 from trainings import COMMON, KINDS, Kind, log_of, require_same, train, trained_for
 
 from draft_models.checkpoint import provenance
-from inference.evaluate.report import describe_machine
 from outrider.files import write_atomically, write_json
+from outrider.machine import describe_machine
 from train.settings import OBJECTIVES
 
 WATCHED = {"tau": "eval_tau", "tau_analytic": "eval_tau_analytic", "top1_target": "eval_top1_target"}

@@ -31,12 +31,12 @@ from trainings import COMMON, KINDS, Kind, require_same, train, trained_for
 
 from conf import reported
 from draft_models.checkpoint import provenance
-from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
-from inference.evaluate.report import describe_machine
+from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS
 from inference.method_settings import MethodConfig, StopConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError, require
 from outrider.files import write_atomically, write_json
+from outrider.machine import describe_machine
 
 OWN = ("target", "checkpoint", "small_lm", "table", "drafters", "method", "methods")  # of evaluate-checkpoint
 HEADS = {"shared": "train_head=false", "own": "train_head=true"}

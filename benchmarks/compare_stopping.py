@@ -46,17 +46,18 @@ from inference.decode import Round, speculative
 from inference.drafters.calibrated import head_identity, head_of
 from inference.drafters.registry import KINDS
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import PromptResult, new_drafter
 from inference.evaluate.bench import longest_text, prepare_methods, render
-from inference.evaluate.report import describe_machine
+from inference.evaluate.results import PromptResult
 from inference.evaluate.speed import decoding, timed, tokens_per_second
 from inference.evaluate.statistics import bootstrap_median
 from inference.evaluate.subject import Models, Subject, context_length, find_subject, run_settings
 from inference.generation_config import generate_settings, make_sampler
+from inference.loading.drafters import new_drafter
 from inference.method_settings import LONGEST_CHAIN, MethodConfig, StopConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError, require
 from outrider.files import write_atomically, write_json
+from outrider.machine import describe_machine
 from outrider.settings import construct
 from outrider.streams import Streams
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from inference.evaluate.arms import PromptResult
 from inference.evaluate.lossless_report import lossless_section
+from inference.evaluate.results import PromptResult
 from inference.evaluate.speed import end_to_end, prefill_seconds, speedups_over_baselines, tokens_per_second
 from inference.evaluate.statistics import decode_statistics
 from outrider.streams import Streams

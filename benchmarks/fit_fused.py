@@ -22,9 +22,10 @@ from inference.auto.feeding import BANDS, GAINS
 from inference.decode import speculative
 from inference.drafters.fused import Fused
 from inference.drafters.fused_priors import SHARES
-from inference.evaluate.arms import collect, new_drafter
 from inference.evaluate.bench import render
 from inference.evaluate.subject import find_subject
+from inference.generation import collect
+from inference.loading.drafters import new_drafter
 from outrider.errors import require
 from outrider.files import read_json, write_json
 from outrider.streams import Streams

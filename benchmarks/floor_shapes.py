@@ -12,7 +12,7 @@ from draft_models.early_exit import EarlyExit
 from draft_models.target.empty_models import empty_model
 from draft_models.target.stack import LayerStack
 from inference.drafters.calibrated import Calibrated
-from inference.evaluate.arms import prepare
+from inference.loading.drafters import prepare
 from train.early_exit import default_exit_layer
 
 

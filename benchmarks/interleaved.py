@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from conf import build, explain, register
 from conf.options import compose_defaults
 from data_prep.text.prompts import Prompt, read_prompts
-from inference.evaluate.arms import Arm, PromptResult, measure, measure_deviations, prepare
+from inference.evaluate.arms import Arm, measure, measure_deviations
 from inference.evaluate.bench import (
     WARM_UP_TOKENS,
     Bench,
@@ -41,6 +41,7 @@ from inference.evaluate.prompt_results import (
     open_run,
     read_results,
 )
+from inference.evaluate.results import PromptResult
 from inference.evaluate.subject import (
     Models,
     Subject,
@@ -51,6 +52,7 @@ from inference.evaluate.subject import (
     run_settings,
 )
 from inference.evaluate.threads import use_threads
+from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError, require

@@ -17,9 +17,9 @@ from floor_shapes import SHAPES, make_target
 from torch.profiler import ProfilerActivity, profile
 
 from draft_models.target.open_target import pick_device
-from inference.evaluate.report import describe_machine
 from inference.runtime import make_runtime
 from outrider.files import write_json
+from outrider.machine import describe_machine
 
 PASSES = 20
 SHOWN = 72  # characters of a kernel's name

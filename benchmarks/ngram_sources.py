@@ -33,12 +33,13 @@ from draft_models.target.open_target import open_target
 from inference.decode import speculative
 from inference.drafters import ngrams
 from inference.drafters.ngram_mixing import Weights, new_weights
-from inference.evaluate.arms import Generation, collect, prepare
 from inference.evaluate.replay import Recording, replay_turns
-from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import decode_statistics
 from inference.evaluate.subject import end_tokens, load_stack
+from inference.generation import Generation, collect
+from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig, NgramConfig
+from outrider.machine import describe_machine
 
 ALL = NgramConfig(evidence="mixed", depth=30)
 FROZEN = 1e9  # tokens that the prior counts for: λ stays what it begins as

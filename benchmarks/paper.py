@@ -36,9 +36,9 @@ from conf import reported
 from draft_models.checkpoint import provenance
 from draft_models.target.open_target import open_target
 from inference.drafters.registry import KINDS
-from inference.evaluate.report import describe_machine
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_json
+from outrider.machine import describe_machine
 
 PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd")
 RESULTS = Path(__file__).parent / "results"

@@ -28,8 +28,9 @@ from data_prep.text.prompts import read_prompts
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import open_target
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import Arm, Generation, transformers_generate
+from inference.evaluate.arms import Arm, transformers_generate
 from inference.evaluate.subject import end_tokens, load_plain
+from inference.generation import Generation
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.streams import Streams

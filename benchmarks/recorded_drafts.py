@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_models.calibration import CalibrationHead, log_odds
+from draft_models.calibration.head import CalibrationHead, log_odds
 from inference.acceptance import Chooser
 from inference.auto.costs import Costs
 from inference.drafters.shaped import Shaped
 from inference.method_settings import LONGEST_CHAIN
-from inference.stopping.interface import Step, StopRule, ask
+from inference.stopping.calibrated import ask
+from inference.stopping.interface import Step, StopRule
 from inference.structures.factory import Chain
 from inference.tree import DraftTree
 from outrider.files import write_json

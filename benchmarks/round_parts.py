@@ -24,7 +24,7 @@ from inference.decode import Round, autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.interface import Drafter
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import new_drafter
+from inference.loading.drafters import new_drafter
 from inference.method_settings import MethodConfig
 from inference.runtime import Runtime
 from inference.session import TargetSession

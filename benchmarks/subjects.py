@@ -22,8 +22,8 @@ from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive
 from inference.drafters.calibrated import Calibrated
-from inference.evaluate.arms import Drafters, prepare
 from inference.evaluate.subject import load_plain
+from inference.loading.drafters import Drafters, prepare
 from inference.packing import can_pack
 from inference.settings import RUNTIMES
 from outrider.errors import UserError

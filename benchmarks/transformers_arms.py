@@ -12,7 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from draft_models.target.model_files import load_causal_lm
 from inference.decode import Round, cut
-from inference.evaluate.arms import Arm, Generation, stock_attention
+from inference.evaluate.arms import Arm, stock_attention
+from inference.generation import Generation
 from outrider.streams import Streams
 
 MAX_NGRAM = 3

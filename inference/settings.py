@@ -49,6 +49,9 @@ class SamplingConfig(Settings):
         require(defined, "temperature", self.temperature, "0 (greedy) or a number ≥ 1e-6")
 
 
+GREEDY = SamplingConfig()
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(RehearsedConfig):
     """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""

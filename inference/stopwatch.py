@@ -1,7 +1,10 @@
 """Where the time of a round goes."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import torch
 
 Clock = Callable[[], float]
 
@@ -33,3 +36,9 @@ class Stopwatch:
         spent = self._clock() - started
         self.parts[name] = self.parts.get(name, 0.0) + spent - self._within
         self._within = before + spent
+
+
+def synchronized_clock() -> float:
+    """`time.perf_counter` after the CUDA device has finished what it was given."""
+    torch.cuda.synchronize()
+    return time.perf_counter()

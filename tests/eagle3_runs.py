@@ -9,7 +9,7 @@ from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive, speculative
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import prepare
+from inference.loading.drafters import prepare
 from inference.runtime import Eager
 from inference.structures.factory import make_structure
 from outrider.streams import Streams

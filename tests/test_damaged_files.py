@@ -16,7 +16,7 @@ import torch
 
 from data_prep.responses.directory import answered, check_run, read_shard, summarise
 from data_prep.text.chat import render_prompt
-from draft_models.calibration import load_calibration
+from draft_models.calibration.checkpoint import load_calibration
 from draft_models.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
 from draft_models.settings import EARLY_EXIT, TABLE, TARGET

@@ -26,22 +26,16 @@ from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.arms import (
-    AUTOREGRESSIVE,
-    Arm,
-    Choosing,
-    make_arms,
-    measure,
-    measure_deviations,
-    prepare,
-    synchronized_clock,
-)
+from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations
 from inference.evaluate.lossless import judge
+from inference.evaluate.results import AUTOREGRESSIVE
 from inference.fixed_shapes import UPLOADS, Upload
+from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig, StopConfig
 from inference.rows import Rows
 from inference.settings import SamplingConfig
 from inference.stopping.fixed import FixedLength
+from inference.stopwatch import synchronized_clock
 from inference.structures.factory import Chain, make_structure
 from outrider.streams import Streams
 from outrider.wandb_config import WandbConfig

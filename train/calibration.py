@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data_prep.responses.directory import SECONDS_FILE, seconds_spent
 from data_prep.text.rows import load_rows
 from data_prep.text.sources import Split
-from draft_models.calibration import save_calibration
+from draft_models.calibration.checkpoint import save_calibration
 from draft_models.checkpoint import open_target_of
 from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
@@ -28,9 +28,9 @@ from inference.decode import speculative
 from inference.drafters.interface import DraftModel
 from inference.drafters.registry import KINDS, Kind, kind_in
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import prepare
 from inference.evaluate.subject import load_stack
 from inference.evaluate.time_limit import TimeLimit, spread_order
+from inference.loading.drafters import prepare
 from inference.memory_plan import plan_capture
 from inference.method_settings import MethodConfig
 from inference.stopping.interface import Step

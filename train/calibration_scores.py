@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration.head import CalibrationHead
 from train.sequential_temperature import describe, fit_temperatures, log_loss, rounds_of, survivals
 
 BINS = 10

@@ -25,8 +25,8 @@ from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.evaluate.arms import prepare
 from inference.evaluate.subject import end_tokens
+from inference.loading.drafters import prepare
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.groups import Group, join_group

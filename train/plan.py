@@ -13,7 +13,8 @@ from draft_models.losses import OVERLAPS
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import decoder_layers, empty_layers, empty_model
 from draft_models.target.tensor_parallel import split_model
-from inference.memory_plan import GB, Place, cache_bytes, weight_bytes
+from inference.footprint import Place, cache_bytes, weight_bytes
+from inference.memory_plan import GB
 from outrider.groups import Group
 from train.optimizers import layer_matrices
 from train.settings import EesdConfig

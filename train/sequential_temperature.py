@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_models.calibration import POSITIONS
+from draft_models.calibration.head import POSITIONS
 
 CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, 1 among them
 FEWEST = 100  # rounds whose drafts were right up to a position, for a temperature of its own: others say little of it

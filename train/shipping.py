@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from draft_models.calibration import META_FILE as CALIBRATION_FILE
-from draft_models.calibration import CalibrationHead, drafter_digest, load_calibration, save_calibration
+from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
+from draft_models.calibration.checkpoint import drafter_digest, load_calibration, save_calibration
+from draft_models.calibration.head import CalibrationHead
 from draft_models.card import CARD_FILE, TITLE
 from draft_models.checkpoint import read_meta, recast
 from draft_models.draft_vocabulary import read_own_tokens, save_tokens

@@ -13,8 +13,8 @@ from draft_models.target.stack import LayerStack
 from inference.decode import speculative
 from inference.drafters.interface import DraftModel
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import collect
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics
+from inference.generation import collect
 from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
 from train.top_k_rows import TopKRows

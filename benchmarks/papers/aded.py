@@ -15,8 +15,8 @@ from typing import Any
 
 from inference.drafters.ngram_memory import close, open_memory
 from inference.drafters.ngrams import make_ngram_drafter
-from inference.evaluate.arms import new_drafter
 from inference.evaluate.replay import RecordedChooser, RecordedSession
+from inference.loading.drafters import new_drafter
 from inference.method_settings import MethodConfig, NgramConfig
 from inference.settings import SamplingConfig
 from inference.stopwatch import Stopwatch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import new_drafter
+from inference.loading.drafters import new_drafter
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.settings import SamplingConfig
 from inference.structures.factory import RoundSource, Structure, WrappedSource

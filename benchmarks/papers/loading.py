@@ -13,9 +13,9 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt, read_prompts
 from inference.decode import autoregressive
 from inference.drafters.ngrams import open_table
-from inference.evaluate.arms import prepare
 from inference.evaluate.replay import load_vocabulary, read_transcripts, recordings
 from inference.evaluate.subject import Subject, find_subject, load_drafters, load_stack
+from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig
 from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig

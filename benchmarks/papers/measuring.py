@@ -22,9 +22,12 @@ from inference.decode import decode_rounds, speculative
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, Generation, collect, make_arms, new_drafter
+from inference.evaluate.arms import make_arms
 from inference.evaluate.replay import RecordedChooser, RecordedSession
+from inference.evaluate.results import AUTOREGRESSIVE
+from inference.generation import Generation, collect
 from inference.generation_config import generate_settings, make_sampler
+from inference.loading.drafters import Drafters, new_drafter
 from inference.runtime import Eager, Runtime
 from inference.session import TargetSession
 from outrider.streams import Streams

@@ -6,40 +6,16 @@ OPT-Tree with nodes=auto (see `inference.auto.policy`). The node counts compared
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from draft_models.ngrams.kernels import lean
 from inference.auto.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
+from inference.drafters.interface import CHOSEN
 from inference.method_settings import MOST_NODES
-from inference.structures.factory import CHOSEN
 
 ROOMS = (8, 16, 32, MOST_NODES)  # nodes that a search may look for
 _HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower ends of the bands of q, but the last
-
-
-class Sizes(Protocol):
-    """Chooses how many nodes to submit, round by round.
-
-    most: the largest choice there is. A draft is its tokens' parents (−1: the root), int64 [n], before children, and
-    path probabilities, float64 [n], which fall. totals: see `Structure.totals`.
-    """
-
-    most: int
-    totals: Counter[str]
-
-    def room(self) -> int:
-        """One of `ROOMS`: how many nodes to look for in this round."""
-        ...
-
-    def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
-        """How many of the draft's nodes to submit, the first ones."""
-        ...
-
-    def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
-        """What was submitted, and the nodes of it that were accepted."""
-        ...
 
 
 class BestNodes:

@@ -21,11 +21,11 @@ from inference.decode import Round, autoregressive, speculative
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import GREEDY, Drafters, new_drafter
 from inference.generation_config import generate_settings, make_sampler
+from inference.loading.drafters import Drafters, new_drafter
 from inference.method_settings import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.runtime import Runtime
-from inference.settings import SamplingConfig
+from inference.settings import GREEDY, SamplingConfig
 from inference.stopwatch import Clock
 from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.tree import DraftTree

@@ -2,12 +2,14 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
+from inference.doctor.head_ways import patient_of_head
+from inference.doctor.lm_ways import patient_of_exit, patient_of_lm
 from inference.doctor.patient import Patient, Way
 from inference.doctor.recording import Recording, answer_of, record
 from inference.doctor.scores import Scores, is_apart, is_better, join, relabelled, score
@@ -24,6 +26,12 @@ AT_LENGTH = 2  # texts of each length
 TEMPLATED = 4  # prompts that are rendered in other ways
 SYSTEM = "You are a helpful assistant."
 Findings = dict[str, Any]
+# What can be examined of a kind's model, which is `prepare`d: of (maker, model, where it lies, target, stack).
+PATIENTS: dict[str, Callable[..., Patient]] = {
+    "early_exit": patient_of_exit,
+    "small_lm": patient_of_lm,
+    "eagle3": patient_of_head,
+}
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,8 @@ def find_patients(config: EvaluateConfig, subject: Subject, models: Models) -> d
         where, maker = config.where(KINDS[name]), config.maker(KINDS[name])
         if where is None or not (maker.foreign(where, subject.target) if config.doctor is None else config.doctor):
             continue
-        patient = maker.patient(model, where, subject.target, models.stack)
-        if patient is not None:
-            found[name] = patient
+        if name in PATIENTS:
+            found[name] = PATIENTS[name](maker, model, where, subject.target, models.stack)
     return found
 
 

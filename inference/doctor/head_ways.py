@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head
+from draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head, open_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.target.open_target import OpenTarget
@@ -19,6 +19,8 @@ from inference.doctor.drafting import draft_by_head
 from inference.doctor.head_facts import facts_of
 from inference.doctor.patient import Patient, Way
 from inference.doctor.training_data import recorded_settings
+from inference.drafters.calibrated import bare
+from inference.drafters.eagle3 import Eagle3Maker
 from inference.drafters.registry import read_record
 from outrider.errors import UserError
 
@@ -48,6 +50,13 @@ _STILL = (
     "it was trained with drafted tokens at the position of the token before them; train it again, with positions that "
     "move on"
 )
+
+
+def patient_of_head(maker: Eagle3Maker, model: Any, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
+    """An EAGLE-3 head that is prepared to decode on `stack`."""
+    whole = stack.embed_tokens.weight if stack.group.size == 1 else None
+    own: list[Tensor] = bare(model).shared_embedding
+    return patient_of(open_head(where, target.config, changes=maker.changes), target, stack, own[0] if own else whole)
 
 
 def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor | None) -> Patient:

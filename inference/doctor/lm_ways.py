@@ -11,17 +11,19 @@ from draft_models.target.open_target import OpenTarget, load_tokenizer
 from inference.doctor.drafting import draft_by_exit, draft_by_lm
 from inference.doctor.patient import Fact, Patient, Way, numbers
 from inference.doctor.training_data import made_for, recorded_settings
-from inference.drafters.registry import read_record
+from inference.drafters.calibrated import Calibrated, bare
+from inference.drafters.registry import Maker, read_record
 
 DECLARED = "as declared"
 
 
-def patient_of_exit(drafter: EarlyExit, where: str, stack: Any, known: Any) -> Patient:
-    """An early exit that is prepared to decode on `stack`; known: the only tokens that it predicts, None for all."""
+def patient_of_exit(maker: Maker, model: Calibrated, where: str, target: OpenTarget, stack: Any) -> Patient:
+    """An early exit that is prepared to decode on `stack`."""
+    drafter: EarlyExit = model.drafter
     meta = read_meta(where)
     return Patient(
         Way(DECLARED, partial(draft_by_exit, drafter, stack), boundaries=(drafter.exit_layer,)),
-        known_tokens=known,
+        known_tokens=maker.known_tokens(where),
         facts=[
             Fact("made for", f"{meta.fingerprint.target}, whose digests are this target's"),
             numbers(meta.dtype, stack.dtype),
@@ -30,13 +32,14 @@ def patient_of_exit(drafter: EarlyExit, where: str, stack: Any, known: Any) -> P
     )
 
 
-def patient_of_lm(lm: Any, where: str, target: OpenTarget, known: Any) -> Patient:
-    """A small LM for `target`; known as above."""
+def patient_of_lm(maker: Maker, model: Any, where: str, target: OpenTarget, stack: Any) -> Patient:
+    """A small LM for `target`."""
+    lm = bare(model)
     record = read_record(where, TRAINING_FILE)
     stored = read_config(where, role="small_lm").dtype  # that of a model that is loaded says what it runs in
     return Patient(
         Way(DECLARED, partial(draft_by_lm, lm)),
-        known_tokens=known,
+        known_tokens=maker.known_tokens(where),
         facts=[made_for(record, target), numbers(stored, lm.dtype)],
         data=recorded_settings(record).get("data"),
         tokenizer=load_tokenizer(where, role="small_lm"),

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from draft_models.calibration import META_FILE, CalibrationHead, load_calibration
+from draft_models.calibration.checkpoint import META_FILE, load_calibration
+from draft_models.calibration.head import CalibrationHead
 from draft_models.target.open_target import OpenTarget
 from inference.drafters.registry import KINDS, Maker
 from inference.method_settings import MethodConfig

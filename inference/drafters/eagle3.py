@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draft_models.calibration import drafter_digest
+from draft_models.calibration.checkpoint import drafter_digest
 from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import AS_DECLARED, head_shapes, holds_head, load_head, open_head, stored_tokens
@@ -19,15 +19,13 @@ from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from draft_models.target.tensor_parallel import whole_embedding, whole_head
 from inference.auto.policy import Tuning
-from inference.doctor.head_ways import patient_of
-from inference.doctor.patient import Patient
 from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped, allowance_of
 from inference.fixed_shapes import WIDTHS
+from inference.footprint import Place
 from inference.fused_layers import lay_out
-from inference.memory_plan import Place
 from inference.method_settings import MethodConfig
 from inference.session import TargetSession, View
 from inference.structures.factory import make_structure
@@ -140,12 +138,6 @@ class Eagle3Maker(Maker):
 
     def foreign(self, where: str, target: OpenTarget) -> bool:
         return not open_head(where, target.config, changes=self.changes).made_here
-
-    def patient(self, model: Model, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
-        whole = stack.embed_tokens.weight if stack.group.size == 1 else None
-        own: list[Tensor] = bare(model).shared_embedding
-        shared = own[0] if own else whole
-        return patient_of(open_head(where, target.config, changes=self.changes), target, stack, shared)
 
     def lies_in(self, folder: str) -> bool:
         return holds_head(folder)

@@ -13,14 +13,12 @@ from draft_models.early_exit import EarlyExit
 from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from inference.auto.policy import Tuning
-from inference.doctor.lm_ways import patient_of_exit
-from inference.doctor.patient import Patient
 from inference.drafters.calibrated import Calibrated, head_asked, head_identity
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped, allowance_of
+from inference.footprint import Place, cache_bytes, count, pass_bytes
 from inference.fused_layers import lay_out
-from inference.memory_plan import Place, cache_bytes, count, pass_bytes
 from inference.method_settings import MethodConfig
 from inference.session import TargetSession, View
 from inference.structures.factory import make_structure
@@ -106,9 +104,6 @@ class EarlyExitMaker(Maker):
         return Calibrated(
             early_exit, head_asked("early_exit", self, where, target, methods, placed["device"], hidden_size=width)
         )
-
-    def patient(self, model: Calibrated, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
-        return patient_of_exit(model.drafter, where, stack, self.known_tokens(where))
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_meta(where).training)

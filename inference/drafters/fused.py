@@ -30,7 +30,7 @@ from inference.drafters.fused_growth import (
     new_ranked,
     start,
 )
-from inference.drafters.interface import Drafter, DraftModel
+from inference.drafters.interface import CHOSEN, Drafter, DraftModel
 from inference.drafters.ngram_mixing import new_scratch
 from inference.drafters.ngrams import MixedDrafter
 from inference.drafters.shaped import TimedModel, rows_known
@@ -39,7 +39,6 @@ from inference.sampling import successors
 from inference.session import TargetSession
 from inference.stopping.factory import required
 from inference.stopwatch import Stopwatch
-from inference.structures.factory import CHOSEN
 from inference.tree import ROOT, DraftTree
 
 _LIKELIEST = 16  # tokens of a q that may become children

@@ -1,16 +1,42 @@
 """What the decoding loop asks of a drafter."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from inference.acceptance import Chooser
-from inference.auto.node_sizes import Sizes
 from inference.session import TargetSession
 from inference.stopwatch import Stopwatch
 from inference.tree import DraftTree
+
+TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # names in `Structure.totals`
+
+
+class Sizes(Protocol):
+    """Chooses how many nodes to submit, round by round.
+
+    most: the largest choice there is. A draft is its tokens' parents (−1: the root), int64 [n], before children, and
+    path probabilities, float64 [n], which fall. totals: see `Structure.totals`.
+    """
+
+    most: int
+    totals: Counter[str]
+
+    def room(self) -> int:
+        """How many nodes to look for in this round."""
+        ...
+
+    def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
+        """How many of the draft's nodes to submit, the first ones."""
+        ...
+
+    def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
+        """What was submitted, and the nodes of it that were accepted."""
+        ...
 
 
 class Drafter(ABC):

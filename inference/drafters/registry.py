@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from draft_models.target.open_target import OpenTarget
     from draft_models.target.stack import LayerStack
     from inference.auto.policy import Tuning
-    from inference.doctor.patient import Patient
     from inference.drafters.interface import Drafter, DraftModel
-    from inference.memory_plan import Place
+    from inference.footprint import Place
     from inference.method_settings import MethodConfig
     from outrider.streams import Streams
 
@@ -57,13 +56,6 @@ class Maker(ABC):
     def foreign(self, where: str, target: "OpenTarget") -> bool:
         """Whether the model in `where` was written by others, in words that may be read wrongly."""
         return False
-
-    def patient(self, model: Any, where: str, target: "OpenTarget", stack: Any) -> "Patient | None":
-        """What the doctor can examine of the model in `where`, which is `prepare`d; None: nothing.
-
-        stack: the target as it decodes, a `LayerStack` or a `PlainLM`.
-        """
-        return None
 
     def prepare(self, model: Any, stack: "LayerStack") -> None:
         """Make the model ready to decode beside the target `stack`."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draft_models.calibration import drafter_digest
+from draft_models.calibration.checkpoint import drafter_digest
 from draft_models.draft_vocabulary import is_narrowed, read_own_tokens
 from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm import TRAINING_FILE, SmallLM, load_small_lm
@@ -22,14 +22,12 @@ from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM, RowCache
 from inference.auto.policy import Tuning
-from inference.doctor.lm_ways import patient_of_lm
-from inference.doctor.patient import Patient
 from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
 from inference.drafters.interface import Drafter, DraftModel
 from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped, allowance_of
+from inference.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.fused_layers import lay_out
-from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.method_settings import MethodConfig
 from inference.rows import Rows, unpack
 from inference.session import TargetSession
@@ -167,9 +165,6 @@ class SmallLMMaker(Maker):
         head = head_asked("small_lm", self, where, target, methods, placed["device"])  # before any weights
         small = load_small_lm(where, target.tokenizer, **placed)
         return small if head is None else Calibrated(small, head)
-
-    def patient(self, model: Model, where: str, target: OpenTarget, stack: Any) -> Patient:
-        return patient_of_lm(bare(model), where, target, self.known_tokens(where))
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_record(where, TRAINING_FILE))

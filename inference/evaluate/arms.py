@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,100 +14,24 @@ from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import Tuning
 from inference.decode import Round, autoregressive, cut, speculative, until
-from inference.drafters.fused import Fused
-from inference.drafters.interface import Drafter
-from inference.drafters.registry import KINDS
 from inference.evaluate.lossless import Deviation, Forced, make_reference
+from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.evaluate.shown import Noting, ShownRound, shown_rounds
-from inference.fused_layers import lay_out
+from inference.generation import Generation, collect
 from inference.generation_config import generate_settings, make_sampler
+from inference.loading.drafters import Drafters, new_drafter
 from inference.method_settings import MethodConfig
 from inference.runtime import Runtime
 from inference.sampling import Sampler
-from inference.settings import SamplingConfig
+from inference.settings import GREEDY, SamplingConfig
 from inference.stop_strings import StopStrings
 from inference.stopwatch import Clock
 from outrider.groups import ALONE, Group
 from outrider.streams import Streams
 
-GREEDY = SamplingConfig()
-AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One prompt continued by one arm. `rounds` leaves the prefill out; seconds are wall clock."""
-
-    tokens: tuple[int, ...]
-    prefill_seconds: float
-    decode_seconds: float
-    rounds: tuple[Round, ...] = ()
-    totals: Mapping[str, float] = field(default_factory=dict)  # of the drafter (see `Structure.totals`)
-
-
-@dataclass(frozen=True)
-class PromptResult:
-    """One prompt continued by every arm.
-
-    profiles: runs of our arms with a clock that waits for the device, where the timed ones' does not (CUDA);
-    they say how a round's time divides. deviations: of the arms that were judged (see `lossless`). answer:
-    what plain decoding said first, whichever of its repeats counts. conversation: the id of the prompt that this is
-    one of several turns of. shown: by method the rounds that people can look at, where this text was chosen for it.
-    """
-
-    prompt_id: str
-    category: str
-    prompt: tuple[int, ...]
-    generations: Mapping[str, Generation]
-    reference: str
-    profiles: Mapping[str, Generation] = field(default_factory=dict)
-    deviations: Mapping[str, Deviation] = field(default_factory=dict)
-    answer: tuple[int, ...] = ()
-    conversation: str | None = None
-    shown: Mapping[str, tuple[ShownRound, ...]] = field(default_factory=dict)
-
-    @property
-    def unit(self) -> str:
-        """What an interval takes for one observation: the conversation, as its turns are alike."""
-        return self.prompt_id if self.conversation is None else self.conversation
-
-    def identical(self, arm: str) -> bool:
-        """Whether `arm` emitted exactly the reference arm's tokens."""
-        return self.generations[arm].tokens == self.generations[self.reference].tokens
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A turn that was not measured, and why."""
-
-    prompt_id: str
-    reason: str
-
-
 Arm = Callable[[Sequence[int], Streams], Generation]  # of a prompt's ids, by this generation's streams of randomness
 Choosing = Callable[[Chooser], Chooser]
 MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # with other choosers in the place of their own
-
-
-Drafters = Mapping[str, Any]  # the loaded model of each kind (see `inference.drafters.registry`) that has one
-
-
-def new_drafter(
-    method: MethodConfig,
-    drafters: Drafters,
-    streams: Streams,
-    drawn: bool = False,
-    tuning: Tuning | None = None,
-) -> Drafter:
-    """The drafter of `method`, fresh for the one generation that `streams` belong to.
-
-    drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.auto.probe`).
-    """
-    kind = KINDS[method.source]
-    model, maker = drafters.get(kind.name), kind.load_maker()
-    if kind.shaped and method.reads_ngrams:
-        return Fused(maker.draft_model(model, method), drafters.get("ngrams"), method, tuning)
-    return maker.make(model, method, streams, drawn=drawn, tuning=tuning)
 
 
 def make_arms(
@@ -203,25 +127,6 @@ def without_captures(arm: Arm, runtime: Runtime) -> Arm:
     return settled
 
 
-def prepare(stack: LayerStack, drafters: Drafters) -> None:
-    """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
-    if isinstance(stack, LayerStack):  # else it runs as it is
-        lay_out(stack, stack)
-    for name, model in drafters.items():
-        KINDS[name].load_maker().prepare(model, stack)
-
-
-def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
-    """Run a decoding generator to its end, timing prefill and decoding apart."""
-    started = clock()
-    first = next(rounds)
-    prefilled = clock()
-    rest = tuple(rounds)
-    ended = clock()
-    tokens = tuple(token for r in (first, *rest) for token in r.tokens)
-    return Generation(tokens, prefilled - started, ended - prefilled, rest)
-
-
 class _FirstToken(BaseStreamer):
     """Notes when the first new token arrives, which is when prefill is over."""
 
@@ -269,12 +174,6 @@ def transformers_generate(
         ended = time.perf_counter()
     tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
     return Generation(tokens, first.at - started, ended - first.at)
-
-
-def synchronized_clock() -> float:
-    """`time.perf_counter` after the CUDA device has finished what it was given."""
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def measure(

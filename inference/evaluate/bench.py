@@ -18,24 +18,13 @@ from inference.attention_kernels import KernelChoice
 from inference.auto.policy import Tuning
 from inference.auto.probe import NEW_TOKENS, tune
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import (
-    AUTOREGRESSIVE,
-    Arm,
-    Choosing,
-    MakeArms,
-    PromptResult,
-    Skipped,
-    make_arms,
-    measure,
-    measure_deviations,
-    show_rounds,
-    synchronized_clock,
-)
+from inference.evaluate.arms import Arm, Choosing, MakeArms, make_arms, measure, measure_deviations, show_rounds
 from inference.evaluate.lossless import HALF
+from inference.evaluate.results import AUTOREGRESSIVE, PromptResult, Skipped
 from inference.evaluate.subject import Models, Subject, context_length
 from inference.method_settings import MethodConfig
 from inference.settings import EvaluateConfig
-from inference.stopwatch import Clock
+from inference.stopwatch import Clock, synchronized_clock
 from outrider.errors import UserError
 from outrider.streams import Streams
 

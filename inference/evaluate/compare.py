@@ -37,7 +37,7 @@ from inference.evaluate.lossless_report import is_lossless
 from inference.evaluate.overlap import overlaps
 from inference.evaluate.page.build import make_page
 from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.evaluate.report import build_report, describe_machine, markdown, relate_to_chain, write_reports
+from inference.evaluate.report import build_report, markdown, relate_to_chain, write_reports
 from inference.evaluate.subject import (
     Models,
     Subject,
@@ -57,6 +57,7 @@ from inference.stopwatch import Clock
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.groups import Group, join_group
+from outrider.machine import describe_machine
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.settings import construct
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from inference.doctor.table import table
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import PromptResult
+from inference.evaluate.results import PromptResult
 from inference.settings import EvaluateConfig
 from outrider.words import in_words
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from inference.evaluate.arms import AUTOREGRESSIVE, PromptResult
 from inference.evaluate.lossless import Judgement, judge
+from inference.evaluate.results import AUTOREGRESSIVE, PromptResult
 
 
 def lossless_section(

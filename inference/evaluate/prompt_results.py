@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.evaluate.arms import PromptResult, Skipped
 from inference.evaluate.report import REPORT_FILE
+from inference.evaluate.results import PromptResult, Skipped
 from outrider.errors import UserError
 from outrider.files import parse_json, read_sealed, sealed, unsealed, write_json
 from outrider.run_dirs import check_identity

@@ -32,11 +32,11 @@ from inference.acceptance import Chooser
 from inference.decode import Round, cut, decode_rounds
 from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import Drafters, Generation, collect, new_drafter
-from inference.evaluate.report import describe_machine
 from inference.evaluate.statistics import acceptance_by_position, decode_statistics, structure_statistics
 from inference.evaluate.subject import finish, load_drafters
 from inference.evaluate.threads import use_threads
+from inference.generation import Generation, collect
+from inference.loading.drafters import Drafters, new_drafter
 from inference.method_settings import MethodConfig
 from inference.session import TargetSession
 from inference.settings import EvaluateConfig
@@ -45,6 +45,7 @@ from inference.tree import DraftTree, depths
 from inference.verify import verify_greedy
 from outrider.errors import UserError, require
 from outrider.files import is_text, parse_json, require_writable, write_atomically, write_json
+from outrider.machine import describe_machine
 from outrider.processes import join_processes
 from outrider.run_dirs import only_run
 from outrider.streams import Streams

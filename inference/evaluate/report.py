@@ -2,21 +2,18 @@
 
 import io
 import json
-import os
-import platform
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draft_models.checkpoint import provenance
 from inference.auto.policy import Tuning
-from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.evaluate.drafter_facts import drafter_lines
 from inference.evaluate.lossless_report import is_lossless, judgement_lines, lossless_section
+from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.evaluate.speed import (
     MIN_PROMPTS,
     answers_per_second,
@@ -53,6 +50,7 @@ from inference.evaluate.wording import (
     times_text,
 )
 from outrider.files import require_writable, write_atomically, write_json
+from outrider.machine import describe_machine
 from outrider.streams import Streams
 
 Report = dict[str, Any]
@@ -250,29 +248,6 @@ def plot_acceptance(reports: Sequence[Report]) -> Figure:
     if axes.lines:  # nothing drafted leaves nothing to name
         axes.legend()
     return figure
-
-
-def describe_machine(device: str | None = None) -> dict[str, Any]:
-    """What the numbers were measured on; None: the GPU where there is one."""
-    measured = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return {
-        "device": torch.cuda.get_device_name(measured) if measured.type == "cuda" else _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
 
 
 def _verdict(report: Report) -> str:

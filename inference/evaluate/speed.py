@@ -7,8 +7,9 @@ as if each of them were news. What is said of a baseline is measured like the re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, Generation, PromptResult
+from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.evaluate.statistics import bootstrap_median
+from inference.generation import Generation
 from outrider.streams import Streams
 
 MIN_PROMPTS = 5  # conversations, however many turns they have; fewer have no interval worth the name, so no verdict

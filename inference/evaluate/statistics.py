@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from inference.evaluate.arms import Generation
-from inference.structures.factory import CANDIDATE, CHOSEN, TRIED
+from inference.drafters.interface import CANDIDATE, CHOSEN, TRIED
+from inference.generation import Generation
 
 
 def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:

@@ -24,9 +24,8 @@ from draft_models.target.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
 from inference.drafters.registry import KINDS
-from inference.evaluate.arms import Drafters, prepare
-from inference.evaluate.report import describe_machine
 from inference.generation_config import Inherited, inherit, read_generation_config
+from inference.loading.drafters import Drafters, prepare
 from inference.method_settings import number
 from inference.packing import can_pack
 from inference.runtime import Runtime, make_runtime
@@ -35,6 +34,7 @@ from inference.stop_strings import StopStrings
 from inference.structures.shapes import find_shape
 from outrider.errors import UserError, reason, require
 from outrider.groups import ALONE, Group
+from outrider.machine import describe_machine
 from outrider.settings import listed
 from outrider.versions import code_version
 

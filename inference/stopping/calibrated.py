@@ -1,15 +1,11 @@
 """A calibration head's word weighed with what was seen: by Thompson sampling, or by the posterior's mean alone."""
 
-import math
 import random
 
-from draft_models.calibration import CalibrationHead
-from inference.stopping.interface import Step, ask
+import torch
 
-
-def sigmoid(logit: float) -> float:
-    """1 / (1 + e^−logit), for any number."""
-    return 0.5 * (1.0 + math.tanh(0.5 * logit))
+from draft_models.calibration.head import CalibrationHead
+from inference.stopping.interface import Step, sigmoid
 
 
 class Posterior:
@@ -99,3 +95,9 @@ class PosteriorMean:
 
     def observe(self, drafted: int, accepted: int) -> None:
         self.posterior.observe(drafted, accepted)
+
+
+def ask(head: CalibrationHead, step: Step) -> float:
+    """What `head` says of the token just drafted, as a logit. One transfer."""
+    position = torch.tensor([step.drafted], device=step.hidden.device)
+    return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration.head import CalibrationHead
 from inference.auto.policy import Tuning
 from inference.method_settings import AUTO, LONGEST_CHAIN, THRESHOLDS, StopConfig
 from inference.stopping.bandit import UCB
 from inference.stopping.best_length import BestLength
 from inference.stopping.beta import BetaThompson
-from inference.stopping.calibrated import CalibratedThompson, Posterior, PosteriorMean
+from inference.stopping.calibrated import CalibratedThompson, Posterior, PosteriorMean, ask
 from inference.stopping.confidence import Confidence
 from inference.stopping.entropy import SVIP, AdaEDL
 from inference.stopping.fixed import FixedLength
-from inference.stopping.interface import StopRule, ask
+from inference.stopping.interface import StopRule
 from inference.stopping.rejection_risk import RejectionRisk
 from inference.stopping.survival import Survival
 from inference.stopping.trust import Belief, Trust

@@ -1,12 +1,13 @@
 """What a stop rule is asked, and what it is told."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from draft_models.calibration import CalibrationHead, log_odds
+from draft_models.calibration.head import log_odds
 
 
 class HasHidden(Protocol):
@@ -78,7 +79,6 @@ class StopRule(Protocol):
         ...
 
 
-def ask(head: CalibrationHead, step: Step) -> float:
-    """What `head` says of the token just drafted, as a logit. One transfer."""
-    position = torch.tensor([step.drafted], device=step.hidden.device)
-    return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))
+def sigmoid(logit: float) -> float:
+    """1 / (1 + e^−logit), for any number."""
+    return 0.5 * (1.0 + math.tanh(0.5 * logit))

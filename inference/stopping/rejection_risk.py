@@ -1,8 +1,8 @@
 """Stop where some token of the draft is probably wrong: SpecDec++ (arXiv 2405.19715)."""
 
-from draft_models.calibration import CalibrationHead
-from inference.stopping.calibrated import sigmoid
-from inference.stopping.interface import Step, ask
+from draft_models.calibration.head import CalibrationHead
+from inference.stopping.calibrated import ask
+from inference.stopping.interface import Step, sigmoid
 
 
 class RejectionRisk:

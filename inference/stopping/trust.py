@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from inference.stopping.calibrated import sigmoid
+from inference.stopping.interface import sigmoid
 
 DRIFT = 0.03  # of the prior's variances is added when another round follows: text has easy and hard stretches
 

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration.head import CalibrationHead
 from inference.auto.policy import BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
+from inference.drafters.interface import CANDIDATE, CHOSEN, TRIED
 from inference.method_settings import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, StructureConfig, number
 from inference.stopping.best_length import BestLength
 from inference.stopping.factory import make_rule, required
@@ -30,8 +31,6 @@ from inference.structures.shapes import (
 from inference.structures.token_graph import GraphTree, token_graph
 from inference.tree import DraftTree, OptimalTree
 from outrider.streams import Streams
-
-TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # names in `Structure.totals`
 
 
 class RoundSource(Extends, Protocol):

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration.head import CalibrationHead
 from inference.acceptance import Chooser
 from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
 from inference.decode import Round, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import Generation, PromptResult
+from inference.evaluate.results import PromptResult
+from inference.generation import Generation
 from inference.method_settings import StopConfig
 from inference.stopping.factory import make_rule
 from inference.structures.factory import Chain

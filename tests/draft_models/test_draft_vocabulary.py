@@ -16,8 +16,8 @@ from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
 from draft_models.target.open_target import open_target
 from inference.drafters.early_exit import EarlyExitMaker
-from inference.evaluate.arms import prepare
-from inference.memory_plan import Place
+from inference.footprint import Place
+from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig, StopConfig
 from inference.packing import PackedLinear, can_pack
 from inference.settings import EvaluateConfig, SamplingConfig

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_models.calibration import META_FILE as CALIBRATION_FILE
-from draft_models.calibration import CalibrationHead, load_calibration, save_calibration
+from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
+from draft_models.calibration.checkpoint import load_calibration, save_calibration
+from draft_models.calibration.head import CalibrationHead
 from draft_models.checkpoint import META_FILE, from_pretrained, read_meta, save_pretrained
 from draft_models.early_exit import EarlyExit
 from draft_models.target.architectures import load_config

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration.head import CalibrationHead
 from draft_models.early_exit import EarlyExit
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack

@@ -15,10 +15,10 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.ngrams import make_ngram_drafter
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import Generation, collect
 from inference.evaluate.replay import replay
 from inference.evaluate.report import plot_acceptance
 from inference.evaluate.statistics import acceptance_by_position
+from inference.generation import Generation, collect
 from inference.method_settings import NgramConfig, StructureConfig
 from inference.structures.factory import Structure, make_structure
 from inference.structures.shapes import EAGLE_25, static

@@ -17,9 +17,10 @@ from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations, prepare
+from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations
 from inference.evaluate.lossless import judge
 from inference.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
+from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig, StopConfig
 from inference.packing import PackedLinear, can_pack
 from inference.stopping.fixed import FixedLength

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from data_prep.text.prompts import Prompt
 from draft_models.target.open_target import load_tokenizer
 from inference.evaluate import bench, compare
-from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS
+from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS
 from inference.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.settings import EvaluateConfig, SamplingConfig

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration.head import CalibrationHead
 from draft_models.draft_vocabulary import OwnTokens
 from draft_models.ngrams.table import TrigramTable
 from inference import acceptance, verify
@@ -24,7 +24,8 @@ from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.fused import Fused
-from inference.evaluate.arms import AUTOREGRESSIVE, Arm, make_arms
+from inference.evaluate.arms import Arm, make_arms
+from inference.evaluate.results import AUTOREGRESSIVE
 from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.sampling import Sampler, invert
 from inference.settings import SamplingConfig

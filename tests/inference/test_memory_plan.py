@@ -16,7 +16,7 @@ from inference.decode import autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitMaker
 from inference.drafters.lookup import PromptLookup
 from inference.evaluate.command import evaluate
-from inference.memory_plan import Place, cache_bytes, pass_bytes, weight_bytes
+from inference.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.method_settings import MethodConfig
 from inference.session import TargetSession
 from inference.settings import EvaluateConfig

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from inference.evaluate.arms import AUTOREGRESSIVE, TRANSFORMERS, make_arms
+from inference.evaluate.arms import make_arms
+from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.stop_strings import StopStrings
 from outrider.errors import UserError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration.head import CalibrationHead
 from draft_models.target.stack import LayerStack
 from draft_models.tiny_models import tiny_head
 from inference import cuda_graphs
@@ -23,7 +23,9 @@ from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.arms import AUTOREGRESSIVE, Arm, Drafters, make_arms
+from inference.evaluate.arms import Arm, make_arms
+from inference.evaluate.results import AUTOREGRESSIVE
+from inference.loading.drafters import Drafters
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.runtime import Eager
 from inference.stopping.beta import BetaThompson

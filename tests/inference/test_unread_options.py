@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration.head import CalibrationHead
 from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
 from inference.drafters.ngram_memory import close, open_memory
-from inference.evaluate.arms import new_drafter
+from inference.loading.drafters import new_drafter
 from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.stopping.factory import RULES
 from inference.structures.factory import make_structure

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save
 
 import outrider.api
-from draft_models.calibration import META_FILE, WEIGHTS_FILE, CalibrationHead, load_calibration, save_calibration
+from draft_models.calibration.checkpoint import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
+from draft_models.calibration.head import CalibrationHead
 from draft_models.checkpoint import read_meta, save_pretrained
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.settings import HEAD_FOLDER, TARGET

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_models.calibration import META_FILE as CALIBRATION_FILE
+from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.card import write_card
 from draft_models.checkpoint import WEIGHTS_FILE, read_meta
 from draft_models.draft_vocabulary import OwnTokens, narrow

@@ -19,7 +19,7 @@ from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.stack import LayerStack
 from inference.drafters.small_lm import MAKER
 from inference.fixed_shapes import WIDTHS
-from inference.memory_plan import Place
+from inference.footprint import Place
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.settings import EvaluateConfig, SamplingConfig
 from outrider.errors import UserError

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.evaluate.arms import TRANSFORMERS, PromptResult
 from inference.evaluate.drafter_facts import drafter_lines
 from inference.evaluate.overlap import overlap_sentence
 from inference.evaluate.page.markup import Markup, tag
 from inference.evaluate.page.plots import acceptance, legend, speedups, time_split
 from inference.evaluate.page.proof import proof_section
 from inference.evaluate.page.texts import Decode, texts_section
+from inference.evaluate.results import TRANSFORMERS, PromptResult
 from inference.evaluate.wording import (
     conditions,
     identical_text,

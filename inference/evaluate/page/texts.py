@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from inference.evaluate.arms import PromptResult
 from inference.evaluate.page.markup import Markup, embedded, joined, tag
+from inference.evaluate.results import PromptResult
 from inference.evaluate.shown import ShownRound
 from inference.tree import ROOT
 

@@ -23,9 +23,11 @@ from inference.decode import Round, autoregressive
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.arms import AUTOREGRESSIVE, Drafters, PromptResult, make_arms, new_drafter
+from inference.evaluate.arms import make_arms
 from inference.evaluate.report import build_report, markdown
+from inference.evaluate.results import AUTOREGRESSIVE, PromptResult
 from inference.evaluate.statistics import chosen_sizes
+from inference.loading.drafters import Drafters, new_drafter
 from inference.method_settings import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings import SamplingConfig
 from inference.tree import DraftTree

@@ -18,8 +18,8 @@ from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import prepare
 from inference.fused_layers import fuse_layers, run_at_once
+from inference.loading.drafters import prepare
 from inference.rows import Rows
 from inference.structures.factory import make_structure
 from outrider.streams import Streams

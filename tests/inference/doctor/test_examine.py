@@ -19,6 +19,7 @@ from draft_models.eagle3.changes import ReadingChanges
 from draft_models.small_lm import TRAINING_FILE, load_plain_lm
 from draft_models.target.open_target import open_target
 from inference.doctor.examine import examine, find_patients
+from inference.doctor.lm_ways import patient_of_lm
 from inference.doctor.table import coloured, table
 from inference.doctor.training_data import training_facts
 from inference.drafters.small_lm import SmallLMMaker
@@ -113,7 +114,7 @@ def test_a_small_lm_is_stored_in_what_its_directory_says(practice: Path) -> None
     """Also one that runs by its own forward, whose config transformers changes as it is loaded."""
     where, target = str(practice / "lm"), open_target(str(practice / "target"))
     lm = load_plain_lm(where, target.config, None, torch.float16, "cpu")
-    [fact] = [fact for fact in SmallLMMaker().patient(lm, where, target, None).facts if fact.name == "numbers"]
+    [fact] = [fact for fact in patient_of_lm(SmallLMMaker(), lm, where, target, None).facts if fact.name == "numbers"]
     assert fact.said == "stored in float32, run in float16, whose range is smaller"
     assert fact.suspect
 

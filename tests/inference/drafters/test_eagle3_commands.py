@@ -19,7 +19,7 @@ from inference.drafters.eagle3 import MAKER
 from inference.evaluate import compare
 from inference.evaluate.arms import make_arms
 from inference.evaluate.command import evaluate as command
-from inference.memory_plan import Place
+from inference.footprint import Place
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError

@@ -10,16 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from inference.decode import Round
 from inference.drafters.calibrated import Calibrated
-from inference.evaluate.arms import (
-    AUTOREGRESSIVE,
-    Arm,
-    Generation,
-    collect,
-    make_arms,
-    measure,
-    transformers_generate,
-    without_captures,
-)
+from inference.evaluate.arms import Arm, make_arms, measure, transformers_generate, without_captures
+from inference.evaluate.results import AUTOREGRESSIVE
+from inference.generation import Generation, collect
 from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings import SamplingConfig
 from outrider.groups import Group

@@ -15,10 +15,7 @@ from draft_models.target.architectures import load_config
 from draft_models.target.fingerprint import fingerprint_target
 from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.tensor_files import open_tensors
-from inference.evaluate.arms import (
-    AUTOREGRESSIVE,
-    TRANSFORMERS,
-)
+from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS
 from inference.evaluate.subject import end_tokens, heldout_fraction
 from inference.evaluate_checkpoint import main, with_methods
 from inference.method_settings import MethodConfig

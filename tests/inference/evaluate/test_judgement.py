@@ -19,8 +19,9 @@ from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import prepare, transformers_generate
+from inference.evaluate.arms import transformers_generate
 from inference.evaluate.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
+from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig
 from inference.runtime import make_runtime
 from inference.sampling import Sampler

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.text.prompts import Prompt
-from inference.evaluate.arms import PromptResult
 from inference.evaluate.compare_settings import CompareConfig
 from inference.evaluate.overlap import RUN, overlap
 from inference.evaluate.page.build import make_page
@@ -22,6 +21,7 @@ from inference.evaluate.page.markup import embedded, tag
 from inference.evaluate.page.proof import most_that_differ
 from inference.evaluate.page.texts import rejected_tokens
 from inference.evaluate.prompt_results import read_results
+from inference.evaluate.results import PromptResult
 from inference.evaluate.shown import Noting, ShownRound
 from inference.evaluate.side_by_side import compare_reports
 from inference.settings import EvaluateConfig

@@ -9,9 +9,10 @@ from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
 from inference.decode import Round
 from inference.evaluate import bench
-from inference.evaluate.arms import Generation, PromptResult, Skipped
 from inference.evaluate.lossless import Deviation
 from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
+from inference.evaluate.results import PromptResult, Skipped
+from inference.generation import Generation
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from outrider.errors import UserError
 from outrider.settings import construct

@@ -15,7 +15,6 @@ from draft_models.ngrams.table import TrigramTable
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.vocabulary import vocabulary_digest
 from inference.decode import speculative
-from inference.evaluate.arms import new_drafter
 from inference.evaluate.replay import (
     Recording,
     Vocabulary,
@@ -26,6 +25,7 @@ from inference.evaluate.replay import (
     replay_turns,
 )
 from inference.evaluate_checkpoint import main
+from inference.loading.drafters import new_drafter
 from inference.method_settings import MethodConfig, NgramConfig
 from outrider.errors import UserError
 from outrider.streams import Streams

@@ -13,22 +13,10 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 
 from inference.decode import Round
-from inference.evaluate.arms import (
-    AUTOREGRESSIVE,
-    TRANSFORMERS,
-    Generation,
-    PromptResult,
-)
 from inference.evaluate.lossless import WORST, Deviation
 from inference.evaluate.lossless_report import is_lossless
-from inference.evaluate.report import (
-    build_report,
-    describe_machine,
-    markdown,
-    plot_acceptance,
-    plot_speedups,
-    relate_to_chain,
-)
+from inference.evaluate.report import build_report, markdown, plot_acceptance, plot_speedups, relate_to_chain
+from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.evaluate.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
@@ -39,8 +27,10 @@ from inference.evaluate.statistics import (
     request_statistics,
     structure_statistics,
 )
+from inference.generation import Generation
 from inference.method_settings import MethodConfig
 from inference.settings import SamplingConfig
+from outrider.machine import describe_machine
 
 
 def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generation:

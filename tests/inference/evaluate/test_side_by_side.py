@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from inference.decode import Round
-from inference.evaluate.arms import AUTOREGRESSIVE, Generation, PromptResult
 from inference.evaluate.compare_settings import CompareConfig
 from inference.evaluate.prompt_results import Measured, append_result
+from inference.evaluate.results import AUTOREGRESSIVE, PromptResult
 from inference.evaluate.side_by_side import compare_reports
+from inference.generation import Generation
 from outrider.errors import UserError
 
 TOKENS = (7, 1, 2, 3, 4)

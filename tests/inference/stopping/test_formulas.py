@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.calibration import CalibrationHead, log_odds
+from draft_models.calibration.head import CalibrationHead, log_odds
 from inference.auto.costs import WIDEST, Costs
 from inference.auto.policy import KEEP, Tuning, best_length
 from inference.method_settings import LONGEST_CHAIN, StopConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration import CalibrationHead
+from draft_models.calibration.head import CalibrationHead
 from inference.auto.costs import WIDEST, Costs
 from inference.auto.policy import Tuning
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig

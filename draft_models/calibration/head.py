@@ -1,0 +1,54 @@
+"""EESD's calibration head: how likely is the token just drafted to be right?
+
+The paper has it for early exits. It reads a hidden state of any drafter that has one: an early exit's, a small LM's
+last one, what an EAGLE-3 head gives for its next step.
+"""
+
+import torch
+from torch import Tensor, nn
+
+POSITIONS = 10  # draft positions with weights of their own; later ones share the last
+SURE = 12.0  # the largest log-odds that are told apart
+
+
+class CalibrationHead(nn.Module):
+    """θ_M = sigmoid(W_p [W^i H_t^(T) ; H_{t+i}^(D)]), EESD §3.3, as a logit.
+
+    H_t^(T) [d_T]: the target's last hidden state at the last verified position. H_{t+i}^(D) [d_D]: the drafter's at
+    draft position i. W_p is [1, d_T + d_D], W^i is [d_T, d_T] with i = min(i, 10).
+
+    Nothing stands between W_p and W^i, so the two make one vector per position, w_T W^i. Stored as `target` [10, d_T],
+    it makes θ_M cost two dot products. `bias` [10] is per position too. Inputs are detached: the head never trains what
+    feeds it.
+
+    Beyond the paper it sees how likely the draft found its own token: `odds` [] weighs the log-odds log(q / (1 − q)).
+    `temperature` [10], by position, divides the logit (see train/sequential_temperature.py).
+    """
+
+    temperature: Tensor
+
+    def __init__(self, target_width: int, draft_width: int):
+        super().__init__()
+        self.target = nn.Parameter(torch.zeros(POSITIONS, target_width))
+        self.draft = nn.Parameter(torch.zeros(draft_width))
+        self.bias = nn.Parameter(torch.zeros(POSITIONS))
+        self.odds = nn.Parameter(torch.zeros(()))
+        self.register_buffer("temperature", torch.ones(POSITIONS))
+
+    def forward(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, log_probability: Tensor) -> Tensor:
+        """Logits [n] for target_hidden [n, d_T], draft_hidden [n, d_D], draft positions [n], counted from 1, and the
+        draft's log q [n] of its tokens."""
+        return self.weigh(target_hidden, draft_hidden, position, log_odds(log_probability.detach()))
+
+    def weigh(self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, odds: Tensor) -> Tensor:
+        """The same for the draft's log-odds [n]."""
+        index = position.clamp(1, POSITIONS) - 1
+        seen = (self.target[index] * target_hidden.detach().to(self.target.dtype)).sum(-1)
+        seen = seen + draft_hidden.detach().to(self.draft.dtype) @ self.draft + self.bias[index] + self.odds * odds
+        return seen / self.temperature[index]
+
+
+def log_odds(log_probability: Tensor) -> Tensor:
+    """log(q / (1 − q)) of log q, within ± `SURE`: where q is 0 or 1 in floating point too."""
+    below = log_probability.float().clamp(max=-1e-6)
+    return (below - (-below.expm1()).log()).clamp(-SURE, SURE)

@@ -1,0 +1,1 @@
+"""Finding and loading a target and its drafters, before anything decodes."""

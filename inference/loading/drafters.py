@@ -1,0 +1,41 @@
+"""Drafters made ready to decode beside a target, and fresh ones for every generation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from draft_models.target.stack import LayerStack
+from inference.auto.policy import Tuning
+from inference.drafters.fused import Fused
+from inference.drafters.interface import Drafter
+from inference.drafters.registry import KINDS
+from inference.fused_layers import lay_out
+from inference.method_settings import MethodConfig
+from outrider.streams import Streams
+
+Drafters = Mapping[str, Any]  # the loaded model of each kind (see `inference.drafters.registry`) that has one
+
+
+def new_drafter(
+    method: MethodConfig,
+    drafters: Drafters,
+    streams: Streams,
+    drawn: bool = False,
+    tuning: Tuning | None = None,
+) -> Drafter:
+    """The drafter of `method`, fresh for the one generation that `streams` belong to.
+
+    drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.auto.probe`).
+    """
+    kind = KINDS[method.source]
+    model, maker = drafters.get(kind.name), kind.load_maker()
+    if kind.shaped and method.reads_ngrams:
+        return Fused(maker.draft_model(model, method), drafters.get("ngrams"), method, tuning)
+    return maker.make(model, method, streams, drawn=drawn, tuning=tuning)
+
+
+def prepare(stack: LayerStack, drafters: Drafters) -> None:
+    """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
+    if isinstance(stack, LayerStack):  # else it runs as it is
+        lay_out(stack, stack)
+    for name, model in drafters.items():
+        KINDS[name].load_maker().prepare(model, stack)

@@ -1,0 +1,31 @@
+"""What machine this is, for a report's reader."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe_machine(device: str | None = None) -> dict[str, Any]:
+    """What the numbers were measured on; None: the GPU where there is one."""
+    measured = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return {
+        "device": torch.cuda.get_device_name(measured) if measured.type == "cuda" else _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
