@@ -5,7 +5,6 @@ that an entry script calls sees a DictConfig.
 """
 
 import dataclasses
-import difflib
 import errno
 import functools
 import logging
@@ -27,6 +26,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from conf.options import CONF_DIR, help_text
 from outrider.errors import UserError
 from outrider.settings import construct
+from outrider.words import did_you_mean
 
 Config = TypeVar("Config")
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
@@ -169,9 +169,7 @@ def explain(error: Exception, schema: type) -> str:
     allowed = _fields_at(schema, key.rpartition(".")[0])
     leaf = key.rpartition(".")[2]
     if allowed and leaf not in allowed:
-        close = difflib.get_close_matches(leaf, allowed, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        return f"{key}: no such option; {hint}Allowed here: {', '.join(allowed)}"
+        return f"{key}: no such option{did_you_mean(leaf, allowed) or ';'} Allowed here: {', '.join(allowed)}"
     if isinstance(cause, ConfigKeyError):
         return f"{key}: {key.rpartition('.')[0]} holds no {leaf!r} in this run; choose it first, or check the name"
     return f"{key}: {first_line}. {_describe(schema, key)}"

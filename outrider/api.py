@@ -3,15 +3,19 @@
 It is the runtime of evaluate-checkpoint. Greedy text is the target's own, token for token. Sampled text has its law.
 """
 
+import functools
+import inspect
 import json
+import reprlib
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
@@ -37,11 +41,43 @@ from inference.settings import GREEDY, EvaluateConfig, Runtime, SamplingConfig
 from inference.stop_strings import StopStrings
 from inference.stopwatch import synchronized_clock
 from outrider.errors import UserError, require
-from outrider.settings import construct
+from outrider.settings import Count, Named, construct
 from outrider.streams import Streams
+from outrider.words import did_you_mean
 
 Messages = Sequence[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}, a user's last
+_FIELDS = ("role", "content")
+_ROLES = ("system", "user", "assistant")
+_PROMPT = "one text, or one conversation: a list of messages {'role': …, 'content': …}"
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+_Text = Annotated[str, Named("a text")]
+_Turns = Annotated[list[_Text], Named("a list of the user's turns")]
+_Prompts = Annotated[list[_Text | _Turns], Named("a list of texts to continue, or of lists of a user's turns")]
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+def _knowing_its_options(call: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """`call`, where an option that it does not have is a `UserError`."""
+
+    @functools.wraps(call)
+    def checked(*args: _Given.args, **options: _Given.kwargs) -> _Made:
+        _require_known(call.__name__, options, _options_of(call))
+        return call(*args, **options)
+
+    return checked
+
+
+def _options_of(call: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(call).parameters if name != "self"]
+
+
+def _require_known(call: str, given: Collection[str], known: Sequence[str]) -> None:
+    """Raise `UserError` for the first of the options `given` to `call` that is none of `known`."""
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UserError(f"{call}({name}=…): no such option{hint or '; there are ' + ', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -82,8 +118,10 @@ class Model:
 
     def generate(self, prompt: str | Messages, **options: Any) -> str:
         """The text that follows `prompt`; options as in `stream`."""
+        _require_known("generate", options, _options_of(self.stream))
         return "".join(self.stream(prompt, **options))
 
+    @_knowing_its_options
     def stream(
         self,
         prompt: str | Messages,
@@ -108,13 +146,15 @@ class Model:
 
         The text ends with an end token, which is not shown, or with one of stop_strings, which is.
 
-        Raises `UserError` for options that do not go together, and where the context is too short.
+        Raises `UserError` for what is no prompt, for options that do not go together, and where the context is too
+        short.
         """
         sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
         return self._pieces(
             self.rounds(prompt, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
         )
 
+    @_knowing_its_options
     def rounds(
         self,
         prompt: str | Messages,
@@ -129,10 +169,14 @@ class Model:
 
         The first is the prefill's. speculate=False: the target alone, one token a pass. Raises `UserError` as `stream`.
         """
-        turns, template = ([prompt], "none") if isinstance(prompt, str) else (prompt, "auto")
+        turns, template = ([prompt], "none") if isinstance(prompt, str) else (_conversation(prompt), "auto")
         ids = render_prompt(turns, self.tokenizer, template)
-        streams = Streams(seed).within(self.name if speculate else AUTOREGRESSIVE)
-        return self._decode(ids, sampling, max_new_tokens, tuple(stop_strings), streams, speculate)
+        require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
+        count = construct(Count, max_new_tokens, "max_new_tokens")
+        texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+        stops = tuple(construct(list[_Text], texts, "stop_strings"))
+        streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
+        return _closed_in_time(self._decode(ids, sampling, count, stops, streams, speculate))
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> "Model":
         """The same target, as it is loaded, with another method before it: a preset, or settings of your own.
@@ -159,13 +203,14 @@ class Model:
         nowhere. options: of evaluate-checkpoint, such as max_new_tokens and compare_transformers. The target is
         loaded once more, by transformers, to compare with.
         """
+        _require_known("report", options, [field.name for field in fields(EvaluateConfig)])
+        construct(_Prompts, prompts, "prompts")
         asked = [
             Prompt(str(number), "text", (prompt,), False)
             if isinstance(prompt, str)
             else Prompt(str(number), "chat", tuple(prompt), True)
             for number, prompt in enumerate(prompts, start=1)
         ]
-        require(bool(asked), "prompts", list(prompts), "at least one")
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
             config = replace(self.config, out_dir=folder, **options)
             with suppress(SystemExit):  # not lossless: the report says so
@@ -246,6 +291,7 @@ class Model:
         self.last = Passes(len(tokens), passes)
 
 
+@_knowing_its_options
 def load(
     source: str | Path,
     *,
@@ -280,7 +326,7 @@ def load(
         method = held.preset
     if method is None:
         method = [*presets_of({"small_lm": small_lm, "eagle3": eagle3, "table": table}), "prompt_lookup"][0]
-    name = name or (method if isinstance(method, str) else "method")
+    name = construct(str, name or (method if isinstance(method, str) else "method"), "name")
     config = EvaluateConfig(
         checkpoint=str(source) if is_drafter else None,
         target=target if is_drafter else str(source),
@@ -288,7 +334,7 @@ def load(
         small_lm=small_lm,
         eagle3=eagle3,
         table=table,
-        drafters=dict(drafters or {}),
+        drafters=construct(dict[str, str], drafters or {}, "drafters"),
         methods={name: preset(method) if isinstance(method, str) else method},
         dtype=dtype,
         device=device,
@@ -301,7 +347,8 @@ def preset(name: str) -> MethodConfig:
     """The method that conf/method/<name>.yaml describes. Raises `UserError` for a name that is none."""
     known = {file.stem: file for file in (CONF_DIR / "method").glob("*.yaml")}
     if name not in known:
-        raise UserError(f"method={name}: no such preset; there are {', '.join(sorted(known))}")
+        hint = did_you_mean(name, known)
+        raise UserError(f"method={name}: no such preset{hint}; there are {', '.join(sorted(known))}")
     method: MethodConfig = construct(MethodConfig, OmegaConf.to_container(OmegaConf.load(known[name])))
     return method
 
@@ -310,9 +357,47 @@ def _sampling(
     do_sample: bool, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float | None
 ) -> SamplingConfig:
     if do_sample:
+        sampling = SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty)
         require(temperature > 0, "temperature", temperature, "a number > 0; for greedy text do_sample=False")
-        return SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty)
+        return sampling
     for key, given, default in (("temperature", temperature, 1.0), ("top_k", top_k, 0), ("top_p", top_p, 1.0),
                                 ("min_p", min_p, 0.0)):  # fmt: skip
         require(given == default, key, given, f"{default} unless do_sample=True: nothing is sampled")
     return SamplingConfig(repetition_penalty=repetition_penalty)
+
+
+def _conversation(prompt: Any) -> Messages:
+    """`prompt`, which must be messages, the last of them the user's. Raises `UserError` for anything else."""
+    items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else []
+    if not items or not all(isinstance(item, Mapping) for item in items):
+        remedy = ""
+        if items and all(isinstance(item, int) for item in items):
+            remedy = "; token ids are not taken: give their text, tokenizer.decode(ids)"
+        elif items and all(isinstance(item, str | Sequence) for item in items):
+            remedy = "; several prompts are decoded one after the other, each by a call of its own"
+        raise UserError(f"prompt={reprlib.repr(prompt)}: expected {_PROMPT}{remedy}")
+    for place, message in enumerate(items):
+        whole = all(isinstance(message.get(key), str) for key in _FIELDS)
+        hint = next(filter(None, (did_you_mean(str(key), _FIELDS) for key in message if key not in _FIELDS)), "")
+        require(whole, f"prompt[{place}]", message, f"a text as its 'role' and one as its 'content'{hint}")
+        role = message["role"]
+        expected = f"one of {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
+        require(role in _ROLES, f"prompt[{place}]['role']", role, expected)
+    require(items[-1]["role"] == "user", "prompt[-1]['role']", items[-1]["role"], "user: the last message asks")
+    return items
+
+
+def _closed_in_time(rounds: Iterator[Round]) -> Iterator[Round]:
+    """`rounds`, closed once nobody can ask for more of them, at the latest when the process ends.
+
+    Not after that: what a generation holds cannot be given back while the interpreter takes modules down.
+    """
+    asked = (r for r in rounds)
+    weakref.finalize(asked, _close, rounds)
+    return asked
+
+
+def _close(rounds: Iterator[Round]) -> None:
+    if isinstance(rounds, Generator):
+        with suppress(ValueError):  # another thread is in the midst of it
+            rounds.close()

@@ -1,5 +1,6 @@
 """Decoding from Python: the target's own text, by every way to ask for it."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from draft_models.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.target.open_target import open_target
 from inference.decode import Round
 from inference.method_settings import MethodConfig, StopConfig
+from outrider.api import Model
 from outrider.errors import UserError
 from tests.tiny import LAYERS, make_drafter, save_target, unproven
 
@@ -184,13 +186,78 @@ def test_what_cannot_be_is_refused(model: Any, tiny_models: Path) -> None:
             model.generate(PROMPT, **options)
     target = str(tiny_models / TARGET)
     for given, message in (
-        ({"method": "eesd"}, "method=eesd: no such preset; there are aded, "),
+        ({"method": "eesd"}, "method=eesd: no such preset; did you mean 'eesd_.*'.; there are aded, "),
         ({"method": "eesd_beta"}, "checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
     ):
         with pytest.raises(UserError, match=message):
             outrider.load(target, **given)
     with pytest.raises(UserError, match=r"target=.*nowhere is no drafter"):
         outrider.load("nowhere", target=target)
+
+
+MESSAGE = {"role": "user", "content": "hi"}
+ODD = (None, "x", "", -1, 1.5, float("nan"), True, [], [1], {"a": 1}, object())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (["def f(", "class A:"], "several prompts are decoded one after the other"),
+        ([[MESSAGE], [MESSAGE]], "several prompts are decoded one after the other"),
+        ([1, 2, 3], "token ids are not taken"),
+        ([{"rol": "user", "content": "hi"}], r"prompt\[0\]=.*; did you mean 'role'\?"),
+        ([MESSAGE, {"role": "user", "content": 5}], r"prompt\[1\]=.*: expected a text as its 'role' and one as its"),
+        ([{"role": "usr", "content": "hi"}], "'usr': expected one of system, user, assistant; did you mean 'user'"),
+        ([MESSAGE, {"role": "assistant", "content": "hi"}], "the last message asks"),
+        *((odd, "prompt") for odd in (*ODD[3:], None, MESSAGE, b"ab", [None], "")),
+    ],
+    ids=lambda value: repr(value).split(" at ")[0],
+)
+def test_what_is_no_prompt_is_refused_by_what_it_is(model: Any, prompt: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        model.generate(prompt, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", [*[*inspect.signature(Model.stream).parameters][2:], "max_tokens"])
+def test_an_option_is_read_or_refused_by_its_name(model: Any, name: str) -> None:
+    """Whatever it is given: no other error than a `UserError` leaves the library."""
+    for sampled in (False, True):
+        for odd in ODD:
+            given = {"max_new_tokens": 2, "do_sample": sampled, name: odd}
+            said = name
+            try:
+                model.generate(PROMPT, **given)
+            except UserError as error:
+                said = str(error)
+            assert name in said
+    for asked in (model.generate, model.stream, model.rounds, model.report, outrider.load):
+        with pytest.raises(UserError, match=rf"{asked.__name__}\(max_neww_tok=…\): no such option"):
+            asked("x", max_neww_tok=3)
+
+
+@pytest.mark.parametrize("name", [*[*inspect.signature(outrider.load).parameters][1:], "metod"])
+def test_so_is_one_of_loading(folder: Path, name: str) -> None:
+    for odd in ([1], {"a": 1}, 1.5, object()):
+        with pytest.raises(UserError, match=name):
+            outrider.load(str(folder / TARGET), **{"device": "cpu", name: odd})
+
+
+@pytest.mark.parametrize("odd", [*ODD, [["a", 3]], [[]]], ids=lambda value: repr(value).split(" at ")[0])
+def test_a_report_is_of_texts(model: Any, odd: Any) -> None:
+    with pytest.raises(UserError, match="prompts"):
+        model.report(odd)
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_left_unfinished_ends_with_the_process(folder: Path) -> None:
+    code = f"""
+import outrider
+model = outrider.load({str(folder / EARLY_EXIT)!r}, device="cpu")
+pieces, rounds = model.stream("def f("), model.rounds("def f(", speculate=False)
+next(pieces), next(rounds)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "Exception" not in run.stderr
 
 
 @pytest.mark.slow
