@@ -4,6 +4,8 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
+# Whatever is given as NAME=VALUE is an option of the command (make smollm2 minutes=45), which refuses what it has not.
+OPTIONS = $(foreach option,$(filter-out PYTHON=%,$(MAKEOVERRIDES)),'$(option)')
 
 .PHONY: install kernels demo demo-real chat smollm2 test test-all test-fast test-gpu lint format clean
 .NOTPARALLEL:
@@ -46,21 +48,21 @@ format: $(STAMP)
 
 # The whole mission, small: a target, its own answers, drafters of every kind, the proof. What is done is skipped.
 demo: $(STAMP)
-	$(RUN)python train/pipeline.py experiment=demo resume=true
+	$(RUN)python train/pipeline.py experiment=demo resume=true $(OPTIONS)
 
 # A real chat model and the drafters in drafters/smollm2: fetched, measured, no training. What is done is skipped.
 demo-real: $(STAMP)
-	$(RUN)python train/pipeline.py experiment=smollm2_demo resume=true
+	$(RUN)python train/pipeline.py experiment=smollm2_demo resume=true $(OPTIONS)
 
-# A real chat model in the place of the demo's toy: two hours on two cores. What is done is skipped. With target=MODEL
-# another one, in runs/mine or in out_dir=DIR.
+# A real chat model in the place of the demo's toy: two hours on two cores. What is done is skipped. target=MODEL takes
+# another one, in runs/mine or in out_dir=DIR; minutes=45 takes less time.
 smollm2: $(STAMP)
-	$(RUN)python train/pipeline.py experiment=smollm2 resume=true$(if $(target), target=$(target) out_dir=$(or $(out_dir),runs/mine))
+	$(RUN)python train/pipeline.py experiment=smollm2 resume=true $(if $(filter 'target=%,$(OPTIONS)),out_dir=runs/mine) $(OPTIONS)
 
 # Talk to that chat model in the terminal, one of its drafters before it: /off and /on to feel the difference.
 chat: $(STAMP)
 	$(RUN)python data_prep/fetch_target.py out_dir=runs/smollm2_demo/fetch resume=true
-	$(RUN)python -m outrider.chat target=runs/smollm2_demo/fetch checkpoint=drafters/smollm2/eesd small_lm=drafters/smollm2/small_lm table=drafters/smollm2/trigrams dtype=fast method=vanilla
+	$(RUN)python -m outrider.chat target=runs/smollm2_demo/fetch checkpoint=drafters/smollm2/eesd small_lm=drafters/smollm2/small_lm table=drafters/smollm2/trigrams dtype=fast method=vanilla $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

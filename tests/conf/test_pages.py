@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -100,7 +101,10 @@ def test_commands_are_understood(monkeypatch: pytest.MonkeyPatch, page: str, lin
         ((command, overrides),) = entry
         compose_and_build(command, with_methods(overrides) if command == "evaluate_checkpoint" else overrides)
     elif words[0] == "make":
-        assert set(words[1:]) <= MADE_BY_MAKE, page
+        options = [word for word in words[1:] if "=" in word]
+        assert {*words[1:]} - {*options} <= MADE_BY_MAKE, page
+        if options:  # of the pipeline
+            compose_and_build("pipeline", [f"experiment={words[1]}", *options])
     elif words[0] == "python" and words[1].startswith("benchmarks/"):
         script = ROOT / words[1]
         if script.name == "bench_train_step.py":  # reads KEY=VALUE, not options
@@ -147,6 +151,28 @@ def test_files_that_pages_name_are_there() -> None:
     results = (ROOT / "docs/results.md").read_text()
     for name in re.findall(r"`(\w+\.(?:json|png))`", results):
         assert (BENCHMARKS / "results" / name).exists(), name
+
+
+def test_a_fresh_machine_is_told_its_two_commands() -> None:
+    """With the minutes that each takes; the second is what every change must pass."""
+    first = next(block for language, block in FENCE.findall((ROOT / "README.md").read_text()) if not language)
+    told = {line.partition("#")[0].strip(): line.partition("#")[2] for line in first.splitlines()}
+    assert list(told)[:2] == ["make demo", "make test"]
+    assert all(re.search(r"about \d+ minutes", told[command]) for command in list(told)[:2])
+    assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
+
+
+@pytest.mark.parametrize("command", ["demo", "demo-real", "smollm2", "chat"])
+def test_what_make_is_given_its_command_gets(command: str) -> None:
+    """All of it: make itself takes any NAME=VALUE without a word. Python is the one that is make's own."""
+    given = ["minutes=6", "debug=true", "target=x", 'steps.report.more=["dtype=float32"]']
+    done = subprocess.run(
+        ["make", "-n", command, *given, "PYTHON=python3"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    words = shlex.split(done.stdout.splitlines()[-1])
+    assert set(given) < set(words)
+    assert not any(word.startswith("PYTHON") for word in words)
+    assert ("out_dir=runs/mine" in words) == (command == "smollm2")
 
 
 def test_the_readme_is_one_screen_or_two() -> None:

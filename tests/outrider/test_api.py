@@ -1,6 +1,7 @@
 """Decoding from Python: the target's own text, by every way to ask for it."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -62,6 +63,18 @@ def test_importing_is_quick() -> None:
     assert run.stdout == "set() <class 'outrider.errors.UserError'>\n"
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         outrider.lode  # noqa: B018
+
+
+def test_a_script_beside_a_folder_called_outrider_imports_the_package(tmp_path: Path) -> None:
+    """As in the directory that a clone lies in; `pip install -e .` has said where the package is."""
+    (tmp_path / "outrider").mkdir()
+    script = tmp_path / "mine.py"
+    script.write_text("import outrider\nprint(outrider.__file__, outrider.UserError)")
+    elsewhere = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    run = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=elsewhere, capture_output=True, text=True, check=False
+    )
+    assert run.stdout == f"{ROOT / 'outrider/__init__.py'} <class 'outrider.errors.UserError'>\n", run.stderr
 
 
 @pytest.mark.parametrize(
