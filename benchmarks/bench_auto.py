@@ -24,13 +24,13 @@ from draft_models.checkpoint import provenance
 from draft_models.target.open_target import pick_device
 from inference.auto.policy import Tuning
 from inference.auto.probe import tune
+from inference.engines.choose import make_runtime
 from inference.evaluate.arms import make_arms
 from inference.evaluate.results import AUTOREGRESSIVE
 from inference.evaluate.statistics import chosen_sizes, decode_statistics
 from inference.generation import Generation
 from inference.method_settings import AUTO, MethodConfig, StopConfig, StructureConfig
-from inference.runtime import make_runtime
-from inference.settings import GREEDY, SamplingConfig
+from inference.sampling_settings import GREEDY, SamplingConfig
 from inference.stopwatch import synchronized_clock
 from outrider.files import write_json
 from outrider.machine import describe_machine

@@ -18,8 +18,8 @@ from subjects import Subject, add_options, load_subjects, parse
 
 from draft_models.target.open_target import pick_device
 from inference.auto.probe import tune
+from inference.engines.choose import make_runtime
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.runtime import make_runtime
 from inference.stopwatch import synchronized_clock
 from outrider.files import write_json
 from outrider.machine import describe_machine

@@ -35,9 +35,10 @@ from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
+from inference.engines.choose import make_runtime
 from inference.loading.drafters import new_drafter
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.runtime import Runtime, make_runtime
+from inference.runtime import Runtime
 from inference.session import TargetSession
 from inference.settings import RUNTIMES
 from inference.tree import ROOT, chain_parents

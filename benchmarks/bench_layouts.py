@@ -30,10 +30,10 @@ from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import OpenTarget, open_target
 from draft_models.target.stack import LayerStack
 from inference.cpu.by_amx import has_amx
-from inference.cpu.choices import largest
+from inference.engines.choose import make_runtime
 from inference.fused_layers import FusedLayer, fuse_layers, lay_out
+from inference.ops import largest
 from inference.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, can_code, can_halve, pack_linears
-from inference.runtime import make_runtime
 from inference.tree import chain_parents
 from outrider.files import read_json, write_json
 from outrider.machine import describe_machine

@@ -31,7 +31,7 @@ from inference.evaluate.statistics import acceptance_by_candidates
 from inference.generation import Generation
 from inference.loading.drafters import Drafters, prepare
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from outrider.machine import describe_machine
 from outrider.streams import Streams
 

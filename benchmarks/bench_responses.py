@@ -26,7 +26,7 @@ from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import open_target
 from inference.evaluate.subject import end_tokens
 from inference.sampling import Sampler
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from outrider.files import write_json
 from outrider.machine import describe_machine
 

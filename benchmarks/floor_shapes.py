@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draft_models.early_exit import EarlyExit
-from draft_models.target.empty_models import empty_model
+from draft_models.target.empty_models import empty_model, layer_stack
 from draft_models.target.stack import LayerStack
 from inference.drafters.calibrated import Calibrated
 from inference.loading.drafters import prepare
@@ -94,7 +94,7 @@ def make_target(name: str, dtype: torch.dtype, device: torch.device) -> Target:
     """The target of shape `name`, tensor by tensor on `device`, with an exit layer on 8 % of its layers."""
     config = SHAPES[name]
     model = _random_model(config, dtype, device)
-    stack = LayerStack(model)
+    stack = layer_stack(model)
     drafter = EarlyExit.from_model(model, default_exit_layer(config), own_head=True).requires_grad_(False)
     prepare(stack, {"early_exit": Calibrated(drafter)})
     return Target(name, weigh(config), stack, drafter)

@@ -17,7 +17,7 @@ from floor_shapes import SHAPES, make_target
 from torch.profiler import ProfilerActivity, profile
 
 from draft_models.target.open_target import pick_device
-from inference.runtime import make_runtime
+from inference.engines.choose import make_runtime
 from outrider.files import write_json
 from outrider.machine import describe_machine
 

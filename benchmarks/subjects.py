@@ -17,7 +17,7 @@ from data_prep.text.prompts import read_prompts
 from draft_models.checkpoint import from_pretrained
 from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
 from draft_models.small_lm import load_small_lm
-from draft_models.target.empty_models import decoder_layers, final_norm
+from draft_models.target.empty_models import decoder_layers, final_norm, layer_stack
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive
@@ -113,7 +113,7 @@ def random_subject(folder: Path, prompts: int, **placed: Any) -> Subject:
         "early_exit": Calibrated(
             EarlyExit.from_model(_load(source, exit_layer=1, **placed), 1, own_head=True).requires_grad_(False)
         ),
-        "small_lm": LayerStack(_load(drafter, **placed)),
+        "small_lm": layer_stack(_load(drafter, **placed)),
     }
     name = f"random Llama, {RANDOM['num_hidden_layers']} × {RANDOM['hidden_size']}"
     subject = _make_subject(name, source, drafter, drafters, [], **placed)
@@ -147,7 +147,7 @@ def _make_subject(
     """Everything loaded and laid out as evaluate-checkpoint does it, and transformers' own copies beside it."""
     plain, assistant = (load_plain(open_target(source), dtype, device) for source in (target, drafter))
     exit_model = as_model(target, drafters["early_exit"].drafter, device, dtype)
-    stack = LayerStack(_load(target, device, dtype) if can_pack(device, dtype) else plain)
+    stack = layer_stack(_load(target, device, dtype) if can_pack(device, dtype) else plain)
     prepare(stack, drafters)
     return Subject(name, stack, drafters, plain, assistant, exit_model, prompts)
 

@@ -11,12 +11,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.acceptance import Law, judge, placed, top_k_law, whole_law
-from draft_models.draft_vocabulary import places, spread
+from draft_models.draft_vocabulary import places
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.target.anatomy import LayerCall, LogitRule
 from draft_models.target.attention import Band
-from draft_models.target.empty_models import anatomy_of, decoder_layers, empty_layers, final_norm, number_layer
-from draft_models.target.stack import LayerCache, LayerStack, Rotary, call_layer, normed_product
+from draft_models.target.empty_models import (
+    anatomy_of,
+    decoder_layers,
+    empty_layers,
+    final_norm,
+    layer_stack,
+    number_layer,
+)
+from draft_models.target.narrowed import spread
+from draft_models.target.stack import LayerCache, Rotary, call_layer, normed_product
 from draft_models.target.tensor_parallel import whole_head
 from outrider.errors import UserError
 
@@ -238,7 +246,7 @@ class EarlyExitStudent(nn.Module):
             head: Any = model.get_output_embeddings()
             self.drafter.use_head(head)
         self.head_rows = self.drafter.output_head if not train_head and draft_tokens is not None else None
-        self.stack = LayerStack(model, rotary_dtype=torch.float32)
+        self.stack = layer_stack(model, rotary_dtype=torch.float32)
         if not self.online:
             self.stack.layers = self.stack.layers[:exit_layer]
             del self.stack.norm

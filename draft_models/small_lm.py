@@ -5,10 +5,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draft_models.draft_vocabulary import read_own_tokens
 from draft_models.target.architectures import read_config, why_not_by_layers
+from draft_models.target.empty_models import layer_stack
+from draft_models.target.load_layers import load_layers
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.proof import prove_layers, prove_rows, require_all_kept
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM
 from outrider.errors import UserError
@@ -45,7 +47,7 @@ def load_small_lm(
             raise
         return load_plain_lm(source, config, revision, dtype, device)
     model.own_tokens = None if own_tokens is None else own_tokens.to(device)  # type: ignore[assignment]
-    return LayerStack(model)
+    return layer_stack(model)
 
 
 def load_plain_lm(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.cpu.choices import likeliest
+from inference.ops import likeliest
 from inference.sampling import Sampler, branches
 from inference.session import TargetSession
 from inference.tree import DraftTree

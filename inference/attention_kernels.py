@@ -5,7 +5,6 @@ Kernels round differently, so in 16 bits the choice may decide a token: it must 
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import log2
 from typing import Any
 
@@ -15,25 +14,11 @@ from draft_models.target.attention import KERNELS, grouped_attention, kernels_on
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_parallel import own_heads
 from inference.capture import GraphPool
+from inference.runtime import KernelChoice
 
 WIDTHS = (1, 4, 16, 64)  # rows of the passes that are measured,
 KEYS = 128  # over so many cache positions, four times as many, … and those of the longest text
 TRIALS = 20  # replays that choose between kernels
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """The kernel, one of `kernels_on` the device, that was fastest where `width` rows see `keys` cache positions.
-
-    heads, key_heads, head_dim: of the attention that this holds for.
-    """
-
-    heads: int
-    key_heads: int
-    head_dim: int
-    width: int
-    keys: int
-    kernel: str
 
 
 def kernel_for(choices: Iterable[KernelChoice], stack: LayerStack, width: int, keys: int) -> str:

@@ -21,13 +21,14 @@ from torch import Tensor
 from draft_models.target.attention import use_kernel
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
-from inference.attention_kernels import KernelChoice, kernel_for, measure_kernels
+from inference.attention_kernels import kernel_for, measure_kernels
 from inference.cache import KVCache
 from inference.capture import GraphPool, can_capture
-from inference.cpu.choices import likeliest
 from inference.fixed_shapes import WIDTHS, FixedView, Upload, bucket
+from inference.ops import likeliest
 from inference.plain_session import PlainTargetSession
 from inference.rows import Layout, Rows
+from inference.runtime import KernelChoice
 from inference.session import Pass, TargetSession
 
 SMALLEST_BUCKET = 128  # cache positions

@@ -36,7 +36,7 @@ from transformers import (
 
 from draft_models.target.model_files import CONFIG_FILE, load_generation_config
 from inference.sampling import Sampler
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from outrider.errors import UserError, reason
 
 

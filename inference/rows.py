@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draft_models.target.attention import Band
-from inference.cpu.choices import lineage_mask
+from inference.ops import ancestor_mask
 from inference.tree import chain_parents
 
 # By window size of the layers; None: attention needs no mask.
@@ -64,8 +64,8 @@ class Layout:
         past, keys = self.base + self.start, self.base + self.stop
         if self.is_chain and past == 0 and window is not None and keys > Band.BLOCK:
             return Band.sliding(places[:keys], window)
-        if not self.is_chain and window is None and places.device.type == "cpu":
-            made = lineage_mask(self.lineages[self.start : self.stop], self.base, self.stop, dtype)
+        if not self.is_chain and window is None:
+            made = ancestor_mask(self.lineages[self.start : self.stop], self.base, self.stop, dtype, places.device)
             if made is not None:
                 return made
         lowest = torch.finfo(dtype).min

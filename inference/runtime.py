@@ -1,16 +1,28 @@
 """How passes run: one by one as they come, or in fixed shapes that a CUDA graph replays."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
-
-import torch
 
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
-from inference.attention_kernels import KernelChoice
-from inference.cuda_graphs import Graphed
 from inference.plain_session import PlainTargetSession
 from inference.session import TargetSession
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernel, one of `kernels_on` the device, that was fastest where `width` rows see `keys` cache positions.
+
+    heads, key_heads, head_dim: of the attention that this holds for.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    width: int
+    keys: int
+    kernel: str
 
 
 class Runtime(Protocol):
@@ -52,9 +64,3 @@ class Eager:
 
     def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
         return plain_session(stack, capacity, context) or TargetSession(stack, split, capacity, context)
-
-
-def make_runtime(name: str, device: torch.device) -> Runtime:
-    """The runtime called `name` (auto | eager | graphed); auto is graphed on CUDA and eager elsewhere."""
-    graphed = name == "graphed" or (name == "auto" and device.type == "cuda")
-    return Graphed() if graphed else Eager()

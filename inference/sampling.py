@@ -25,7 +25,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 
 # Exactly these types, no subclasses: they never look at the text, so all rows go through them together.
 _IGNORE_CONTEXT = (

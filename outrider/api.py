@@ -30,14 +30,15 @@ from inference.auto.policy import Tuning
 from inference.auto.probe import tune
 from inference.decode import Round, autoregressive, speculative, until
 from inference.drafters.registry import KINDS, kind_in, presets_of
+from inference.engines.choose import make_runtime
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.results import AUTOREGRESSIVE
 from inference.evaluate.subject import Subject, find_subject, finish, load_drafters, load_stack
 from inference.generation_config import Inherited, generate_settings, inherit, make_sampler
 from inference.loading.drafters import Drafters, new_drafter, prepare
 from inference.method_settings import MethodConfig
-from inference.runtime import make_runtime
-from inference.settings import GREEDY, EvaluateConfig, Runtime, SamplingConfig
+from inference.sampling_settings import GREEDY, SamplingConfig
+from inference.settings import EvaluateConfig, Runtime
 from inference.stop_strings import StopStrings
 from inference.stopwatch import synchronized_clock
 from outrider.errors import UserError, require

@@ -15,12 +15,14 @@ from draft_models.checkpoint import from_pretrained
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target.architectures import load_config
 from draft_models.target.attention import KERNELS, SPLIT
+from draft_models.target.empty_models import layer_stack
 from draft_models.target.fingerprint import fingerprint_target
+from draft_models.target.load_layers import load_layers
 from draft_models.target.open_target import load_tokenizer
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from inference import cuda_graphs
-from inference.attention_kernels import KernelChoice, attention_shape
+from inference.attention_kernels import attention_shape
 from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
@@ -33,7 +35,8 @@ from inference.fixed_shapes import UPLOADS, Upload
 from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig, StopConfig
 from inference.rows import Rows
-from inference.settings import SamplingConfig
+from inference.runtime import KernelChoice
+from inference.sampling_settings import SamplingConfig
 from inference.stopping.fixed import FixedLength
 from inference.stopwatch import synchronized_clock
 from inference.structures.factory import Chain, make_structure
@@ -60,7 +63,7 @@ CUDA = torch.device("cuda")
 
 def on_gpu(path: Path, exit_layer: int, dtype: torch.dtype) -> tuple[LayerStack, EarlyExit]:
     files, config = open_tensors(str(path)), load_config(str(path))
-    stack = LayerStack(load_layers(files, config, range(LAYERS), dtype=dtype, device=CUDA))
+    stack = layer_stack(load_layers(files, config, range(LAYERS), dtype=dtype, device=CUDA))
     model = load_layers(files, config, exit_layers(config, exit_layer), dtype=dtype, device=CUDA)
     drafter = EarlyExit.from_model(model, exit_layer, own_head=True).requires_grad_(False)
     prepare(stack, {"early_exit": Calibrated(drafter)})
@@ -95,7 +98,7 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
     monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
-    small = LayerStack(load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS),
+    small = layer_stack(load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS),
                                    dtype=torch.float32, device=CUDA))  # fmt: skip
     method = method_of(STRUCTURES[structure], 3)
     runtime = cuda_graphs.Graphed()

@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from draft_models import tiny_models
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target.architectures import load_config
-from draft_models.target.empty_models import decoder_layers
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.empty_models import decoder_layers, layer_stack
+from draft_models.target.load_layers import load_layers
+from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from draft_models.tiny_architectures import TINY_ARCHITECTURES, tiny_settings
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
@@ -73,7 +74,7 @@ def open_stack(path: Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrain
     """The target in `path`: as transformers loads and runs it, and as the layers of this project."""
     config = load_config(str(path))
     model = load_layers(open_tensors(str(path)), config, range(config.num_hidden_layers), dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), LayerStack(model)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), layer_stack(model)
 
 
 def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: bool = True, depth: int = 1,

@@ -23,6 +23,7 @@ from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.eagle3.reading import Reading, require_target
 from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
+from draft_models.target.empty_models import layer_stack
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, fast_dtype, open_target
 from draft_models.target.stack import LayerStack
@@ -168,7 +169,7 @@ def make_student(
     The target's layers are split over `group`. Embedding and head are whole: losses are computed without logits.
     """
     placed: dict[str, Any] = {"dtype": frozen_dtype(config, device), "device": device}
-    stack = LayerStack(target.layers(**placed, group=group, vocabulary=False))
+    stack = layer_stack(target.layers(**placed, group=group, vocabulary=False))
     if stored is None:
         tokens = None if tokens is None else tokens.to(device)
         head = new_head(reading, stack, tokens, Streams(config.fit.seed).number("weights", bits=63))

@@ -24,16 +24,19 @@ from data_prep.text.rows import Rows, load_rows
 from draft_models.acceptance import Law
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
-from draft_models.draft_vocabulary import OwnTokens, is_narrowed, narrow, narrow_config, read_own_tokens
+from draft_models.draft_vocabulary import narrow, narrow_config, read_own_tokens
 from draft_models.rehearsal import rehearsable
 from draft_models.small_lm import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
 from draft_models.target.anatomy import context_limit
 from draft_models.target.architectures import load_config
 from draft_models.target.attention import ATTENTION, stock_name
+from draft_models.target.empty_models import layer_stack
+from draft_models.target.load_layers import load_layers
 from draft_models.target.model_identity import model_identity
+from draft_models.target.narrowed import OwnTokens, is_narrowed
 from draft_models.target.open_target import load_tokenizer, open_target, pick_dtype
 from draft_models.target.proof import prove_layers
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.subject import end_tokens
@@ -97,7 +100,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     if config.online or group.is_first:  # the others decode nothing
         dtype = pick_dtype(config.frozen_dtype, target, state.device)
         # Losses are computed without logits, from all of the head.
-        stack = LayerStack(opened.layers(dtype=dtype, device=state.device, group=group, vocabulary=False))
+        stack = layer_stack(opened.layers(dtype=dtype, device=state.device, group=group, vocabulary=False))
     on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, tokenizer.eos_token_id)
 
     def build() -> SmallLMStudent:
@@ -296,7 +299,7 @@ class Watch:
 
     def __call__(self, student: torch.nn.Module, step: int) -> dict[str, float]:
         assert isinstance(student, SmallLMStudent)
-        drafter = LayerStack(student.merged(self.stack.dtype))
+        drafter = layer_stack(student.merged(self.stack.dtype))
         metrics = self._judge(drafter)
         metrics |= decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens, self.eos)
         if not self.stack.group.leads:

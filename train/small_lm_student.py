@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from draft_models.draft_vocabulary import own_tokens_of, places
+from draft_models.draft_vocabulary import places
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.target.anatomy import LogitRule
+from draft_models.target.empty_models import layer_stack
+from draft_models.target.narrowed import own_tokens_of
 from draft_models.target.stack import LayerStack
 from inference.sampling import invert
 from outrider.errors import UserError
@@ -50,7 +52,7 @@ class SmallLMStudent(nn.Module):
         self.objective = objective
         self.on_policy = on_policy
         self.step = 0
-        self._unregistered = (LayerStack(_plain(lm), rotary_dtype=torch.float32), teacher)
+        self._unregistered = (layer_stack(_plain(lm), rotary_dtype=torch.float32), teacher)
 
     @property
     def stack(self) -> LayerStack:

@@ -18,7 +18,7 @@ from inference.drafters.ngrams import make_ngram_drafter
 from inference.evaluate.replay import RecordedChooser, RecordedSession
 from inference.loading.drafters import new_drafter
 from inference.method_settings import MethodConfig, NgramConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from inference.stopwatch import Stopwatch
 from outrider.streams import Streams
 from papers.claims import Claim, Counts, Row, Table

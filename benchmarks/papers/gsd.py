@@ -17,7 +17,7 @@ from torch import Tensor
 from inference.drafters.shaped import Shaped
 from inference.loading.drafters import new_drafter
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.structures.token_graph import GraphTree
 from inference.tree import ROOT, DraftTree

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from inference.method_settings import MethodConfig, StructureConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from papers.claims import Claim, Row, Table
 
 ARXIV = "2401.06706"

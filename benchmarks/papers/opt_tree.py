@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inference.method_settings import MethodConfig, StructureConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from outrider.files import write_json
 from papers.claims import Claim, Row, Table
 from papers.measuring import Asked, Bench

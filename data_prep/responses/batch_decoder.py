@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from data_prep.responses.batch_state import Forward, begin_batch
 from data_prep.responses.compiled_batch import CompiledSteps
-from draft_models.target.tensor_parallel import group_of
+from draft_models.target.stack import group_of
 from inference.sampling import Sampler, invert, largest
 from outrider.errors import UserError
 from outrider.streams import Streams

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps, can_be_compiled
-from draft_models.target.tensor_parallel import group_of
+from draft_models.target.stack import group_of
 from inference.capture import GraphPool, can_capture
 from outrider.errors import UserError
 

@@ -12,8 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from draft_models.target.anatomy import context_limit
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_parallel import group_of
+from draft_models.target.empty_models import layer_stack
+from draft_models.target.stack import LayerStack, group_of
 from inference.cpu.at_once import LayersAtOnce, PanelLinear, fits_panels
 from inference.cpu.by_amx import has_amx
 from inference.fused_layers import FusedLayer, fuse_layers
@@ -48,7 +48,7 @@ class CompiledSteps:
     def without_asking(cls, model: PreTrainedModel) -> "CompiledSteps | None":
         """The same wherever it can run, however fast."""
         try:
-            stack = LayerStack(model)
+            stack = layer_stack(model)
         except UserError:  # its layers cannot be run by themselves
             return None
         rotary = len(stack.anatomy.tables) == 1 and stack.embed_positions is None

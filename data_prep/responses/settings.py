@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from data_prep.settings import DataConfig
 from draft_models.settings import TARGET, Model, RunDtype, TargetConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from outrider.errors import require
 from outrider.settings import Count, Positive, Seed, at_least, free
 

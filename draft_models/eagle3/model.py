@@ -14,10 +14,10 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from draft_models.draft_vocabulary import spread
 from draft_models.eagle3.reading import Reading
 from draft_models.eagle3.step_attention import Steps
 from draft_models.target.attention import Band, grouped_attention
+from draft_models.target.narrowed import spread
 from draft_models.target.stack import LayerCache, Rotary
 from outrider.errors import UserError, reason
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from draft_models.draft_vocabulary import is_narrowed
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy
 from draft_models.target.gguf_config import gguf_config
 from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.model_files import CONFIG_FILE, require_description
+from draft_models.target.narrowed import is_narrowed
 from outrider.errors import UserError, reason
 
 SHORTEST_CONTEXT = 8  # positions: what a target is proven on has a few tokens

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -12,6 +13,7 @@ from transformers.initialization import no_init_weights
 from draft_models.target.anatomy import Anatomy
 from draft_models.target.attention import ATTENTION
 from draft_models.target.model_files import CONFIG_FILE
+from draft_models.target.stack import LayerStack
 from draft_models.target.watching import observe
 from outrider.errors import UserError, reason
 
@@ -30,6 +32,11 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
     """The anatomy of `model`, which may have only some of the layers of a target (see `empty_layers`)."""
     found = getattr(model, "anatomy", None)
     return found if isinstance(found, Anatomy) else anatomy(model.config)
+
+
+def layer_stack(model: PreTrainedModel, rotary_dtype: torch.dtype | None = None) -> LayerStack:
+    """The layers of `model` (see `LayerStack`). Raises `UserError` where it cannot be run layer by layer."""
+    return LayerStack(model, anatomy_of(model), rotary_dtype)
 
 
 def decoder_layers(model: PreTrainedModel) -> Any:

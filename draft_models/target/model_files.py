@@ -1,9 +1,12 @@
 """What transformers reads of a model directory by itself; damage there gets a name in place of a traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from draft_models.target.gguf_config import MOST_LAYERS, gguf_config
 from draft_models.target.gguf_file import find_gguf, open_gguf
@@ -88,3 +91,17 @@ def load_generation_config(source: str, revision: str | None = None) -> Generati
         return GenerationConfig.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
         raise UserError(f"{file}: damaged {what} ({reason(error)}); {remedy}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers says nothing inside: neither progress nor warnings."""
+    before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if bar:
+            transformers_logging.enable_progress_bar()

@@ -9,13 +9,14 @@ import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.target.architectures import load_config, read_config
-from draft_models.target.empty_models import empty_model
+from draft_models.target.empty_models import empty_model, layer_stack
 from draft_models.target.fingerprint import Fingerprint, fingerprint_target
 from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.gguf_tokenizer import gguf_tokenizer
 from draft_models.target.int8 import quantise, require_linear
+from draft_models.target.load_layers import load_layers
 from draft_models.target.proof import prove_layers
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles, open_tensors
 from draft_models.target.tensor_parallel import prove_split
 from draft_models.target.vocabulary import vocabulary_digest
@@ -109,7 +110,7 @@ class OpenTarget:
         int8: bool = False,
     ) -> LayerStack:
         """The same, ready to be run a range of layers at a time."""
-        return LayerStack(self.layers(layers, dtype=dtype, device=device, group=group, int8=int8))
+        return layer_stack(self.layers(layers, dtype=dtype, device=device, group=group, int8=int8))
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:

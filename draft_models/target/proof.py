@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from draft_models.target.anatomy import context_limit
 from draft_models.target.attention import stock_attention
-from draft_models.target.empty_models import anatomy_of, decoder_layers, pick_layers, settings_by_layer
+from draft_models.target.empty_models import anatomy_of, decoder_layers, layer_stack, pick_layers, settings_by_layer
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM, RowCache
 from outrider.errors import UserError, reason
@@ -51,7 +51,7 @@ def _copied_bytes(model: PreTrainedModel) -> int:
 
 
 def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
-    stack = LayerStack(model)
+    stack = layer_stack(model)
     for length in _lengths(model.config, stack.windows):
         try:
             with stock_attention(model, "eager"):

@@ -23,7 +23,7 @@ from draft_models.target.attention import stock_attention
 from draft_models.target.empty_models import anatomy, anatomy_of, decoder_layers, empty_layers, empty_model
 from draft_models.target.stored_tensors import Part
 from outrider.errors import UserError, reason
-from outrider.groups import ALONE, Group
+from outrider.groups import Group
 
 EXACT = 1e-4  # see `proof.EXACT`
 OWN = "own"  # what a wrapper calls the layer it has a part of; not in the names of stored tensors
@@ -183,12 +183,6 @@ def split_kind(
             dim, pieces = _STORED[expert["last"]]
             found[name] = Part(dim, group.rank, group.size, pieces)
     return Split, found
-
-
-def group_of(model: nn.Module) -> Group:
-    """The processes that `model` is split over; this one alone where it is whole."""
-    group = getattr(model, "group", ALONE)
-    return group if isinstance(group, Group) else ALONE
 
 
 def whole_name(name: str) -> str:

@@ -25,7 +25,7 @@ from inference.generation_config import generate_settings, make_sampler
 from inference.loading.drafters import Drafters, new_drafter
 from inference.method_settings import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.runtime import Runtime
-from inference.settings import GREEDY, SamplingConfig
+from inference.sampling_settings import GREEDY, SamplingConfig
 from inference.stopwatch import Clock
 from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.tree import DraftTree

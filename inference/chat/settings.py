@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from draft_models.settings import DecodeDtype
 from inference.method_settings import MethodConfig
-from inference.settings import Runtime, SamplingConfig
+from inference.sampling_settings import SamplingConfig
+from inference.settings import Runtime
 from outrider.errors import require
 from outrider.settings import Count, Settings, free
 

@@ -1,7 +1,4 @@
-"""What a decode loop asks of logits and of a draft's lineages on a CPU, each in one compiled call.
-
-Between two passes of a target the caches are cold: a small operation of PyTorch's takes five times what it takes alone.
-"""
+"""The functions of `inference.ops` on a CPU, each in one compiled call; None for what it does not handle."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -15,25 +12,20 @@ from inference.cpu.layout import STORED, call
 from inference.cpu.vectors import LANES
 
 MANY = 2**12  # numbers in a row of which the largest is looked for here
-MOST_COLUMNS = 62  # of a lineage: bits of an int64
+MOST_COLUMNS = 62  # of this round: bits of an int64
 
 
-def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """`scores.max(-1)` of [n, V]: the largest of each row and its first place, or a NaN and its place."""
+def largest(scores: Tensor) -> tuple[Tensor, Tensor] | None:
+    """See `ops.largest`."""
     if not _has_many(scores):
-        values, places = scores.max(-1)
-        return values, places
+        return None
     values = scores.new_empty(len(scores))
     return values, _places_of_largest(scores, values)
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The token [n] with the largest of each row of logits [n, V]; −1 where that is NaN or infinite."""
-    if _has_many(logits):
-        return _places_of_largest(logits)
-    values, tokens = logits.max(-1)
-    difference = values - values  # NaN where they are not finite
-    return tokens.masked_fill_(difference != difference, -1)
+def likeliest(logits: Tensor) -> Tensor | None:
+    """See `ops.likeliest`."""
+    return _places_of_largest(logits) if _has_many(logits) else None
 
 
 def _has_many(scores: Tensor) -> bool:
@@ -56,11 +48,7 @@ def _places_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
 def likeliest_children(
     logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]), descending, on a CPU: values, rows,
-    columns, each [count] or, where there are not so many, fewer.
-
-    Values are in float32, and 0 beyond those above 0. None for logits that it does not look at.
-    """
+    """See `ops.likeliest_children`."""
     rows, size = logits.shape
     able = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
     if not able or size < LANES or logits.requires_grad:
@@ -78,12 +66,8 @@ def likeliest_children(
     return values, places[0], places[1]
 
 
-def lineage_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """An additive mask [1, 1, n, past + columns] for a CPU: row i sees the first `past` columns and, of those behind
-    them, the ones whose bit is set in seen[i].
-
-    None for what it does not make: another dtype, or more of those columns than `MOST_COLUMNS`.
-    """
+def ancestor_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
+    """See `ops.ancestor_mask`. None for another dtype, or more of those columns than `MOST_COLUMNS`."""
     if columns > MOST_COLUMNS or dtype not in (torch.float32, torch.bfloat16):
         return None
     bits, mask = torch.tensor(seen), torch.empty(1, 1, len(seen), past + columns, dtype=dtype)

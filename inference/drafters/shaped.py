@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draft_models.draft_vocabulary import spread
+from draft_models.target.narrowed import spread
 from inference.acceptance import Chooser
 from inference.auto.allowance import Allowance
 from inference.auto.policy import Tuning

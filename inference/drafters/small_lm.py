@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draft_models.calibration.checkpoint import drafter_digest
-from draft_models.draft_vocabulary import is_narrowed, read_own_tokens
+from draft_models.draft_vocabulary import read_own_tokens
 from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm import TRAINING_FILE, SmallLM, load_small_lm
 from draft_models.target.architectures import position_limit, read_config
 from draft_models.target.attention import Band
 from draft_models.target.model_identity import model_identity
+from draft_models.target.narrowed import is_narrowed
 from draft_models.target.open_target import OpenTarget
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors

@@ -23,7 +23,7 @@ from inference.loading.drafters import Drafters, new_drafter
 from inference.method_settings import MethodConfig
 from inference.runtime import Runtime
 from inference.sampling import Sampler
-from inference.settings import GREEDY, SamplingConfig
+from inference.sampling_settings import GREEDY, SamplingConfig
 from inference.stop_strings import StopStrings
 from inference.stopwatch import Clock
 from outrider.groups import ALONE, Group

@@ -14,7 +14,6 @@ from tqdm import tqdm
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from draft_models.target.stack import LayerStack
-from inference.attention_kernels import KernelChoice
 from inference.auto.policy import Tuning
 from inference.auto.probe import NEW_TOKENS, tune
 from inference.drafters.registry import KINDS
@@ -23,6 +22,7 @@ from inference.evaluate.lossless import HALF
 from inference.evaluate.results import AUTOREGRESSIVE, PromptResult, Skipped
 from inference.evaluate.subject import Models, Subject, context_length
 from inference.method_settings import MethodConfig
+from inference.runtime import KernelChoice
 from inference.settings import EvaluateConfig
 from inference.stopwatch import Clock, synchronized_clock
 from outrider.errors import UserError

@@ -22,6 +22,7 @@ from draft_models.card import add_report
 from inference.doctor.examine import examine
 from inference.doctor.table import coloured, refuse, table
 from inference.drafters.registry import KINDS
+from inference.engines.choose import make_runtime
 from inference.evaluate.bench import (
     Prepared,
     longest_text,
@@ -51,7 +52,6 @@ from inference.evaluate.subject import (
 from inference.evaluate.threads import use_threads
 from inference.evaluate.time_limit import TimeLimit
 from inference.evaluate.to_wandb import log_reports
-from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig
 from inference.stopwatch import Clock
 from outrider.errors import UserError, require

@@ -17,6 +17,7 @@ from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.anatomy import context_limit
 from draft_models.target.architectures import why_not_by_layers
 from draft_models.target.attention import ATTENTION
+from draft_models.target.empty_models import layer_stack
 from draft_models.target.int8 import quantise
 from draft_models.target.model_files import load_causal_lm, load_generation_config
 from draft_models.target.open_target import OpenTarget, open_target, pick_device, pick_dtype, stored_dtype
@@ -24,11 +25,12 @@ from draft_models.target.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
 from inference.drafters.registry import KINDS
+from inference.engines.choose import make_runtime
 from inference.generation_config import Inherited, inherit, read_generation_config
 from inference.loading.drafters import Drafters, prepare
 from inference.method_settings import number
 from inference.packing import can_pack
-from inference.runtime import Runtime, make_runtime
+from inference.runtime import Runtime
 from inference.settings import EvaluateConfig
 from inference.stop_strings import StopStrings
 from inference.structures.shapes import find_shape
@@ -222,7 +224,7 @@ def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) ->
     else:
         plain = load_split(subject.target, *placed, subject.group)
         another = can_pack(subject.device, subject.dtype)
-        stack = LayerStack(load_split(subject.target, *placed, subject.group) if another else plain)
+        stack = layer_stack(load_split(subject.target, *placed, subject.group) if another else plain)
     prepare(stack, drafters)
     return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device))
 
@@ -247,7 +249,7 @@ def load_stack(
         if plain is None or can_pack(device, dtype):  # then ours is another copy; transformers' is as it was stored
             return target.stack(dtype=dtype, device=device, int8=int8)
         prove_layers(plain, f"target={target.source}")
-        return LayerStack(plain)
+        return layer_stack(plain)
     except UserError as error:
         if by_layers:
             raise

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.evaluate.speed import MIN_PROMPTS
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 
 Report = Mapping[str, Any]
 INT8 = (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.auto.policy import TreeGrowth
-from inference.cpu.choices import likeliest_children
+from inference.ops import likeliest_children
 from inference.stopping.interface import StopRule
 from inference.structures.shapes import Extends, ToProbs, cat_levels, plain_probs, stops
 from inference.tree import ROOT, OptimalTree

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inference.cpu.choices import largest
 from inference.method_settings import DRAWS, Draw
+from inference.ops import largest
 from inference.sampling import invert
 from inference.stopping.interface import Step, StopRule
 from inference.tree import ROOT, DraftTree, chain_parents

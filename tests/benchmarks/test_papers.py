@@ -14,7 +14,7 @@ import torch
 from draft_models.target.stack import LayerStack
 from inference.decode import autoregressive
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from inference.structures.token_graph import GraphTree
 from inference.tree import OptimalTree
 from outrider.errors import UserError

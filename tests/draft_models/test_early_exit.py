@@ -12,10 +12,10 @@ from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, sa
 from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
 from draft_models.target.architectures import load_config
-from draft_models.target.empty_models import number_layer
+from draft_models.target.empty_models import layer_stack, number_layer
 from draft_models.target.fingerprint import Fingerprint, fingerprint_target
+from draft_models.target.load_layers import load_layers
 from draft_models.target.open_target import load_tokenizer
-from draft_models.target.stack import LayerStack, load_layers
 from draft_models.target.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiny import (
@@ -98,7 +98,7 @@ def test_distillation_is_kl_from_the_target(tmp_path: Path, architecture: str) -
     got = {name: parameter.grad.clone() for name, parameter in parameters.items()}
     assert all(name.startswith("drafter.") for name in got)
 
-    whole = LayerStack(load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32))
+    whole = layer_stack(load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32))
     whole.reserve(40)
     masks = whole.packed_masks(batch["positions"], batch["documents"])
     keep = batch["labels"] != IGNORE

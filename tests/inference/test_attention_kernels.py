@@ -9,10 +9,11 @@ import pytest
 
 from draft_models.target.attention import KERNELS
 from inference import attention_kernels
-from inference.attention_kernels import WIDTHS, KernelChoice, attention_shape, kernel_for, measure_kernels
+from inference.attention_kernels import WIDTHS, attention_shape, kernel_for, measure_kernels
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive
 from inference.fixed_shapes import Upload
+from inference.runtime import KernelChoice
 from tests.recorded import Recording, record_graphs
 from tests.tiny import open_stack, random_prompt, save_target
 

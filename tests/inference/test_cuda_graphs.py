@@ -11,23 +11,26 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.draft_vocabulary import OwnTokens, narrow
+from draft_models.draft_vocabulary import narrow
 from draft_models.target.attention import KERNELS, grouped_attention, use_kernel
+from draft_models.target.empty_models import layer_stack
+from draft_models.target.narrowed import OwnTokens
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
 from inference import cuda_graphs
-from inference.attention_kernels import KernelChoice, attention_shape
+from inference.attention_kernels import attention_shape
 from inference.capture import GraphPool
 from inference.cuda_graphs import Graphed
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
+from inference.engines.choose import make_runtime
 from inference.fixed_shapes import WIDTHS, FixedView, Upload
 from inference.fused_layers import fuse_layers
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
 from inference.rows import Rows
-from inference.runtime import Eager, make_runtime
+from inference.runtime import Eager, KernelChoice
 from inference.session import TargetSession
 from inference.structures.factory import make_structure
 from inference.tree import chain_parents
@@ -226,7 +229,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 def of_some_tokens(path: Path) -> LayerStack:
     model = open_target(str(path)).layers(dtype=torch.float32)
     narrow(model, OwnTokens(torch.arange(0, VOCABULARY, 2), VOCABULARY))
-    return LayerStack(model)
+    return layer_stack(model)
 
 
 @pytest.mark.usefixtures("recorded")

@@ -9,7 +9,7 @@ import torch
 from draft_models.target import attention
 from draft_models.target.attention import KERNELS, SPLIT, grouped_attention, kernels_on, triton_kernels, use_kernel
 from inference import cuda_graphs, fused_layers
-from inference.attention_kernels import KernelChoice, attention_shape
+from inference.attention_kernels import attention_shape
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
@@ -17,6 +17,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.fused_layers import FusedLayer
 from inference.loading.drafters import prepare
+from inference.runtime import KernelChoice
 from inference.structures.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams

@@ -7,10 +7,13 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draft_models.draft_vocabulary import OwnTokens, narrow
+from draft_models.draft_vocabulary import narrow
 from draft_models.early_exit import NoLayer
 from draft_models.target.architectures import load_config
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.empty_models import layer_stack
+from draft_models.target.load_layers import load_layers
+from draft_models.target.narrowed import OwnTokens
+from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from inference import fused_layers
 from inference.decode import autoregressive, speculative
@@ -60,7 +63,7 @@ def test_fused_layers_equal_transformers(tmp_path: Path, architecture: str, dtyp
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=dtype)
-    stack, tokens = LayerStack(model), torch.randint(256, (2, 18), generator=generator)
+    stack, tokens = layer_stack(model), torch.randint(256, (2, 18), generator=generator)
     stack.reserve(18)
     positions = torch.arange(18).expand(2, 18)
     hidden, rotary = stack.embed(tokens, positions), stack.rotary(positions)
@@ -93,7 +96,7 @@ def test_the_head_of_some_tokens_has_no_row_for_the_others(tmp_path: Path, archi
     tokens = torch.arange(3, 35)
     model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
     narrow(model, OwnTokens(tokens, VOCABULARY))
-    stack, hidden = LayerStack(model), torch.randn(1, 5, model.config.hidden_size)
+    stack, hidden = layer_stack(model), torch.randn(1, 5, model.config.hidden_size)
     expected, whole = stack.own_logits(hidden), stack.logits(hidden)
     prepare(stack, {})
     prepare(stack, {})
@@ -138,7 +141,7 @@ def test_decoding_without_packing_equals_generate(
     monkeypatch.setattr(fused_layers, "can_pack", lambda *_: False)
     path = save_target(tmp_path, architecture, kv_heads=2)
     model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
-    stack, prompt = LayerStack(model), random_prompt(20)
+    stack, prompt = layer_stack(model), random_prompt(20)
     expected = reference_generate(model, prompt, 40)
     check_decoding(stack, path, prompt, expected)
     assert not any(isinstance(m, PackedLinear) for m in stack.modules())

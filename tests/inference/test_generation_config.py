@@ -18,7 +18,8 @@ from inference.evaluate import bench, compare
 from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS
 from inference.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.settings import EvaluateConfig, SamplingConfig
+from inference.sampling_settings import SamplingConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.tiny import byte_tokenizer, open_stack, random_prompt, save_target
 

@@ -20,6 +20,7 @@ from inference.decode import autoregressive, speculative
 from inference.drafters.early_exit import Calibrated
 from inference.drafters.interface import DraftModel
 from inference.drafters.shaped import Shaped
+from inference.engines.choose import make_runtime
 from inference.evaluate import subject
 from inference.evaluate.command import evaluate as command
 from inference.evaluate.lossless import BULK
@@ -27,7 +28,6 @@ from inference.fused_layers import join
 from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig, StopConfig
 from inference.packing import INT8_LAYOUTS, CodedLinear, can_code, can_halve, can_pack, fastest_layout, pack_linears
-from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig
 from inference.structures.factory import make_structure
 from outrider.errors import UserError

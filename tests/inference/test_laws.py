@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration.head import CalibrationHead
-from draft_models.draft_vocabulary import OwnTokens
 from draft_models.ngrams.table import TrigramTable
+from draft_models.target.narrowed import OwnTokens
 from inference import acceptance, verify
 from inference.auto.costs import Costs
 from inference.auto.policy import Tuning
@@ -28,7 +28,7 @@ from inference.evaluate.arms import Arm, make_arms
 from inference.evaluate.results import AUTOREGRESSIVE
 from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.sampling import Sampler, invert
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from inference.structures import factory, shapes
 from inference.tree import DraftTree
 from outrider.streams import Streams

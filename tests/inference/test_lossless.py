@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
-from draft_models.draft_vocabulary import OwnTokens, narrow
+from draft_models.draft_vocabulary import narrow
 from draft_models.eagle3.model import Eagle3
 from draft_models.small_lm import load_small_lm
+from draft_models.target.narrowed import OwnTokens
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
@@ -31,7 +32,7 @@ from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.arms import make_arms
 from inference.method_settings import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.sampling import Sampler
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from inference.structures.factory import Structure, make_structure, make_tree
 from inference.tree import DraftTree
 from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled

@@ -8,8 +8,10 @@ import torch
 from transformers import LlamaConfig
 
 from draft_models.checkpoint import save_pretrained
+from draft_models.target.empty_models import layer_stack
+from draft_models.target.load_layers import load_layers
 from draft_models.target.open_target import open_target
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_parallel import own_heads
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive, speculative
@@ -68,7 +70,7 @@ def test_heads_are_those_of_a_process(tmp_path: Path, family: str, monkeypatch: 
     monkeypatch.setattr(Group, "side_by_side", lambda self, part: torch.cat([part, part], -1))
     target = open_target(str(save_family(tmp_path, family)))
     group, every = Group(size=2), range(target.config.num_hidden_layers)
-    stack = LayerStack(load_layers(target.files, target.config, every, dtype=torch.float32, group=group))
+    stack = layer_stack(load_layers(target.files, target.config, every, dtype=torch.float32, group=group))
     session = TargetSession(stack, 0, 32)
     session.prefill(random_prompt(8))
     heads = {keys.shape[1] for keys, _ in session.rest._views.values()}

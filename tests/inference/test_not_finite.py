@@ -21,7 +21,6 @@ from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
 from inference import cuda_graphs
 from inference.acceptance import Chooser
-from inference.cpu.choices import likeliest
 from inference.cuda_graphs import Graphed
 from inference.decode import Round, autoregressive, speculative
 from inference.drafters.eagle3 import Eagle3Source
@@ -29,10 +28,11 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.method_settings import MethodConfig, StopConfig
+from inference.ops import likeliest
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler
+from inference.sampling_settings import SamplingConfig
 from inference.session import TargetSession
-from inference.settings import SamplingConfig
 from inference.structures.factory import make_structure
 from inference.tree import DraftTree, depths
 from outrider.errors import UserError

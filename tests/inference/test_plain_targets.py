@@ -27,9 +27,9 @@ from inference.decode import autoregressive, speculative
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
+from inference.engines.choose import make_runtime
 from inference.evaluate.subject import find_target, load_stack
 from inference.method_settings import MethodConfig
-from inference.runtime import make_runtime
 from inference.settings import EvaluateConfig
 from inference.structures.factory import make_structure
 from outrider.errors import UserError

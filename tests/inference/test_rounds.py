@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_models.eagle3.model import Eagle3
 from draft_models.ngrams.table import TrigramTable
-from draft_models.target.stack import LayerStack
+from draft_models.target.empty_models import layer_stack
 from inference import cuda_graphs
 from inference.acceptance import Chooser
 from inference.cache import KVCache
@@ -28,8 +28,8 @@ from inference.drafters.small_lm import SmallLMSource
 from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.runtime import Eager, Runtime
 from inference.sampling import Sampler
+from inference.sampling_settings import SamplingConfig
 from inference.session import TargetSession
-from inference.settings import SamplingConfig
 from inference.structures.factory import Structure, make_structure
 from inference.tree import DraftTree, chain_parents
 from outrider.streams import Streams
@@ -77,7 +77,7 @@ class Target:
         self.path = save_target(folder, architecture, kv_heads=2, peak=6.0)
         self.model, self.stack = open_stack(self.path, torch.float64)
         small = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float64)
-        self.small = LayerStack(shaken(small.eval().requires_grad_(False), 0.1))
+        self.small = layer_stack(shaken(small.eval().requires_grad_(False), 0.1))
         self.exits = {
             kind: make_drafter(self.path, layer, noise=0.3, depth=depth, dtype=torch.float64)
             for kind, layer, depth in (

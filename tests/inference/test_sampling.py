@@ -28,7 +28,7 @@ from transformers import (
 
 from inference.generation_config import generate_options
 from inference.sampling import Sampler, branches, successors
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from inference.tree import ROOT
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, save_target

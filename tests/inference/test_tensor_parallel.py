@@ -13,8 +13,9 @@ from torch import nn
 from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit import EarlyExit, exit_layers
 from draft_models.target import proof, tensor_parallel
+from draft_models.target.load_layers import load_layers
 from draft_models.target.open_target import open_target
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.stack import LayerStack
 from draft_models.target.stored_tensors import Part
 from draft_models.target.tensor_parallel import prove_split, split_model, whole_head
 from draft_models.tiny_models import tiny_head
@@ -30,7 +31,8 @@ from inference.fused_layers import lay_out
 from inference.method_settings import StructureConfig
 from inference.packing import can_pack
 from inference.runtime import Eager
-from inference.settings import EvaluateConfig, SamplingConfig
+from inference.sampling_settings import SamplingConfig
+from inference.settings import EvaluateConfig
 from inference.structures.factory import make_structure
 from outrider.errors import UserError
 from outrider.groups import Group, join_group

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
+from draft_models.target.empty_models import layer_stack
 from draft_models.target.open_target import OpenTarget, open_target
-from draft_models.target.stack import LayerStack
 from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, random_prompt
@@ -89,7 +89,7 @@ def test_a_small_lm_learns_from_its_own_samples(target: OpenTarget) -> None:
     """As drafter and as teacher; written out with whole forwards."""
     rows, policy = batch(), OnPolicy(1.0, 6, 5, None)
     lm = target.layers([0, LAYERS - 1], dtype=torch.float32).requires_grad_(True)
-    one = SmallLMStudent(lm, "reverse_kl", LayerStack(target.layers(dtype=torch.float32)), policy)
+    one = SmallLMStudent(lm, "reverse_kl", layer_stack(target.layers(dtype=torch.float32)), policy)
     one.begin_step(3)
     generator = _row_generator(5, 3, rows["input_ids"][0])
     prefix = choose_prefix(*(rows[name][0] for name in ("input_ids", "labels", "positions")), 6, generator)

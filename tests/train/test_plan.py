@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from data_prep.settings import DataConfig
 from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.target.architectures import load_config
-from draft_models.target.stack import load_layers
+from draft_models.target.load_layers import load_layers
 from draft_models.target.tensor_files import open_tensors
 from outrider.errors import UserError
 from outrider.groups import Group

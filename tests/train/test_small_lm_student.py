@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from draft_models.losses import IGNORE
 from draft_models.target.architectures import load_config
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.empty_models import layer_stack
+from draft_models.target.load_layers import load_layers
 from draft_models.target.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiny import VOCABULARY, open_stack, random_prompt, save_target
@@ -29,7 +30,7 @@ def student(target: Path, objective: str = "forward_kl", on_policy: OnPolicy | N
     """An untrained drafter beside its teacher, both of the target's own layers: two of them and all four."""
     settings, files = load_config(str(target)), open_tensors(str(target))
     lm = load_layers(files, settings, [0, 3], dtype=torch.float32).requires_grad_(True)
-    teacher = LayerStack(load_layers(files, settings, range(4), dtype=torch.float32))
+    teacher = layer_stack(load_layers(files, settings, range(4), dtype=torch.float32))
     return SmallLMStudent(lm, objective, teacher, on_policy)
 
 

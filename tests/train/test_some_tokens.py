@@ -11,17 +11,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_models.draft_vocabulary import TOKENS_FILE, OwnTokens, narrow, places
+from draft_models.draft_vocabulary import TOKENS_FILE, narrow, places
 from draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
 from draft_models.small_lm import load_small_lm
 from draft_models.target.architectures import load_config
+from draft_models.target.empty_models import layer_stack
+from draft_models.target.narrowed import OwnTokens
 from draft_models.target.open_target import load_tokenizer, open_target
 from draft_models.target.stack import LayerStack
 from inference.drafters.small_lm import MAKER
 from inference.fixed_shapes import WIDTHS
 from inference.footprint import Place
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.settings import EvaluateConfig, SamplingConfig
+from inference.sampling_settings import SamplingConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import VOCABULARY, save_target
@@ -51,7 +54,7 @@ def batch() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_of_texts_of_its_tokens_it_says_what_the_whole_one_does(tmp_path: Path, tied: bool) -> None:
-    whole, small = (LayerStack(model) for model in models(save_target(tmp_path, tied=tied)))
+    whole, small = (layer_stack(model) for model in models(save_target(tmp_path, tied=tied)))
     assert (small.head.weight is small.embed_tokens.weight) == tied
     assert small.head.weight.shape[0] == small.embed_tokens.weight.shape[0] == len(TOKENS) + 1
     ids, where = batch()["input_ids"][:1], torch.arange(20)[None]
@@ -70,7 +73,7 @@ def test_its_losses_are_those_over_its_tokens(tmp_path: Path, objective: str) ->
     whole, small = models(save_target(tmp_path))
     rows, identity = batch(), torch.eye(VOCABULARY)
     q = whole(rows["input_ids"]).logits[..., TOKENS]
-    teacher = LayerStack(open_target(str(save_target(tmp_path / "teacher", seed=1))).layers(dtype=torch.float32))
+    teacher = layer_stack(open_target(str(save_target(tmp_path / "teacher", seed=1))).layers(dtype=torch.float32))
     p = whole_logits(teacher, rows)
     if objective == "cross_entropy":
         labels = places(rows["labels"], TOKENS, VOCABULARY)
@@ -107,7 +110,7 @@ def test_it_samples_the_targets_ids(tmp_path: Path) -> None:
             law = whole(torch.tensor([text])).logits[0, -1, TOKENS].softmax(-1).cumsum(-1)
             assert token == TOKENS[int((law <= coin).sum())]
             text.append(token)
-    student = SmallLMStudent(small.requires_grad_(True), "kl_tv", LayerStack(whole), OnPolicy(1.0, 6, 0, None)).train()
+    student = SmallLMStudent(small.requires_grad_(True), "kl_tv", layer_stack(whole), OnPolicy(1.0, 6, 0, None)).train()
     loss = student(**batch())["loss_sum"]
     loss.backward()
     assert loss > 0

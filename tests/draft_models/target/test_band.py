@@ -11,7 +11,8 @@ from data_prep.text.rows import _positions
 from draft_models.early_exit import EarlyExitStudent
 from draft_models.target.architectures import load_config
 from draft_models.target.attention import Band, grouped_attention, packed_mask
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.load_layers import load_layers
+from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
 from draft_models.target.whole_model import PlainLM
 from inference.drafters.early_exit import EarlyExitSource

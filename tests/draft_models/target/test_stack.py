@@ -13,9 +13,10 @@ from transformers import LlamaConfig
 from draft_models.early_exit import exit_layers
 from draft_models.target.architectures import load_config
 from draft_models.target.attention import packed_mask
+from draft_models.target.load_layers import load_layers
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import pick_device, pick_dtype
-from draft_models.target.stack import LayerStack, load_layers
+from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles, open_tensors
 from outrider.errors import UserError
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from draft_models.target.attention import stock_attention
+from draft_models.target.empty_models import layer_stack
 from draft_models.target.open_target import open_target
-from draft_models.target.stack import LayerStack
 from tests.families import LAYERS, save_family
 from tests.tiny import random_prompt
 
@@ -16,7 +16,7 @@ from tests.tiny import random_prompt
 def test_a_tap_is_the_hidden_state_that_transformers_gives(tmp_path: Path, family: str) -> None:
     """At every boundary, run at once or in two halves; transformers gives the last one after the final norm."""
     model = open_target(str(save_family(tmp_path, family))).layers(dtype=torch.float32)
-    stack, ids = LayerStack(model), torch.tensor([random_prompt(14)])
+    stack, ids = layer_stack(model), torch.tensor([random_prompt(14)])
     positions = torch.arange(14)[None]
     stack.reserve(14)
     rotary, masks = stack.rotary(positions), stack.packed_masks(positions, torch.zeros_like(ids))

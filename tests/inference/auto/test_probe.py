@@ -29,7 +29,7 @@ from inference.evaluate.results import AUTOREGRESSIVE, PromptResult
 from inference.evaluate.statistics import chosen_sizes
 from inference.loading.drafters import Drafters, new_drafter
 from inference.method_settings import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from inference.tree import DraftTree
 from outrider.errors import UserError
 from outrider.streams import Streams

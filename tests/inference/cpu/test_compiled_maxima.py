@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from inference.cpu import choices
-from inference.cpu.choices import MANY, largest, likeliest
+from inference.cpu.choices import MANY
+from inference.ops import largest, likeliest
 
 ROWS = 3
 DTYPES = [torch.float32, torch.bfloat16]

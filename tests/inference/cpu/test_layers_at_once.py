@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from draft_models.target.empty_models import layer_stack
 from draft_models.target.int8 import quantise
 from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
@@ -113,7 +114,7 @@ def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> N
         quantise(model, torch.float32, "dtype=int8")
     else:
         halved(model, stored)
-    stack = LayerStack(model)
+    stack = layer_stack(model)
     fuse_layers(stack)
     run_at_once(stack)
     stack.reserve(64)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.cpu.choices import MOST_COLUMNS, likeliest_children, lineage_mask
+from inference.cpu.choices import MOST_COLUMNS, ancestor_mask, likeliest_children
 from inference.rows import Rows, unpack
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -73,12 +73,12 @@ def test_masks_of_lineages(dtype: torch.dtype) -> None:
     for start, stop in ((0, 6), (3, 6), (1, 3)):
         for past in (0, 5, 200):
             seen = rows.lineages[start:stop]
-            found = lineage_mask(seen, past, stop, dtype)
+            found = ancestor_mask(seen, past, stop, dtype)
             assert found is not None
             visible = torch.from_numpy(unpack(seen, stop).copy())
             assert found.shape == (1, 1, stop - start, past + stop)
             assert bool((found[0, 0, :, :past] == 0).all())
             assert torch.equal(found[0, 0, :, past:] == 0, visible)
             assert torch.equal(found[0, 0, :, past:] == torch.finfo(dtype).min, ~visible)
-    assert lineage_mask([1], 3, MOST_COLUMNS + 1, dtype) is None
-    assert lineage_mask([1], 3, 1, torch.float64) is None
+    assert ancestor_mask([1], 3, MOST_COLUMNS + 1, dtype) is None
+    assert ancestor_mask([1], 3, 1, torch.float64) is None

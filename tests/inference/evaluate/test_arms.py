@@ -14,7 +14,7 @@ from inference.evaluate.arms import Arm, make_arms, measure, transformers_genera
 from inference.evaluate.results import AUTOREGRESSIVE
 from inference.generation import Generation, collect
 from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from outrider.groups import Group
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_table

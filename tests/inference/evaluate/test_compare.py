@@ -14,7 +14,8 @@ from inference.evaluate import bench, compare
 from inference.evaluate.arms import Arm
 from inference.evaluate.prompt_results import read_results
 from inference.method_settings import MethodConfig, StopConfig
-from inference.settings import EvaluateConfig, SamplingConfig
+from inference.sampling_settings import SamplingConfig
+from inference.settings import EvaluateConfig
 from tests.inference.evaluate.evaluating import (
     METHODS,
     QUESTIONS,

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.planted_faults import FAULTS, REACHED, planted
+from draft_models.target.empty_models import layer_stack
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.decode import Round, autoregressive, speculative
@@ -19,13 +20,13 @@ from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
+from inference.engines.choose import make_runtime
 from inference.evaluate.arms import transformers_generate
 from inference.evaluate.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
 from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig
-from inference.runtime import make_runtime
 from inference.sampling import Sampler
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from inference.structures.factory import make_structure
 from outrider.streams import Streams
 from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
@@ -219,7 +220,7 @@ def test_a_fault_of_the_runtime_cannot_widen_what_it_is_allowed(tmp_path: Path) 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="outrider").eval()
     prompt, text = random_prompt(12), random_prompt(6, seed=1)
     clean = make_reference(model, prompt, text)
-    stack = LayerStack(model)
+    stack = layer_stack(model)
     prepare(stack, {})
     for fault in FAULTS:
         with planted(fault, 0, stack):

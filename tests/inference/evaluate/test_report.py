@@ -29,7 +29,7 @@ from inference.evaluate.statistics import (
 )
 from inference.generation import Generation
 from inference.method_settings import MethodConfig
-from inference.settings import SamplingConfig
+from inference.sampling_settings import SamplingConfig
 from outrider.machine import describe_machine
 
 

@@ -17,11 +17,13 @@ from draft_models.target.fingerprint import fingerprint_target
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
-from inference.attention_kernels import KernelChoice, attention_shape
+from inference.attention_kernels import attention_shape
 from inference.cuda_graphs import Graphed
 from inference.evaluate import compare
 from inference.method_settings import MethodConfig, StopConfig
-from inference.settings import EvaluateConfig, SamplingConfig
+from inference.runtime import KernelChoice
+from inference.sampling_settings import SamplingConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import (
     METHODS,

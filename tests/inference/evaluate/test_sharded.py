@@ -16,7 +16,8 @@ from filelock import FileLock
 from inference.evaluate import bench, compare
 from inference.evaluate.prompt_results import Measured, append_result, read_results
 from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.settings import EvaluateConfig, SamplingConfig
+from inference.sampling_settings import SamplingConfig
+from inference.settings import EvaluateConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import (
     METHODS,

@@ -1,0 +1,12 @@
+"""The runtime for a device."""
+
+import torch
+
+from inference.cuda_graphs import Graphed
+from inference.runtime import Eager, Runtime
+
+
+def make_runtime(name: str, device: torch.device) -> Runtime:
+    """The runtime called `name` (auto | eager | graphed); auto is graphed on CUDA and eager elsewhere."""
+    graphed = name == "graphed" or (name == "auto" and device.type == "cuda")
+    return Graphed() if graphed else Eager()
