@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs
 """What compiled passes are made of: stored numbers, and waiting for other threads."""
 
+import os
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
@@ -10,8 +12,14 @@ from numba.extending import intrinsic, overload
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 # Not kept on disk: numba would look at the file of a function alone, not at those of what it calls. See `entries`.
 kernel = njit(nogil=True, _nrt=False, fastmath=FAST, error_model="numpy")  # type: ignore[call-overload]
-_yield_core = types.ExternalFunction("sched_yield", types.int32())
 _SPINS = 4096  # looks at a counter before a waiting thread offers its core to others
+if hasattr(os, "sched_yield"):
+    _yield_core = types.ExternalFunction("sched_yield", types.int32())
+else:  # Windows: there PyTorch's threads are not asked (see `team`), and none waits
+
+    @kernel
+    def _yield_core():
+        return np.int32(0)
 
 
 def wide(value):

@@ -6,15 +6,15 @@ parallel`. Where PyTorch has no OpenMP that is found, one thread does it all.
 """
 
 import ctypes
-import re
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-MAPS = Path("/proc/self/maps")  # what libraries this process has loaded
-_OPENMP = re.compile(r"/lib(gomp|iomp5|omp)[-.][^/]*$")
+TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # the library with PyTorch's own loops
 
 
 class Team(NamedTuple):
@@ -28,22 +28,25 @@ class Team(NamedTuple):
 
 @cache
 def team() -> Team:
-    """That of the OpenMP library that PyTorch has loaded."""
-    try:
-        paths = {line.split(maxsplit=5)[-1].strip() for line in MAPS.read_text().splitlines() if "/" in line}
-    except OSError:
-        return Team(None, 0, 0)
-    found = sorted((path for path in paths if _OPENMP.search(path)), key=lambda path: "torch" not in path)
-    for path in found:
+    """That of the OpenMP library to which PyTorch's own calls go, whatever others this process has loaded."""
+    for library in _where_torch_looks():
         try:
-            library = ctypes.CDLL(path)
             parallel = library.GOMP_parallel
             numbers = [_address(library.omp_get_thread_num), _address(library.omp_get_num_threads)]
-        except (OSError, AttributeError):
+        except AttributeError:
             continue
         parallel.argtypes, parallel.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
         return Team(parallel, *numbers)
     return Team(None, 0, 0)
+
+
+def _where_torch_looks() -> "Iterator[ctypes.CDLL]":
+    """Where Linux looks for the functions that PyTorch calls, in this order: among those that the whole process sees,
+    then in PyTorch's library and what that is linked to."""
+    if sys.platform == "linux":
+        yield ctypes.CDLL(None)
+    if sys.platform == "linux" and TORCH.exists():
+        yield ctypes.CDLL(str(TORCH))
 
 
 def _address(function: "ctypes._NamedFuncPointer") -> int:

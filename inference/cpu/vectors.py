@@ -10,8 +10,18 @@ LANES = 16
 BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
-FEATURES = llvmlite.binding.get_host_cpu_features()
 _FUSED = ("contract",)
+
+
+def host_features():
+    """What the processor can do beyond what LLVM takes for granted; nothing where LLVM does not know this processor."""
+    try:
+        return llvmlite.binding.get_host_cpu_features()
+    except RuntimeError:
+        return {}
+
+
+FEATURES = host_features()
 
 
 def row_of(builder, array, row):

@@ -1,7 +1,6 @@
 """What an evaluation measures with: arms, warm and with their sizes chosen, and a prompt through all of them."""
 
 import itertools
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -144,10 +143,14 @@ def make_bench(
 def peak_memory(device: torch.device) -> int:
     """Bytes that this process has held at most: of the GPU where `device` is one, else of the machine's memory.
 
-    It has all arms in it, as they stand in memory together.
+    It has all arms in it, as they stand in memory together. 0 where the system does not count (Windows).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024  # in which the system counts
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

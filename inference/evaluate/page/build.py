@@ -190,10 +190,14 @@ def _facts(report: Report) -> Markup:
         "runtime": report.get("runtime", ""),
         **{f"made with: {name}": value for name, value in made.items()},
         **{f"digest: {name}": value for name, value in report.get("digests", {}).items()},
-        "peak memory": f"{report.get('peak_memory_bytes', 0) / 2**30:.2f} GiB, all arms and models together",
+        "peak memory": _peak(report.get("peak_memory_bytes", 0)),
         "seed": report["seed"],
     }
     return tag("dl", *(part for name, value in facts.items() for part in (tag("dt", name), tag("dd", value))))
+
+
+def _peak(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB, all arms and models together" if size else "not known on this system"
 
 
 def _sentences(reports: Sequence[Report]) -> list[str]:

@@ -1,6 +1,9 @@
 """A range of layers in one call: what they give one by one, whatever the rows, and only where it can."""
 
 import copy
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -207,13 +210,79 @@ def test_any_team_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for threads in (2, 3, 13):
         torch.set_num_threads(threads)
         assert torch.equal(run(), alone)
-    monkeypatch.setattr(team, "MAPS", tmp_path / "none")
+    monkeypatch.setattr(team, "_where_torch_looks", lambda: ())
     team.team.cache_clear()
     try:
         assert team.most_threads() == 1
         assert torch.equal(run(), alone)
     finally:
         team.team.cache_clear()
+
+
+def run_apart(source: str, *arguments: object) -> None:
+    """Run Python source in a process of its own, in this directory."""
+    subprocess.run([sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)], check=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is loaded")
+def test_the_team_is_of_the_library_that_pytorch_calls(tmp_path: Path) -> None:
+    """Also beside other copies of it, which some packages bring: PyTorch's number of threads is known to that alone."""
+    run_apart(
+        """
+        import ctypes, shutil, sys
+        from pathlib import Path
+        import torch
+        from inference.cpu.team import team
+
+        loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line or "libomp" in line}
+        folder = Path(sys.argv[1]) / "torch"
+        folder.mkdir()
+        copies = [folder / f"libgomp-{number}.so.1" for number in range(9)]
+        path = loaded.pop()
+        others = [ctypes.CDLL(shutil.copy(path, copy)) for copy in copies]
+        begins = [ctypes.cast(other.GOMP_parallel, ctypes.c_void_p).value for other in others]
+        own = ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
+        assert len({own, *begins}) == 10
+        assert ctypes.cast(team().parallel, ctypes.c_void_p).value == own
+        """,
+        tmp_path,
+    )
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_little_known_decodes(tmp_path: Path) -> None:
+    """LLVM may not know the processor; some systems have no `resource`, and no way to offer a core to others."""
+    run_apart(
+        """
+        import os, sys
+        from pathlib import Path
+        import llvmlite.binding, torch
+        from transformers import LlamaForCausalLM  # what others need of a system is not the question
+
+        def unknown():
+            raise RuntimeError("no such processor")
+
+        llvmlite.binding.get_host_cpu_features = unknown
+        sys.modules["resource"] = None
+        del os.sched_yield
+        from inference.cpu.numbers import _yield_core
+        from inference.decode import autoregressive
+        from inference.evaluate import compare
+        from inference.loading.drafters import prepare
+        from inference.evaluate.bench import peak_memory
+        from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+
+        assert callable(getattr(_yield_core, "py_func", None)), "nothing is linked that is not there"
+        assert peak_memory(torch.device("cpu")) == 0
+        model, stack = open_stack(save_target(Path(sys.argv[1]), "opt"))  # by PyTorch: to compile anew takes a minute
+        prepare(stack, {})
+        prompt = random_prompt(20)
+        tokens = [token for r in autoregressive(stack, prompt, max_new_tokens=8) for token in r.tokens]
+        assert tokens == reference_generate(model, prompt, 8)
+        """,
+        tmp_path,
+    )
 
 
 @torch.inference_mode()
