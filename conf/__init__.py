@@ -14,7 +14,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import hydra
@@ -25,6 +25,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from conf.options import CONF_DIR, help_text
 from outrider.errors import UserError
+from outrider.progress import command
 from outrider.settings import construct
 from outrider.words import did_you_mean
 
@@ -42,11 +43,15 @@ _STORAGE_ERRORS = {
 
 
 def entry(
-    name: str, schema: type[Config], *, complete: Callable[[Sequence[str]], list[str]] = list
+    name: str,
+    schema: type[Config],
+    *,
+    complete: Callable[[Sequence[str]], list[str]] = list,
+    waits: bool = False,
 ) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
     """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
 
-    complete: adds the overrides that follow from those given.
+    complete: adds the overrides that follow from those given. waits: for people, so its silence means nothing.
 
     A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
     message on stderr and status 2, Ctrl-C with status 130. Everything else keeps its traceback.
@@ -56,7 +61,9 @@ def entry(
     def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
         def job(composed: DictConfig) -> None:
             with reported():  # here: Hydra would print its own banner around an exception that leaves the job
-                run(build(schema, composed))
+                config = build(schema, composed)
+                with nullcontext() if waits else command(name):
+                    run(config)
 
         @functools.wraps(run)
         def main() -> None:

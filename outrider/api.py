@@ -42,6 +42,7 @@ from inference.settings import EvaluateConfig, Runtime
 from inference.stop_strings import StopStrings
 from inference.stopwatch import synchronized_clock
 from outrider.errors import UserError, require
+from outrider.progress import Stage
 from outrider.settings import Count, Named, construct
 from outrider.streams import Streams
 from outrider.words import did_you_mean
@@ -103,14 +104,13 @@ class Model:
     def __init__(self, config: EvaluateConfig, name: str):
         self.config, self.name = config, name
         self.method: MethodConfig = config.methods[name]
-        self.subject: Subject = find_subject(config)
-        target = self.subject.target
-        placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
-        self.drafters: Drafters = load_drafters(config, target, **placed)
-        self.stack: LayerStack = load_stack(
-            target, None, self.subject.dtype, self.subject.device, by_layers=config.by_layers, int8=self.subject.int8
-        )
-        prepare(self.stack, self.drafters)
+        with Stage("loading"):
+            self.subject: Subject = find_subject(config)
+            target, by_layers, int8 = self.subject.target, config.by_layers, self.subject.int8
+            placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
+            self.drafters: Drafters = load_drafters(config, target, **placed)
+            self.stack: LayerStack = load_stack(target, None, **placed, by_layers=by_layers, int8=int8)
+            prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.subject.device)
         self.last: Passes | None = None
         self._inherited: dict[tuple[float | None, tuple[str, ...]], Inherited] = {}

@@ -9,7 +9,7 @@ from conf import entry
 from inference.chat.settings import ChatConfig
 
 
-@entry("chat", ChatConfig)
+@entry("chat", ChatConfig, waits=True)
 def main(config: ChatConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
     import outrider

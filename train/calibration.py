@@ -13,7 +13,6 @@ import torch
 from accelerate import PartialState
 from safetensors.torch import load_file, save
 from torch import nn
-from tqdm import tqdm
 
 from data_prep.responses.directory import SECONDS_FILE, seconds_spent
 from data_prep.text.rows import load_rows
@@ -39,6 +38,7 @@ from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.progress import counted
 from outrider.settings import keyed
 from train import run_dir
 from train.calibration_model import CalibrationModel, Examples
@@ -207,7 +207,8 @@ def capture_shards(
     """
     limit = replace(limit, started=limit.clock(), earlier=seconds_spent(folder))
     mine = group.agreed(own_shards(folder, len(prompts), group.index, group.count))
-    for start in tqdm(mine, desc="capture", unit="shard", disable=None if group.leads else True):
+    most = None if limit.minutes is None else 60 * limit.minutes - limit.earlier
+    for start in counted(mine, "continuing texts", f"shards of {SHARD_PROMPTS}", most=most):
         if start > 0 and group.agreed(limit.is_over(limit.spent())):
             break
         texts = prompts[start : start + SHARD_PROMPTS]
@@ -274,7 +275,7 @@ def capture(
     the token) and label (1: it was the target's), each [n].
     """
     recorder = Recorder(max_draft, whole)
-    for prompt in prompts:
+    for prompt in counted(prompts, "shard", "texts"):
         for _ in speculative(stack, Shaped(draft_model(), Chain(recorder)), prompt, max_new_tokens=new_tokens):
             pass
     names = ("target_hidden", "draft_hidden", "position", "confidence", "label")

@@ -33,6 +33,7 @@ from outrider.errors import UserError, warn
 from outrider.files import require_writable, write_json
 from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.progress import counted
 from outrider.streams import Streams
 from train import run_dir, sharding
 from train.best import BEST_FOLDER, Best
@@ -242,7 +243,7 @@ def judge_steps(student: Eagle3Student, batches: Sequence[dict[str, Tensor]], st
     """loss_<i>, agree_<i> and tau_analytic of `Watch`, over `batches` of rows."""
     device = student.stack.device
     found = [student.judged(**{key: value.to(device) for key, value in batch.items()}, steps=steps)
-             for batch in batches]  # fmt: skip
+             for batch in counted(batches, "judging held-out text", "batches")]  # fmt: skip
     metrics = dict[str, float]()
     for i, count in enumerate(torch.stack([one.guesses for one in found]).sum(0).tolist()):
         if count:

@@ -31,6 +31,7 @@ from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.progress import counted
 from outrider.run_dirs import recorded_at_first
 from train import run_dir
 from train.best import BEST_FOLDER, Best
@@ -258,7 +259,7 @@ class Watch:
         self.whole = target.stack(dtype=dtype, device=device, group=group) if active and self.prompts else None
         self.choices: list[Tensor] = []  # the target's argmax at the supervised positions of each batch
         self.laws: list[Law | None] = []  # and its law there; None where the student has it, or nobody
-        for batch in self.batches:
+        for batch in counted(self.batches, "reading held-out text", "batches"):
             law = None
             if self.whole is not None:
                 hidden = supervised_hidden(self.whole, batch)
@@ -284,7 +285,8 @@ class Watch:
     def _judge(self, student: EarlyExitStudent) -> tuple[dict[str, float], list[Tensor]]:
         """top1 and tau_analytic, and the drafter's argmax [B, T] of each batch."""
         device, guesses, accepted = student.stack.device, list[Tensor](), list[Tensor]()
-        for batch, law in zip(self.batches, self.laws, strict=True):
+        pairs = list(zip(self.batches, self.laws, strict=True))
+        for batch, law in counted(pairs, "judging held-out text", "batches"):
             choices, known = student.judged(**{key: value.to(device) for key, value in batch.items()}, law=law)
             guesses.append(choices)
             accepted += [] if known is None else [known]

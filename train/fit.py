@@ -116,7 +116,7 @@ def fit(
             engine.load(start)
         start_wandb(engine.accelerator, config.wandb, out_dir, run)
         steps = range(done, total)
-        report = Report(engine.accelerator, out_dir, steps, group.size)
+        report = Report(engine.accelerator, out_dir, steps, group.size, evaluate is not None)
 
         def seconds() -> float:
             return before.seconds + time.perf_counter() - began
@@ -125,7 +125,7 @@ def fit(
             nonlocal metrics
             assert evaluate is not None
             model.eval()
-            with report.paused(), torch.no_grad(), sharding.whole(model, engine.module):
+            with report.evaluating(step), torch.no_grad(), sharding.whole(model, engine.module):
                 metrics = evaluate(model, step)
             model.train()
             if metrics:
@@ -136,16 +136,17 @@ def fit(
             with report.paused():
                 _save(engine, model, run, reached, out_dir, staging, config.keep_checkpoints)
 
-        train(
-            engine,
-            rows,
-            config,
-            steps,
-            report,
-            on_step=on_step,
-            evaluate=None if evaluate is None else evaluate_now,
-            save=save,
-        )
+        with report.stage:
+            train(
+                engine,
+                rows,
+                config,
+                steps,
+                report,
+                on_step=on_step,
+                evaluate=None if evaluate is None else evaluate_now,
+                save=save,
+            )
         report.close()
     sharding.make_whole(model)
     return FitResult(total, done, metrics, seconds())

@@ -1,15 +1,9 @@
-"""How far a pipeline is, and how long it will go on: one bar over all of its steps."""
+"""How far a pipeline is, and how long it will go on."""
 
-import threading
-import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 
-from tqdm import tqdm
-
-from inference.stopwatch import Clock
+from outrider.progress import Stage
 from outrider.words import in_words
 
 LEAST = 0.05  # of what a step was expected to take is taken to be left of it while it runs on
@@ -64,39 +58,12 @@ class Pace:
         return "unknown" if left is None else in_words(left)
 
 
-class StepBar(AbstractContextManager):
-    """The bar while one step runs, drawn anew every second; only where stderr is a terminal."""
-
-    def __init__(self, pace: Pace, step: str, clock: Clock = time.monotonic, spent: float = 0.0):
-        """spent: seconds that earlier runs of the step have taken."""
-        self._pace, self._step, self._clock, self._spent = pace, step, clock, spent
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, daemon=True)
-
-    def __enter__(self) -> "StepBar":
-        self._began = self._clock()
-        names = list(self._pace.expected)
-        said = f"pipeline {names.index(self._step) + 1}/{len(names)} {self._step}"
-        self._bar = tqdm(total=1.0, desc=said, bar_format="{desc} |{bar:30}| {postfix}", leave=False, disable=None)
-        if not self._bar.disable:
-            self._draw()
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._bar.close()
-
-    def _go_on(self) -> None:
-        while not self._over.wait(1.0):
-            self._draw()
-
-    def _draw(self) -> None:
-        spent = self._spent + self._clock() - self._began
-        share = self._pace.share(self._step, spent)
-        self._bar.n = round(share, 3)
-        self._bar.set_postfix_str(f"{100 * share:.0f} %, left: {self._pace.words(self._step, spent)}")
+def step_stage(pace: Pace, step: str, spent: float = 0.0) -> Stage:
+    """The stage that a step is, with the time left of the whole pipeline. spent: seconds of the step's earlier runs."""
+    names = list(pace.expected)
+    stage = Stage(
+        f"step {names.index(step) + 1}/{len(names)} {step}",
+        left=lambda: pace.left(step, spent + stage.spent),
+        share=lambda: pace.share(step, spent + stage.spent),
+    )
+    return stage

@@ -11,14 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from outrider.errors import UserError, reason
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
 from outrider.words import in_words
-from train.pipeline_bar import Pace, StepBar
+from train.pipeline_bar import Pace, step_stage
 from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,7 +127,7 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record], 
     began, cut = time.time(), out_dir / LOGS / f"{name}.seconds.json"
     spent = read_as(dict[str, float], cut, "seconds of a step that was cut", "remove it") if cut.exists() else {}
     try:
-        with StepBar(pace, name, spent=spent.get("seconds", 0.0)):
+        with step_stage(pace, name, spent.get("seconds", 0.0)):
             status = _tee(command, log)
     finally:  # also where it is interrupted: what it has trained is of all its runs, and so is the time that it took
         seconds = spent.get("seconds", 0.0) + time.time() - began
@@ -160,8 +158,7 @@ def _tee(command: list[str], log: Path) -> int:
             for line in process.stdout:
                 file.write(line)
                 file.flush()
-                tqdm.write(line.decode(errors="replace"), end="")  # above the bar
-                sys.stdout.flush()
+                print(line.decode(errors="replace"), end="", flush=True)
             return process.wait()
         finally:
             if process.poll() is None:  # interrupted: it must not go on writing where a resumed run will

@@ -1,7 +1,6 @@
-"""What a training run says while it runs: a line per logging step, a progress bar, W&B."""
+"""What a training run says while it runs: a line per logging step, how far it is, W&B."""
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from tqdm import tqdm
 
 from draft_models.losses import IGNORE
+from outrider.progress import Stage
 from outrider.wandb_config import ID_FILE, WandbConfig
 
 LOG_FILE = "log.jsonl"
@@ -24,16 +23,18 @@ class Report:
     """The numbers of the steps `steps`, of all processes together, on the main one's screen, in log.jsonl and W&B.
 
     Every process has one and calls all of it. Its clock starts when it is made. copies: how many processes
-    count the same rows.
+    count the same rows. evaluates: an evaluation follows the last step.
     """
 
-    def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range, copies: int = 1) -> None:
-        self._copies = copies
+    def __init__(
+        self, accelerator: Accelerator, out_dir: Path, steps: range, copies: int = 1, evaluates: bool = False
+    ) -> None:
+        self._copies, self._evaluates = copies, evaluates
+        self._evaluation: float | None = None  # seconds that the last one took
         self.accelerator, self.out_dir, self.steps = accelerator, out_dir, steps
         self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
         self._start = self._interval_start = time.perf_counter()
-        shown = accelerator.is_main_process and sys.stderr.isatty()
-        self._bar = tqdm(total=steps.stop, initial=steps.start, unit="step", leave=False) if shown else None
+        self.stage = Stage("training", steps.stop, "steps", first=steps.start, left=lambda: self.left(self.stage.done))
 
     def add(self, summed: Tensor, labels: Tensor) -> None:
         """Count a micro batch: its summed loss (scalar) and its labels [B, T], on the CPU."""
@@ -43,8 +44,7 @@ class Report:
 
     def advance(self) -> None:
         """A step is done."""
-        if self._bar is not None:
-            self._bar.update()
+        self.stage.advance()
 
     def drain(self) -> tuple[float, float, float]:
         """Sums of [loss, supervised tokens, tokens] over all rows since the last call."""
@@ -59,32 +59,45 @@ class Report:
         yield
         self._interval_start += time.perf_counter() - began
 
+    @contextmanager
+    def evaluating(self, step: int) -> Iterator[None]:
+        """`paused`, for the evaluation after so many steps; the last one is expected to take as long."""
+        began = time.perf_counter()
+        with self.paused(), Stage(f"evaluating after step {step}"):
+            yield
+        self._evaluation = time.perf_counter() - began
+
+    def left(self, done: float) -> float | None:
+        """Seconds until the run's end when `done` steps are done: those of its steps, and of its last evaluation once
+        there was one. None before the first step."""
+        if done == self.steps.start:
+            return None
+        per_step = (time.perf_counter() - self._start) / (done - self.steps.start)
+        return per_step * (self.steps.stop - done) + (self._evaluation or 0.0)
+
     def log_interval(self, done: int, rate: float, norm: float | None) -> None:
         """The line of the steps since the last one; `done` steps are done. rate: the learning rate, of the last."""
         summed, supervised, tokens = self.drain()
         now = time.perf_counter()
         interval, self._interval_start = now - self._interval_start, now
-        per_step = (now - self._start) / (done - self.steps.start)
         values = {"loss": summed / supervised, "lr": rate, "tokens_per_s": tokens / interval}
         values |= {} if norm is None else {"grad_norm": norm}
-        self.log(done, {**values, "eta": per_step * (self.steps.stop - done)})
+        more = "+evaluation" if self._evaluates and self._evaluation is None else ""
+        self.log(done, {**values, "eta": self.left(done) or 0.0}, more)
 
-    def log(self, done: int, values: Mapping[str, float]) -> None:
-        """One line of named numbers, after `done` steps."""
+    def log(self, done: int, values: Mapping[str, float], more: str = "") -> None:
+        """One line of named numbers, after `done` steps. more: what is to be read after the last one."""
         if not self.accelerator.is_main_process:
             return
         values = {key: float(value) for key, value in values.items()}
         shown = " ".join(f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items())
-        line = f"step={done}/{self.steps.stop} {shown}"
-        tqdm.write(line) if self._bar is not None else print(line, flush=True)
+        print(f"step={done}/{self.steps.stop} {shown}{more}", flush=True)
         with (self.out_dir / LOG_FILE).open("a") as log:
             log.write(json.dumps({"step": done, **values}) + "\n")
         self.accelerator.log(values, step=done)
 
     def close(self) -> None:
         """The run is over."""
-        if self._bar is not None:
-            self._bar.close()
         for tracker in self.accelerator.trackers:  # `end_training` would end the processes' group as well
             tracker.finish()
 

@@ -44,6 +44,7 @@ from outrider.errors import UserError
 from outrider.files import require_writable, write_json
 from outrider.groups import join_group
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.progress import counted
 from outrider.run_dirs import recorded_at_first
 from outrider.streams import Streams
 from train import run_dir, sharding
@@ -292,7 +293,7 @@ class Watch:
         self.norms = MovedNorms(student, saved_dtype)
         self.batches = batches_of(heldout, 1)
         self.choices, self.laws = list[Tensor](), list[Law]()  # the target's argmax and its law, where supervised
-        for batch in self.batches:
+        for batch in counted(self.batches, "reading held-out text", "batches"):
             hidden = supervised_hidden(stack, batch)
             self.choices.append(target_choices(stack, batch["labels"], hidden))
             self.laws.append(target_law(stack, hidden))
@@ -309,7 +310,8 @@ class Watch:
         return metrics
 
     def _judge(self, drafter: LayerStack) -> dict[str, float]:
-        found = [judged(drafter, batch, law) for batch, law in zip(self.batches, self.laws, strict=True)]
+        pairs = list(zip(self.batches, self.laws, strict=True))
+        found = [judged(drafter, *pair) for pair in counted(pairs, "judging held-out text", "batches")]
         guesses, accepted = zip(*found, strict=True)
         metrics = {"top1_target": agreement(guesses, self.choices)}
         return metrics | expected_tau(accepted, [batch["documents"] for batch in self.batches])

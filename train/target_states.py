@@ -26,6 +26,7 @@ from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_json
 from outrider.groups import ALONE, Group, each_alone
 from outrider.processes import from_main, only_run_of
+from outrider.progress import counted
 from outrider.run_dirs import changes
 from outrider.settings import listed
 from train.eagle3_student import Eagle3Student
@@ -144,7 +145,8 @@ def _fill(states: Tensor, done: Tensor, rows: Rows, student: Eagle3Student, fold
     """This group's share, every so many rows, but for what is `done`, uint8 [blocks]."""
     device = student.stack.device
     shares = range(group.index * ROWS_AT_ONCE, len(rows), group.count * ROWS_AT_ONCE)
-    for begin in group.agreed([begin for begin in shares if not done[begin // ROWS_AT_ONCE]]):
+    missing = group.agreed([begin for begin in shares if not done[begin // ROWS_AT_ONCE]])
+    for begin in counted(missing, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
         chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
         batch = default_collate([rows[index] for index in chosen])
         given = {name: batch[name].to(device) for name in ("input_ids", "positions", "documents")}

@@ -27,6 +27,7 @@ from draft_models.target.attention import packed_mask
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
 from outrider.processes import join_processes, only_run_of
+from outrider.progress import Stage, counted
 from outrider.streams import Streams
 from train.export import export, special_tokens
 from train.fit import fit
@@ -68,7 +69,8 @@ def train_toy_target(config: ToyTargetConfig) -> None:
 
 def _train(config: ToyTargetConfig, out_dir: Path, process: PartialState) -> None:
     began = time.perf_counter()
-    tokenizer = train_tokenizer(_texts(config), config.vocabulary)
+    with Stage("training the tokenizer"):
+        tokenizer = train_tokenizer(_texts(config), config.vocabulary)
     rows = load_rows(config.data, tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
     sizes = token_bytes(tokenizer)
@@ -195,7 +197,7 @@ def bits_per_byte(model: nn.Module, rows: Rows, sizes: Tensor, batch_rows: int =
     process = join_processes()
     sums = torch.zeros(2, dtype=torch.float64)
     mine = range(process.process_index, len(rows), process.num_processes)
-    for start in range(0, len(mine), batch_rows):
+    for start in counted(range(0, len(mine), batch_rows), "judging held-out text", "batches"):
         batch = default_collate([rows[index] for index in mine[start : start + batch_rows]])
         labels = batch["labels"]
         loss = model(**{key: value.to(process.device) for key, value in batch.items()})["loss_sum"]

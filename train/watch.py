@@ -17,6 +17,7 @@ from inference.evaluate.statistics import acceptance_by_position, decode_statist
 from inference.generation import collect
 from inference.stopping.fixed import FixedLength
 from inference.structures.factory import Chain
+from outrider.progress import counted
 from train.top_k_rows import TopKRows
 from train.trained_weights import trained_parameters
 
@@ -38,7 +39,7 @@ def decode_metrics(
     accept_<i>: share of the rounds that drafted an i-th token in which it was accepted.
     """
     generations = []
-    for prompt in prompts:
+    for prompt in counted(prompts, "decoding held-out prompts", "prompts"):
         drafter = Shaped(model, Chain(FixedLength(WATCHED_DRAFT)))
         generations.append(collect(speculative(stack, drafter, prompt, max_new_tokens=max_new_tokens, eos=eos)))
     positions = {f"accept_{int(row['position'])}": row["accepted"] for row in acceptance_by_position(generations)}

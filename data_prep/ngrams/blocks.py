@@ -1,17 +1,17 @@
 """Shards of token ids → their n-grams, a block of bounded size at a time."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numba import njit
 
 from data_prep.ngrams.token_shards import Shards, read_shard
 from draft_models.ngrams.kernels import mix
+from outrider.progress import Stage
 
 
 def blocks(
-    shards: Shards, order: int, bits: int, narrow: bool, capacity: int, bar: Any
+    shards: Shards, order: int, bits: int, narrow: bool, capacity: int, stage: Stage
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """All n-grams, at most `capacity` at a time.
 
@@ -23,7 +23,7 @@ def blocks(
     filled, tail = 0, np.empty(0, shards.dtype)
     for path, continued in zip(shards.paths, shards.continued, strict=True):
         ids, lengths = read_shard(path, shards.dtype)
-        bar.update(len(ids))
+        stage.advance(len(ids))
         if continued:  # after what its first n-grams begin with
             ids = np.concatenate([tail, ids])
             lengths[0] += len(tail)

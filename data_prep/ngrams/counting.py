@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from tqdm import tqdm
 
 from data_prep.ngrams.blocks import blocks
 from data_prep.ngrams.token_shards import Shards
 from draft_models.ngrams.kernels import Grams, group, merge_grams
 from draft_models.ngrams.table_files import Described, array_file, count_buckets, start_type, token_bits, token_type
 from outrider.errors import require
+from outrider.progress import Stage
 
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory an n-gram of a block takes, see `_aggregate`
 _MERGE_BYTES = 80  # memory an n-gram of a range takes: read, merged, grouped
@@ -92,10 +92,10 @@ def _write_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder
     cuts = min(_PARTITIONS, key_bits)
     edges = np.arange(1, 2**cuts, dtype=np.uint64) << np.uint64(key_bits - cuts)
     bounds, written = [], 0
-    bar = tqdm(desc=f"counting order {order}", total=shards.tokens, unit=" tokens", unit_scale=True, disable=None)
+    stage = Stage(f"counting order {order}", shards.tokens, "tokens")
     fields = [name for name in Grams._fields if not (narrow and name == "tokens")]
-    with bar, _Files({name: folder / name for name in fields}, _RUN_TYPES) as files:
-        for keys, tokens in blocks(shards, order, bits, narrow, capacity, bar):
+    with stage, _Files({name: folder / name for name in fields}, _RUN_TYPES) as files:
+        for keys, tokens in blocks(shards, order, bits, narrow, capacity, stage):
             grams = _aggregate(keys, tokens, bits, narrow)
             stored = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens) if narrow else grams
             for name in fields:
@@ -145,8 +145,7 @@ def _merged(runs: _Runs, memory: int, title: str) -> Iterator[Grams]:
     """The sum of all runs, one range of keys after another."""
     sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
     largest = min(memory // _MERGE_BYTES, _LARGEST_RANGE)
-    bar = tqdm(desc=title, total=int(sizes.sum()), unit=" n-grams", unit_scale=True, disable=None)
-    with bar:
+    with Stage(title, int(sizes.sum()), "n-grams") as stage:
         begin = 0
         while begin < len(sizes):
             end, rows = begin + 1, int(sizes[begin])
@@ -160,7 +159,7 @@ def _merged(runs: _Runs, memory: int, title: str) -> Iterator[Grams]:
                     for i in range(0, len(parts), 2)
                 ]
             yield from parts
-            bar.update(rows)
+            stage.advance(rows)
             begin = end
 
 

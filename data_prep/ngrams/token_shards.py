@@ -19,12 +19,12 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from data_prep.text.pieces import PIECE, batches, spans
 from data_prep.text.records import Record
 from outrider.errors import UserError
 from outrider.files import write_atomically
+from outrider.progress import Stage
 
 SHARD_CHARACTERS = 4_000_000  # about a million tokens
 _FORMAT = "1"  # part of every shard's name: raise it when the same text would give other bytes
@@ -120,7 +120,7 @@ def tokenise(
     dtype = np.dtype(np.uint16 if encoder.vocabulary <= 2**16 else np.uint32)
     identity = f"{_FORMAT} {encoder.digest} {encoder.eos}"
     paths, continued, digest, tokens, count = [], [], hashlib.sha256(), 0, 0
-    with _Pool(workers, source, revision, encoder, dtype) as pool, _bar() as bar:
+    with _Pool(workers, source, revision, encoder, dtype) as pool, Stage("tokenising", unit="tokens") as stage:
         pieces = _pieces(documents, encoder)
         for number, batch in enumerate(batches(pieces, lambda passage: len(passage.text), SHARD_CHARACTERS)):
             name = _digest(identity, batch)
@@ -134,10 +134,10 @@ def tokenise(
                 finished = pool.submit(paths[-1], batch)
             for found in finished:
                 tokens += found
-                bar.update(found)
+                stage.advance(found)
         for found in pool.drain():
             tokens += found
-            bar.update(found)
+            stage.advance(found)
     for stale in set(folder.iterdir()) - set(paths):
         stale.unlink()
     return Shards(paths, continued, dtype, tokens, count, digest.hexdigest())
@@ -300,8 +300,3 @@ def _sentencepiece(source: str) -> Encoder:
     pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
     eos = processor.eos_id()
     return Encoder(encode, pieces, eos if eos >= 0 else None, hashlib.sha256(Path(source).read_bytes()).hexdigest())
-
-
-def _bar() -> Any:
-    # disable=None: no bar where stderr is not a terminal
-    return tqdm(desc="tokenising", unit=" tokens", unit_scale=True, disable=None)

@@ -5,11 +5,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from data_prep.python_docs.subjects import Collector, Subject
 from data_prep.python_docs.templates import Turns, comparisons, prompts_of
 from data_prep.text.sources import Split, is_heldout
+from outrider.progress import counted
 
 
 class Instruction(NamedTuple):
@@ -28,7 +27,7 @@ class Instruction(NamedTuple):
 def read_subjects(modules: Sequence[str], collector: Collector) -> list[Subject]:
     """The language's own topics, and what the modules document."""
     found = list(collector.topics())
-    for name in tqdm(modules, desc="reading", unit="module", disable=None):
+    for name in counted(modules, "reading", "modules"):
         found += collector.module(name)
     return found
 

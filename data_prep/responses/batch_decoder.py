@@ -13,6 +13,7 @@ from data_prep.responses.compiled_batch import CompiledSteps
 from draft_models.target.stack import group_of
 from inference.sampling import Sampler, invert, largest
 from outrider.errors import UserError
+from outrider.progress import counted
 from outrider.streams import Streams
 
 _FAILED = -1  # where a token would be: the target's logits were not numbers
@@ -114,7 +115,7 @@ class Generator:
         rows = list(range(len(prompts)))  # the prompt in each row of the batch
         ids, mask = (part.to(device) for part in left_pad(prompts))
         batch, logits = begin_batch(self._forward, ids, mask, max(budgets))
-        for step in range(max(budgets)):
+        for step in counted(range(max(budgets)), f"a batch of {len(prompts)}", "tokens each at most"):
             tokens = self._choose(logits, uniform[:, step], step)
             if self.top_k_logits:
                 law.append((rows, top_law(logits, self.top_k_logits)))

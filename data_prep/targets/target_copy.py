@@ -24,6 +24,7 @@ from draft_models.target.tensor_files import SAFETENSORS, TensorFiles
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.progress import counted
 from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity
 
 RECORD_FILE = "convert_target.json"  # what the directory is made from
@@ -71,7 +72,7 @@ def _save_weights(files: TensorFiles, folder: Path, dtype: torch.dtype | None, m
     """Write the files of weights that are not there yet, each of at most `most` bytes, and the index; how many."""
     sizes = _sizes(files, dtype)
     shards = plan_shards(sizes, most)
-    for shard in shards:
+    for shard in counted(shards, "writing", "files"):
         if not (folder / shard.file).exists():  # whatever has its name is whole
             weights = files.read(shard.names, dtype)
             write_atomically(folder / shard.file, save(weights, metadata={"format": "pt"}))

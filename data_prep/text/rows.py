@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.settings import DataConfig
@@ -39,6 +38,7 @@ from data_prep.text.sources import Split, content_digest, read_records
 from draft_models.losses import IGNORE
 from draft_models.target.fingerprint import tokenizer_digest
 from outrider.errors import UserError, require
+from outrider.progress import Stage
 from outrider.settings import keyed
 
 FORMAT = 2  # part of every cache key: raise it when the same input would give other rows
@@ -243,17 +243,18 @@ def _documents(
     counts: Counter[str],
 ) -> Iterator[Document]:
     """Tokenised records; conversations clipped to seq_len, those without a label left out, both counted."""
-    # disable=None: no bar where stderr is not a terminal
-    records = tqdm(read_records(config, split, counts), desc=f"tokenising {split}", unit=" records", disable=None)
-    for batch in batches(records, _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
-        for ids, supervised, whole in encode(batch, tokenizer, config.template):
-            if whole:
-                counts["clipped"] += len(ids) > seq_len
-                ids, supervised = ids[:seq_len], supervised[:seq_len]
-                if not supervised[1:].any():
-                    counts["unsupervised"] += 1
-                    continue
-            yield Document(ids, supervised, whole)
+    with Stage(f"tokenising {split}", unit="records") as stage:
+        records = read_records(config, split, counts)
+        for batch in batches(records, _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
+            for ids, supervised, whole in encode(batch, tokenizer, config.template):
+                if whole:
+                    counts["clipped"] += len(ids) > seq_len
+                    ids, supervised = ids[:seq_len], supervised[:seq_len]
+                    if not supervised[1:].any():
+                        counts["unsupervised"] += 1
+                        continue
+                yield Document(ids, supervised, whole)
+            stage.advance(len(batch))
 
 
 def _characters(record: Record) -> int:

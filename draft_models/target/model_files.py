@@ -13,6 +13,7 @@ from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.tensor_files import GGUF, SAFETENSORS, TensorFiles, find_file, open_tensors
 from outrider.errors import UserError, reason
 from outrider.files import read_json
+from outrider.progress import Stage
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
@@ -43,15 +44,16 @@ def load_causal_lm(
     """
     files = open_tensors(source, revision)
     try:
-        if files.kind is GGUF or files.block is not None:
-            return _from_own_reading(files, options)
-        return AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=revision,
-            trust_remote_code=False,
-            use_safetensors=files.kind is SAFETENSORS,
-            **options,
-        )
+        with Stage(f"loading {source} by transformers"):
+            if files.kind is GGUF or files.block is not None:
+                return _from_own_reading(files, options)
+            return AutoModelForCausalLM.from_pretrained(
+                source,
+                revision=revision,
+                trust_remote_code=False,
+                use_safetensors=files.kind is SAFETENSORS,
+                **options,
+            )
     except UserError:
         raise
     except Exception as error:  # whatever an architecture makes of a config and weights it does not expect

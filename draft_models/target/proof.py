@@ -15,6 +15,7 @@ from draft_models.target.empty_models import anatomy_of, decoder_layers, layer_s
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM, RowCache
 from outrider.errors import UserError, reason
+from outrider.progress import counted
 
 # Allowed root mean square of a difference between logits, as a share of their standard deviation. In float32 rounding
 # stays below a tenth of it. A quirk that is ignored, a wrong position or the sight of a sibling goes far beyond. In 16
@@ -52,7 +53,7 @@ def _copied_bytes(model: PreTrainedModel) -> int:
 
 def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
     stack = layer_stack(model)
-    for length in _lengths(model.config, stack.windows):
+    for length in counted(_lengths(model.config, stack.windows), f"comparing {name} with its own forward", "texts"):
         try:
             with stock_attention(model, "eager"):
                 expected = _expected(model, length)

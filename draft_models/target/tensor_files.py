@@ -17,6 +17,7 @@ from draft_models.target.gguf_tensors import open_gguf_tensors
 from draft_models.target.stored_tensors import TYPES, Part, StoredTensor, open_pickled, open_safetensors, readable
 from outrider.errors import UserError
 from outrider.files import read_json
+from outrider.progress import counted
 
 BASE_PREFIX, HEAD = "model.", "lm_head.weight"
 SCALES = "_scale_inv"  # after the name of an fp8 weight: what its blocks are to be multiplied with
@@ -75,8 +76,8 @@ class TensorFiles:
         stored type. parts: of the tensors it names nothing else is read, but for quantised ones. device: where each
         goes as soon as it is read. Raises `UserError`.
         """
-        tensors = {}
-        for name, stored in self.stored(names):
+        tensors, wanted = {}, list(names)
+        for name, stored in counted(self.stored(wanted), f"reading {self.source}", "tensors", len(wanted)):
             part = (parts or {}).get(name)
             if name + SCALES in self.file_of:
                 tensor = self._unscaled(name, stored)
@@ -132,7 +133,7 @@ class TensorFiles:
                     incomplete |= {part_of(name) for name in wanted}
                     continue
                 jobs = {name: pool.submit(_hash, name, one, whole) for name, one in self._of(file, wanted).items()}
-                for name, job in jobs.items():
+                for name, job in counted(jobs.items(), f"hashing {self.source}", "tensors"):
                     hashes[name], size = job.result()
                     self.bytes_hashed += size
         parts: dict[str, Any] = {}

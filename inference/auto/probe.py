@@ -31,6 +31,7 @@ from inference.structures.factory import RoundSource, Structure, WrappedSource
 from inference.tree import DraftTree
 from outrider.errors import UserError
 from outrider.groups import ALONE, Group
+from outrider.progress import Stage
 from outrider.streams import Streams
 
 SECONDS = 2.0  # after which no further cycle through the probes begins, once there were CYCLES[0] of them;
@@ -96,7 +97,8 @@ def tune(
         streams = Streams(seed).within(name, "tune")
         options: dict[str, Any] = {"sampling": sampling, "generation": generation, "eos": eos}
         options |= {"runtime": runtime, "clock": clock, "group": group}
-        tuning = group.agreed(measure(method, stack, drafters, prompt, streams, **options))
+        with Stage(f"measuring the sizes of {name}"):
+            tuning = group.agreed(measure(method, stack, drafters, prompt, streams, **options))
         if method.adapts:
             tunings[name] = tuning
         if lacks_delta:

@@ -17,6 +17,7 @@ from inference.cpu.by_amx import STEP, has_amx
 from inference.cpu.by_vectors import DOTS, TILE
 from inference.cpu.linear import PANEL
 from inference.cpu.team import call_in_team, most_threads, team
+from outrider.progress import Stage
 
 SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
@@ -115,7 +116,8 @@ def out_of_panels(panels: Tensor, outputs: int, together: int) -> Tensor:
 
 @cache
 def _address(make: Any, stored: Any, read: torch.dtype, kept: torch.dtype) -> int:
-    address: int = make(stored, STORED[read], STORED[kept]).address
+    with Stage(f"compiling {make.__name__}"):
+        address: int = make(stored, STORED[read], STORED[kept]).address
     return address
 
 

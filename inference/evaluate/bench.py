@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
@@ -25,6 +24,7 @@ from inference.runtime import KernelChoice
 from inference.settings import EvaluateConfig
 from inference.stopwatch import Clock, synchronized_clock
 from outrider.errors import UserError
+from outrider.progress import Stage, counted
 from outrider.streams import Streams
 
 WARM_UP_TOKENS = 8
@@ -126,7 +126,8 @@ def make_bench(
     def arms_with(choosing: Choosing) -> dict[str, Arm]:
         return make_arms(*ours, None, max_new_tokens=config.max_new_tokens, choosing=choosing, **options)
 
-    for warm_up in arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values():
+    warm_ups = list(arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values())
+    for warm_up in counted(warm_ups, "warming up, compiling what is new", "methods"):
         warm_up(prompt, Streams(config.seed).within("warm-up"))
     profilers: dict[str, Arm] = {}
     if subject.device.type == "cuda":
@@ -179,7 +180,8 @@ def measure_prompt(
         ids = first if number == 0 else render(config, subject, prompt, texts)
         if len(ids) + config.max_new_tokens > context:
             if subject.group.leads:
-                tqdm.write(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context")
+                said = f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context"
+                print(said, flush=True)
             room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
             reasons = itertools.chain([room], itertools.repeat("a turn before it was left out"))
             return tuple(results), tuple(map(Skipped, names[number:], reasons))
@@ -198,7 +200,8 @@ def measure_prompt(
         differs = not sampled and not all(map(result.identical, bench.arms))
         if bench.judge is not None and (differs or position in bench.judged):
             streams = Streams(config.seed, result.prompt_id)
-            result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge, streams))
+            with Stage(f"judging prompt {result.prompt_id}"):
+                result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge, streams))
         if number == 0 and position in bench.shown:
             shown = show_rounds(bench.show, config.methods, ids, Streams(config.seed, result.prompt_id, 0))
             result = replace(result, shown=shown)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from tqdm import tqdm
 
 from data_prep.text.prompts import Prompt
 from draft_models.card import add_report
@@ -59,6 +58,7 @@ from outrider.files import require_writable
 from outrider.groups import Group, join_group
 from outrider.machine import describe_machine
 from outrider.processes import from_main, join_processes, only_run_of
+from outrider.progress import Stage, counted
 from outrider.settings import construct
 
 
@@ -144,7 +144,8 @@ def _evaluate(
         models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
         spent = group.agreed(limit.spent())
-        for position in tqdm(share, desc="evaluate", unit="prompt", disable=None if state.is_main_process else True):
+        most = None if config.minutes is None else 60 * config.minutes - spent
+        for position in counted(share, "measuring", "prompts", most=most):
             if position not in todo[:must] and limit.is_over(spent):
                 break
             asked = prompts[position], rendered[position], position
@@ -160,7 +161,8 @@ def _evaluate(
         finish(models.drafters)
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken if group.leads else 0]))
-    return from_main(state, lambda: report(config, subject, prepared, prompts, settings, expected, out_dir))
+    with Stage("writing the report"):
+        return from_main(state, lambda: report(config, subject, prepared, prompts, settings, expected, out_dir))
 
 
 def require_own_device(device: torch.device, state: PartialState, group: Group) -> None:
@@ -184,7 +186,8 @@ def see_doctor(
     config: EvaluateConfig, subject: Subject, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
 ) -> dict[str, Any]:
     """What the doctor finds, printed. Raises `UserError` where a drafter is read wrongly and another way is here."""
-    found = examine(config, subject, models, prompts, rendered)
+    with Stage("examining drafters"):
+        found = examine(config, subject, models, prompts, rendered)
     for kind, one in found.items():
         if subject.group.leads:
             print(coloured(table(kind, one), sys.stdout), flush=True)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor
-from tqdm import tqdm
 
 from data_prep.text.chat import VICUNA_SYSTEM
 from data_prep.text.prompts import Prompt
@@ -47,6 +46,7 @@ from outrider.errors import UserError, require
 from outrider.files import is_text, parse_json, require_writable, write_atomically, write_json
 from outrider.machine import describe_machine
 from outrider.processes import join_processes
+from outrider.progress import counted
 from outrider.run_dirs import only_run
 from outrider.streams import Streams
 
@@ -277,7 +277,7 @@ def replay_turns(
     The budget is max_new_tokens, by which drafts do not see where a shorter answer ends; for a longer one its length.
     """
     generations = []
-    for turn in tqdm(turns, desc=name, unit="turn", disable=None):
+    for turn in counted(turns, f"replaying by {name}", "turns"):
         drafter = new_drafter(method, drafters, Streams(seed, turn.id).within(name))
         budget = max(max_new_tokens, len(turn.answer))
         replayed = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from inference.packing import PackedLinear, can_pack
 from outrider.groups import ALONE, Group
@@ -35,7 +34,7 @@ def use_threads(threads: int | str | None, group: Group = ALONE) -> int:
         before, chosen = torch.get_num_threads(), group.agreed(choose_threads())
         torch.set_num_threads(chosen)
         if chosen != before and group.leads:
-            tqdm.write(f"threads={chosen} before={before}")
+            print(f"threads={chosen} before={before}", flush=True)
     elif isinstance(threads, int):
         torch.set_num_threads(threads)
     return torch.get_num_threads()

@@ -10,6 +10,7 @@ from inference.drafters.interface import Drafter
 from inference.drafters.registry import KINDS
 from inference.fused_layers import lay_out
 from inference.method_settings import MethodConfig
+from outrider.progress import Stage
 from outrider.streams import Streams
 
 Drafters = Mapping[str, Any]  # the loaded model of each kind (see `inference.drafters.registry`) that has one
@@ -35,7 +36,8 @@ def new_drafter(
 
 def prepare(stack: LayerStack, drafters: Drafters) -> None:
     """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
-    if isinstance(stack, LayerStack):  # else it runs as it is
-        lay_out(stack, stack)
-    for name, model in drafters.items():
-        KINDS[name].load_maker().prepare(model, stack)
+    with Stage("laying out weights, compiling what is new"):
+        if isinstance(stack, LayerStack):  # else it runs as it is
+            lay_out(stack, stack)
+        for name, model in drafters.items():
+            KINDS[name].load_maker().prepare(model, stack)

@@ -3,6 +3,7 @@
 import math
 import resource
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +74,23 @@ def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
         "grad_norm",
         "eta",
     }
+
+
+def test_the_time_left_has_the_last_evaluation_in_it(tmp_path, capsys):
+    """Nobody knows how long the first one takes; the line says that it follows."""
+    taken = []
+
+    def evaluate(model, step):
+        began = time.perf_counter()
+        time.sleep(0.05)
+        taken.append(time.perf_counter() - began)
+        return {}
+
+    fit_tiny(tmp_path, steps=2, log_every=1, eval_every=1, evaluate=evaluate)
+    first, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step="))
+    assert first.endswith("s+evaluation")
+    assert not last.endswith("evaluation")
+    assert log(tmp_path)[-1]["eta"] >= taken[0]
 
 
 def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path, monkeypatch):

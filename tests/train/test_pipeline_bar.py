@@ -1,17 +1,13 @@
 """The time that a pipeline has left: by what its steps were expected to take, and how fast this machine was so far."""
 
-import io
-from functools import partial
-from itertools import count
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tqdm import tqdm
 
-from train import pipeline_bar
-from train.pipeline_bar import LEAST, Pace, StepBar
+from outrider.progress import Stage
+from train.pipeline_bar import LEAST, Pace, step_stage
 
 EXPECTED = {"a": 100.0, "b": 200.0, "c": 300.0}
 
@@ -65,28 +61,10 @@ def test_the_share_grows_while_a_step_runs_and_reaches_one(expected: list[float]
     assert pace.share() == 1.0
 
 
-def test_the_bar_is_drawn_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    drawn = {}
-    for stream in (Terminal(), io.StringIO()):
-        ticks = count(0.0, 50.0)
-        monkeypatch.setattr(pipeline_bar, "tqdm", partial(tqdm, file=stream))
-        with StepBar(Pace(EXPECTED, {"a": 100.0}), "b", clock=ticks.__next__):
-            pass
-        drawn[stream.isatty()] = stream.getvalue()
-    assert "pipeline 2/3 b |" in drawn[True]
-    assert "25 %, left: 7 min 30 s" in drawn[True]
-    assert drawn[False] == ""
-
-
-def test_the_bar_of_a_resumed_step_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    bar = StepBar(Pace(EXPECTED, {"a": 100.0}), "b", clock=count(0.0, 50.0).__next__, spent=100.0)
-    said: list[str] = []
-    monkeypatch.setattr(pipeline_bar, "tqdm", partial(tqdm, file=io.StringIO(), disable=True))
-    with bar:
-        monkeypatch.setattr(bar._bar, "set_postfix_str", said.append)
-        bar._draw()
-    assert said == ["42 %, left: 5 min 50 s"]  # 250 of 600 seconds: 100 before, 100 earlier, 50 now
+def test_the_stage_of_a_step_is_timed_by_the_whole_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a step that was cut and goes on where it was."""
+    stage = step_stage(Pace(EXPECTED, {"a": 100.0}), "b")
+    cut = step_stage(Pace(EXPECTED, {"a": 100.0}), "b", spent=100.0)
+    monkeypatch.setattr(Stage, "spent", 50.0)
+    assert (str(stage), stage.share) == ("step 2/3 b (left: 7 min 30 s)", 150.0 / 600.0)
+    assert (str(cut), cut.share) == ("step 2/3 b (left: 5 min 50 s)", 250.0 / 600.0)

@@ -1,0 +1,212 @@
+"""What a command is doing and how far it is: a bar on a terminal, elsewhere a line whenever nothing was said for long.
+
+A thread of its own says it, as loading and compiling are single calls that nobody could print from. It writes to
+stderr, and only in the main process.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing import parent_process
+from threading import Event, Lock, Thread
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from outrider.words import in_words
+
+Item = TypeVar("Item")
+INTERVAL = 15.0  # seconds without a word after which there is a line, where stderr is no terminal
+REDRAW = 1.0  # seconds between two drawings of the bar, where it is one
+
+
+class Stage(AbstractContextManager["Stage"]):
+    """Something that takes a while, from `with` to its end. Stages may be within others; all of them are named."""
+
+    def __init__(
+        self,
+        what: str,
+        total: float | None = None,
+        unit: str = "",
+        *,
+        first: float = 0,
+        most: float | None = None,
+        left: Callable[[], float | None] | None = None,
+        share: Callable[[], float] | None = None,
+    ):
+        """total: how many of `unit` there are, None where nobody knows; `first` of them were done before.
+
+        most: seconds after which it ends, however much is left to do. left, share: the properties of this name where
+        they do not follow from what is done.
+        """
+        self.what, self.total, self.unit, self.done = what, total, unit, first
+        self._first, self._most, self._left, self._share = first, most, left, share
+        self.began = time.monotonic()
+
+    def advance(self, count: float = 1) -> None:
+        """So many more are done."""
+        self.done += count
+
+    @property
+    def spent(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.began
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that it still takes, None where nobody knows."""
+        if self._left is not None:
+            return self._left()
+        done, known = self.done - self._first, []
+        if self.total is not None and done:
+            known.append(self.spent / done * (self.total - self.done))
+        if self._most is not None:
+            known.append(self._most - self.spent)
+        return max(0.0, min(known)) if known else None
+
+    @property
+    def share(self) -> float | None:
+        """Which part of it is done, None where nobody knows."""
+        if self._share is not None:
+            return self._share()
+        return self.done / self.total if self.total else None
+
+    def __str__(self) -> str:
+        words = self.what
+        if self.total is not None or self.done:
+            words += f" {self.done:.0f}{'' if self.total is None else f'/{self.total:.0f}'} {self.unit}".rstrip()
+        left = self.left
+        return words if left is None or left < 1 else f"{words} (left: {in_words(left)})"
+
+    def __enter__(self) -> "Stage":
+        self.began = time.monotonic()
+        _enter(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _leave(self)
+
+
+def counted(
+    items: Iterable[Item], what: str, unit: str, total: int | None = None, *, most: float | None = None
+) -> Iterator[Item]:
+    """`items`, one after the other, as a `Stage` of `total` or, where they have a length, of so many."""
+    total = len(items) if isinstance(items, Sized) else total
+    with Stage(what, total, unit, most=most) as stage:
+        for item in items:
+            yield item
+            stage.advance()
+
+
+@contextmanager
+def command(name: str) -> Iterator[None]:
+    """The stage that a command is. What it prints meanwhile counts as a word, and goes above the bar."""
+    with Stage(name):
+        before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (_Heard(stream) for stream in before)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+class _Heard:
+    """A stream that lets the speaker know what is written to it."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if _speaker is not None:
+            _speaker.hear(text)
+        written: int = self._stream.write(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Speaker:
+    """The thread that speaks while there are stages."""
+
+    def __init__(self) -> None:
+        self._out = sys.stderr
+        self._heard, self._within_line = time.monotonic(), False
+        self._bar: Any = None
+        self._drawn = False  # the bar is on the line that is written to next
+        self._over = Event()
+        self._thread = Thread(target=self._go_on, name="progress", daemon=True)
+        self._thread.start()
+
+    def hear(self, text: str) -> None:
+        """Something is about to be written by somebody else."""
+        self._heard, self._within_line = time.monotonic(), not text.endswith(("\n", "\r"))
+        if self._drawn:
+            self._bar.clear()
+            self._drawn = False
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _go_on(self) -> None:
+        try:
+            if self._out.isatty():
+                while not self._over.wait(REDRAW):
+                    self._draw()
+            else:
+                while not self._over.wait(max(0.0, self._heard + INTERVAL - time.monotonic())):
+                    self._say()
+        except (OSError, ValueError):  # nobody is there to read it any more
+            pass
+
+    def _say(self) -> None:
+        if time.monotonic() < self._heard + INTERVAL:
+            return
+        self._heard, stages = time.monotonic(), [*_stages]
+        if stages:
+            words = " > ".join(map(str, stages))
+            self._out.write(f"progress: {words}; {in_words(stages[0].spent)} so far\n")
+            self._out.flush()
+
+    def _draw(self) -> None:
+        stages = [*_stages]
+        if not stages or self._within_line:
+            return
+        if self._bar is None:
+            shown = "{desc} |{bar:20}| {elapsed}"
+            self._bar = tqdm(total=1.0, bar_format=shown, leave=False, file=self._out, dynamic_ncols=True)
+        self._bar.n = next(filter(None, (stage.share for stage in stages)), 0.0)
+        self._bar.set_description_str(" > ".join(map(str, stages)))
+        self._drawn = True
+
+
+_stages: list[Stage] = []  # that are going on, in the order in which they began
+_speaker: _Speaker | None = None
+_lock = Lock()  # of the two
+
+
+def _enter(stage: Stage) -> None:
+    global _speaker
+    with _lock:
+        _stages.append(stage)
+        if _speaker is None and os.environ.get("RANK", "0") == "0" and parent_process() is None:
+            _speaker = _Speaker()
+
+
+def _leave(stage: Stage) -> None:
+    global _speaker
+    with _lock:
+        _stages.remove(stage)
+        over = None
+        if not _stages:
+            over, _speaker = _speaker, None
+    if over is not None:
+        over.stop()

@@ -1,0 +1,229 @@
+"""No command is silent for long: a slow stand-in, wherever it stands, is spoken of while it works."""
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from threading import Condition
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from draft_models.settings import EAGLE3, EARLY_EXIT, TARGET
+from outrider import progress
+from tests.test_one_run import ENTRIES
+
+LINES = 2  # that are to come while one thing is slow
+PATIENCE = 20.0  # seconds that they may take, many times `INTERVAL`: the machine may be busy
+INTERVAL = 0.05
+
+
+class Ears(io.StringIO):
+    """What hears both streams of a command."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._news = Condition()
+
+    def write(self, text: str) -> int:
+        with self._news:
+            self.lines += [line for line in text.splitlines() if line.startswith("progress: ")]
+            self._news.notify_all()
+        return super().write(text)
+
+    def listen(self, patience: float) -> list[str]:
+        """The next `LINES` of progress, or what came of them until nobody had patience any more."""
+        with self._news:
+            before = len(self.lines)
+            self._news.wait_for(lambda: len(self.lines) >= before + LINES, patience)
+            return self.lines[before:]
+
+
+@dataclass
+class Slow:
+    """Stands for the function at `place`; the first call of it takes until something was said of it."""
+
+    place: str
+    ears: Ears
+    patience: float = PATIENCE
+    said: list[str] | None = None
+
+    def put(self, patch: pytest.MonkeyPatch) -> None:
+        module, _, name = self.place.partition(":")
+        holder: Any = import_module(module)
+        *outer, name = name.split(".")
+        for part in outer:
+            holder = getattr(holder, part)
+        real: Callable[..., Any] = getattr(holder, name)
+
+        def slow(*given: Any, **more: Any) -> Any:
+            if self.said is None:
+                self.said = self.ears.listen(self.patience)
+            return real(*given, **more)
+
+        patch.setattr(holder, name, slow)
+
+
+@pytest.fixture
+def ears(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ears]:
+    """They hear what is said in a folder with the tiny models; a silence of `INTERVAL` is long there."""
+    for name in (TARGET, EARLY_EXIT, EAGLE3):
+        (tmp_path / name).symlink_to(tiny_models / name)
+    lines = [json.dumps({"text": f"line {number}: the quick brown fox"}) for number in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "INTERVAL", INTERVAL)
+    yield Ears()
+    assert not progress._stages
+
+
+def run(monkeypatch: pytest.MonkeyPatch, ears: Ears, command: str, *options: str) -> None:
+    monkeypatch.setattr(sys, "argv", [command, *options])
+    with redirect_stdout(ears), redirect_stderr(ears):
+        import_module(ENTRIES.get(command, f"outrider.{command}")).main()
+
+
+DEBUG = ["debug=true", "out_dir=out"]
+TEXT = ["data=local", "data.path=text.jsonl", "data.layout=text", "data.cache_dir=cache", "data.heldout_fraction=0.2"]
+# Of each command its options, and what is said while something of it is slow.
+COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "eesd": (
+        [*DEBUG, f"target={TARGET}", "decode_prompts=2"],
+        {
+            "train.early_exit:open_target": "progress: eesd; ",
+            "draft_models.target.tensor_files:TensorFiles._read": f"> reading out-debug/tiny_models/{TARGET} 0/",
+            "train.loop:load_share": "progress: eesd > training 0/2 steps; ",
+            "train.watch:collect": " > evaluating after step 1 > decoding held-out prompts 0/2 prompts; ",
+        },
+    ),
+    "finetune_drafter": (
+        [*DEBUG, f"target={TARGET}", "drafter=tiny"],
+        {
+            "train.small_lm:target_law": "finetune_drafter > reading held-out text 0/",
+            "train.loop:load_share": "finetune_drafter > training 0/2 steps; ",
+            "train.small_lm:judged": " > evaluating after step 1 > judging held-out text 0/",
+        },
+    ),
+    "eagle3": (
+        [*DEBUG, f"target={TARGET}"],
+        {
+            "train.loop:load_share": "eagle3 > training 0/2 steps; ",
+            "train.watch:collect": " > evaluating after step 1 > decoding held-out prompts 0/",
+        },
+    ),
+    "calibrate": (
+        [*DEBUG, f"checkpoint={EARLY_EXIT}"],
+        {
+            "train.calibration:speculative": "calibrate > continuing texts 0/1 shards of 8 > shard 0/",
+            "train.calibration:load_stack": "calibrate > continuing texts 0/1 shards of 8; ",
+            "train.calibration:plot_reliability": "progress: calibrate; ",
+        },
+    ),
+    "toy_target": (
+        [*TEXT, "out_dir=out", "fit.steps=2", "fit.batch_rows=2", "seq_len=32", "layers=1", "hidden=32", "heads=2",
+         "kv_heads=2", "intermediate=32", "vocabulary=300", "eval_rows=4", "sample_tokens=4"],
+        {
+            "train.toy_model:Tokenizer.train_from_iterator": "toy_target > training the tokenizer; ",
+            "data_prep.text.rows:encode": "toy_target > tokenising train; ",
+            "train.loop:load_share": "toy_target > training 0/2 steps; ",
+            "train.toy_model:linear_cross_entropy": "toy_target > training 0/2 steps; ",
+            "train.toy_model:reduce": "toy_target > training 2/2 steps > evaluating after step 2; ",
+        },
+    ),
+    "generate_responses": (
+        [*DEBUG, f"target={TARGET}"],
+        {
+            "data_prep.responses.generate:load_causal_lm": "progress: generate_responses; ",
+            "data_prep.responses.batch_decoder:Generator._choose": "generate_responses > answering 0/",
+        },
+    ),
+    "build_trigrams": (
+        [*TEXT, "tokenizer=target", "out_dir=out", "orders=[2,3]", "workers=1"],
+        {
+            "data_prep.ngrams.token_shards:_write_shard": "build_trigrams > tokenising; ",
+            "data_prep.ngrams.counting:_aggregate": "build_trigrams > counting order 2 ",
+        },
+    ),
+    "convert_target": (
+        [f"target={TARGET}", "out_dir=out"],
+        {
+            "draft_models.target.tensor_files:_hash": f"convert_target > hashing {TARGET} ",
+            "draft_models.target.tensor_files:TensorFiles._read": f"> writing 0/1 files > reading {TARGET} 0/",
+        },
+    ),
+    "evaluate_checkpoint": (
+        [*DEBUG, f"checkpoint={EARLY_EXIT}", "method=[eesd_fixed,eesd_survival]", "dtype=bfloat16"],
+        {
+            "inference.evaluate.subject:load_causal_lm": "progress: evaluate_checkpoint; ",
+            "inference.fused_layers:run_at_once": "> laying out weights, compiling what is new; ",
+            "inference.auto.probe:measure": "evaluate_checkpoint > measuring the sizes of eesd_survival; ",
+            "inference.evaluate.bench:measure": "evaluate_checkpoint > measuring 0/",
+            "inference.evaluate.bench:measure_deviations": " > judging prompt ",
+            "inference.evaluate.compare:make_page": "evaluate_checkpoint > writing the report; ",
+        },
+    ),
+    "pipeline": (
+        ["experiment=demo", "out_dir=out"],
+        {"train.pipeline_run:_tee": "pipeline > step 1/"},
+    ),
+    "chat": (
+        [f"target={TARGET}"],
+        {"outrider.api:load_stack": "progress: loading; "},
+    ),
+}  # fmt: skip
+
+
+def unspoken(ears: Ears, patch: pytest.MonkeyPatch, command: str, patience: float = PATIENCE) -> dict[str, list[str]]:
+    """The places at which a command was slow and what is expected was not said, and what was."""
+    options, places = COMMANDS[command]
+    found = {place: Slow(place, ears, patience) for place in places}
+    for slow in found.values():
+        slow.put(patch)
+    with suppress(SystemExit):  # of the pipeline, whose first step is interrupted
+        run(patch, ears, command, *options)
+    for place, slow in found.items():
+        assert slow.said is not None, f"{place} is not called: {ears.getvalue()[-2000:]}"
+    said = {place: slow.said or [] for place, slow in found.items()}
+    return {place: lines for place, lines in said.items() if len(lines) < LINES or places[place] not in lines[-1]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_slow_is_spoken_of(ears: Ears, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))
+    monkeypatch.setattr("train.pipeline_run.subprocess", Mock(Popen=Mock(side_effect=KeyboardInterrupt)))
+    assert unspoken(ears, monkeypatch, command) == {}
+
+
+def test_a_silence_would_be_noticed(ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command without a stage, a loop that nobody counts, and a speaker that has died."""
+    hashing, reading = COMMANDS["convert_target"][1]
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.targets.target_copy.counted", lambda items, *_: items)
+        assert unspoken(ears, patch, "convert_target").keys() == {reading}
+    shutil.rmtree("out")
+    with monkeypatch.context() as patch:
+        patch.setattr("conf.command", lambda _: nullcontext())
+        assert unspoken(ears, patch, "convert_target").keys() == {hashing, reading}
+    shutil.rmtree("out")
+    with monkeypatch.context() as patch:
+        patch.setattr(progress._Speaker, "_say", Mock(side_effect=ValueError))
+        assert unspoken(ears, patch, "convert_target", patience=4 * INTERVAL).keys() == {hashing, reading}
+
+
+def test_a_chat_waits_for_its_user_in_silence(ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def read(_: str) -> str:
+        said.extend(ears.listen(4 * INTERVAL))
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", read)
+    run(monkeypatch, ears, "chat", f"target={TARGET}")
+    assert said == []
