@@ -15,7 +15,7 @@ from inference.doctor.recording import Recording, answer_of, record
 from inference.doctor.scores import Scores, is_apart, is_better, join, relabelled, score
 from inference.doctor.training_data import UNSEEN, training_facts
 from inference.drafters.registry import KINDS
-from inference.evaluate.drafter_facts import coverage
+from inference.evaluate.statistics import coverage
 from inference.evaluate.subject import Models, Subject
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.doctor.table import table
 from inference.drafters.registry import KINDS
 from inference.evaluate.results import PromptResult
+from inference.evaluate.statistics import coverage
 from inference.settings import EvaluateConfig
 from outrider.words import in_words
 
@@ -23,17 +23,6 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
             shares = coverage(tokens, ((result.category, result.answer) for result in results))
             found[name] = {"tokens": len(tokens), "coverage": shares}
     return found
-
-
-def coverage(known: Iterable[int], said: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
-    """Of the tokens that were `said` (a category, and a text's tokens) the share that is `known`, in all ("all") and by
-    category."""
-    known, counts, inside = set(known), Counter[str](), Counter[str]()
-    for category, tokens in said:
-        for name in ("all", category):
-            counts[name] += len(tokens)
-            inside[name] += sum(token in known for token in tokens)
-    return {name: inside[name] / count for name, count in counts.items() if count}
 
 
 def trained_seconds(config: EvaluateConfig) -> dict[str, float]:

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.evaluate.report import REPORT_FILE
 from inference.evaluate.results import PromptResult, Skipped
 from outrider.errors import UserError
 from outrider.files import parse_json, read_sealed, sealed, unsealed, write_json
 from outrider.run_dirs import check_identity
 from outrider.settings import Settings, construct
 
+REPORT_FILE = "report.json"
 RUN_FILE = "run.json"
 _FILE = re.compile(r"results-(\d{5,})\.jsonl")
 

@@ -13,6 +13,7 @@ from draft_models.checkpoint import provenance
 from inference.auto.policy import Tuning
 from inference.evaluate.drafter_facts import drafter_lines
 from inference.evaluate.lossless_report import is_lossless, judgement_lines, lossless_section
+from inference.evaluate.prompt_results import REPORT_FILE
 from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.evaluate.speed import (
     MIN_PROMPTS,
@@ -54,7 +55,6 @@ from outrider.machine import describe_machine
 from outrider.streams import Streams
 
 Report = dict[str, Any]
-REPORT_FILE = "report.json"
 EXACT = ("float32", "float64")  # where equal texts decide, and no difference is a tie of rounding
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.evaluate.compare_settings import CompareConfig
-from inference.evaluate.prompt_results import read_results
-from inference.evaluate.report import REPORT_FILE
+from inference.evaluate.prompt_results import REPORT_FILE, read_results
 from inference.evaluate.results import AUTOREGRESSIVE, PromptResult
 from inference.evaluate.speed import MIN_PROMPTS, decoding, timed
 from inference.evaluate.statistics import bootstrap_median

@@ -153,3 +153,14 @@ def bootstrap_median(
     medians = (data[lower] + data[upper]) / 2
     low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return statistics.median(values), [low, high]
+
+
+def coverage(known: Iterable[int], said: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
+    """Of the tokens that were `said` (a category, and a text's tokens) the share that is `known`, in all ("all") and by
+    category."""
+    known, counts, inside = set(known), Counter[str](), Counter[str]()
+    for category, tokens in said:
+        for name in ("all", category):
+            counts[name] += len(tokens)
+            inside[name] += sum(token in known for token in tokens)
+    return {name: inside[name] / count for name, count in counts.items() if count}
