@@ -169,7 +169,7 @@ def record_all(
     costs = folder / "tuning.json"
     if not (costs.exists() and all(file.exists() for file in files)):
         models = load_teams([config], subject)[0]
-        ids = [render(config, subject, prompt, prompt.turns) for prompt in prompts]
+        ids = [render(subject, prompt, prompt.turns) for prompt in prompts]
         longest = longest_text(
             [[each] for each in ids], config.max_new_tokens, context_length(subject, models.drafters)
         )

@@ -40,7 +40,7 @@ def fit(options: argparse.Namespace) -> None:
     method = replace(fused[0], structure=shape)
     prompts = read_categories(options.prompts, options.per_category)
     subject = find_subject(config)
-    texts = [render(config, subject, prompt, prompt.turns) for prompt in prompts]
+    texts = [render(subject, prompt, prompt.turns) for prompt in prompts]
     (models,) = load_teams([replace(config, methods={"fused": method})], subject)
     known = read_json(options.into, "counts", "remove it") if options.into and options.into.exists() else {}
     earlier = {name: np.array(known.get(name, 0.0)) for name in ("hits", "trials", "gained", "fed")}

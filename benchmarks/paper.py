@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from papers.claims import Table, judged
@@ -33,6 +33,7 @@ from papers.measuring import Asked, by_row, measure_all, read_counts
 from papers.writing import markdown, plot
 
 from conf import reported
+from data_prep.settings import PromptTemplate
 from draft_models.checkpoint import provenance
 from draft_models.target.open_target import open_target
 from inference.drafters.registry import KINDS
@@ -70,6 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="of --transcripts")
     parser.add_argument("--pair", action="append", metavar="NAME=TARGET,DRAFTER", help="mcsd: a pair; several")
     parser.add_argument("--prompts", action="append", metavar="NAME=FILE", help="a category and its prompts; several")
+    parser.add_argument("--template", default="auto", choices=get_args(PromptTemplate), help="of chat prompts")
     parser.add_argument("--num-prompts", type=int, default=12, help="of each category, evenly spread")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer at most")
     parser.add_argument("--ignore-eos", action="store_true", help="always so many tokens")

@@ -48,7 +48,8 @@ class EvaluateConfig(RehearsedConfig):
     num_prompts: Count | None = free(24)  # evenly spread; null: all
     # take no new prompt when this time is over, of all runs in out_dir together, but at least 5; null: all prompts
     minutes: Positive | None = free(None)
-    # how a prompt becomes a conversation; auto: by the tokenizer's chat template where it has one
+    # how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; another
+    # than the drafters' is refused, but for none: bare text
     template: PromptTemplate = "auto"
     # the first is the prefill's; target=replay: the length of the recorded answer where that is longer
     max_new_tokens: Annotated[int, at_least(2)] = 128

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from conf.options import CONF_DIR
+from data_prep.settings import PromptTemplate
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from draft_models.settings import DecodeDtype
@@ -139,7 +140,7 @@ class Model:
     ) -> Iterator[str]:
         """Pieces of the text that follows `prompt`, each as soon as a round has decided it.
 
-        prompt: a text to continue, or a conversation, to which the tokenizer's chat template is put.
+        prompt: a text to continue, or a conversation, which is rendered by a chat template (see `load`).
         The options are transformers' and mean the same; top_k=0 keeps all tokens. What the target's own generation
         config says of greedy decoding holds unless an option says otherwise.
         seed: of sampling. The same seed gives the same text again where the same drafts are made; those of sizes that
@@ -170,7 +171,9 @@ class Model:
 
         The first is the prefill's. speculate=False: the target alone, one token a pass. Raises `UserError` as `stream`.
         """
-        turns, template = ([prompt], "none") if isinstance(prompt, str) else (_conversation(prompt), "auto")
+        turns, template = (
+            ([prompt], "none") if isinstance(prompt, str) else (_conversation(prompt), self.subject.chat_template)
+        )
         ids = render_prompt(turns, self.tokenizer, template)
         require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
         count = construct(Count, max_new_tokens, "max_new_tokens")
@@ -307,6 +310,7 @@ def load(
     dtype: DecodeDtype = "auto",
     device: str = "auto",
     runtime: Runtime = "auto",
+    template: PromptTemplate = "auto",
 ) -> Model:
     """A target with a drafter, ready to decode.
 
@@ -316,7 +320,7 @@ def load(
     exit, vanilla with a small LM, eagle3 with such a head, ngrams with a table, prompt_lookup with none of them.
     name: what settings of your own are called.
     target: what the drafter is for; of an early exit, where it is now.
-    small_lm, eagle3, table, drafters: as evaluate-checkpoint's options.
+    small_lm, eagle3, table, drafters, template: as evaluate-checkpoint's options.
 
     Raises `UserError` for what is missing or unusable.
     """
@@ -340,6 +344,7 @@ def load(
         dtype=dtype,
         device=device,
         runtime=runtime,
+        template=template,
     )
     return Model(config, name)
 

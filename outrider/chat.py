@@ -24,7 +24,7 @@ def main(config: ChatConfig) -> None:
     model = outrider.load(
         config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
         small_lm=config.small_lm, eagle3=config.eagle3, table=config.table, dtype=config.dtype, device=config.device,
-        runtime=config.runtime, target=config.target if config.checkpoint else None,
+        runtime=config.runtime, template=config.template, target=config.target if config.checkpoint else None,
     )  # fmt: skip
     screen = open_screen(sys.stdout)
     try:

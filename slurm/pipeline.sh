@@ -3,9 +3,11 @@
 #
 #   bash slurm/pipeline.sh target=MODEL out_dir=runs/mine generate.data=ultrachat evaluate.prompts=mt_bench.jsonl
 #
-# STAGE.KEY=VALUE is the option KEY=VALUE of one stage. Stages eesd and calibrate read the responses of stage generate:
-# alone, or with STAGE.data=self_distillation mixed with other text. STAGE.experiment=… brings data of its own; there,
-# give their path: eesd.data.mix.generated.path=OUT_DIR/responses/responses-*.jsonl. The same line again continues where a failed job stopped.
+# STAGE.KEY=VALUE is the option KEY=VALUE of one stage. Stages eesd and calibrate read the responses of stage generate,
+# alone or with STAGE.data=self_distillation mixed with other text, by generate.data.template where that is given. (A
+# target without a chat template needs it: vicuna.) STAGE.experiment=… brings data of its own; there, give their path:
+# eesd.data.mix.generated.path=OUT_DIR/responses/responses-*.jsonl. The same line again continues where a failed job
+# stopped.
 # Options of sbatch: SBATCH_PARTITION and the like for all, GENERATE_SBATCH='--nodes 4 --gpus-per-node 8' (likewise
 # EESD_SBATCH, CALIBRATE_SBATCH, EVALUATE_SBATCH) for one.
 set -euo pipefail
@@ -31,13 +33,18 @@ fi
 
 # Hydra refuses a second choice of the same group, so a default gives way to what was given.
 default() { grep -q "^$2=" <<<"${given[$1]}" || given[$1]+=$2=$3$'\n'; }
+template=$(sed -n 's/^data\.template=//p' <<<"${given[generate]}")
 for stage in eesd calibrate; do
   grep -q '^experiment=' <<<"${given[$stage]}" || default "$stage" data responses
   if grep -qx 'data=responses' <<<"${given[$stage]}"; then
-    default "$stage" data.path "$out/responses/responses-*.jsonl"
+    answers=data
   elif grep -qx 'data=self_distillation' <<<"${given[$stage]}"; then
-    default "$stage" data.mix.generated.path "$out/responses/responses-*.jsonl"
+    answers=data.mix.generated
+  else
+    continue
   fi
+  default "$stage" $answers.path "$out/responses/responses-*.jsonl"
+  [ -z "$template" ] || default "$stage" $answers.template "$template"
 done
 default evaluate method '[eesd_beta,eesd_cali]'
 

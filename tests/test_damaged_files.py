@@ -63,7 +63,7 @@ def on_target(folder: Path, **changes: Any) -> EvaluateConfig:
 def evaluate_shortly(config: EvaluateConfig) -> None:
     """An evaluation up to the first warm tokens of every arm."""
     subject = find_subject(config)
-    ids = render_prompt(["to be or not to be"], subject.tokenizer)
+    ids = render_prompt(["to be or not to be"], subject.tokenizer, "none")
     drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
     prepared = bench.Prepared(config.methods, {})
     bench.make_bench(config, subject, load_models(config, subject, drafters), prepared, ids, 1)
@@ -91,7 +91,7 @@ def test_generation_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     def read() -> None:
         tokenizer = load_tokenizer(str(folder / TARGET))
-        render_prompt(["to be or not to be </s>"], tokenizer)
+        render_prompt(["to be or not to be </s>"], tokenizer, "none")
 
     require_named(folder / TARGET / name, read, capsys, 150)
 

@@ -255,6 +255,17 @@ def test_pipeline_stages_are_what_the_commands_take(cluster: Cluster) -> None:
             assert all(path == (("mine.jsonl",) if generated in given else RESPONSES) for path in paths)
 
 
+@pytest.mark.parametrize("data", ["responses", "self_distillation"])
+def test_answers_are_read_by_the_template_they_were_asked_with(cluster: Cluster, data: str) -> None:
+    given = ("generate.data.template=vicuna", f"eesd.data={data}", "calibrate.data.template=tokenizer")
+    cluster.run("pipeline.sh", "target=m", "out_dir=o", *given)
+    _, *stages, _ = (call[call.index("--kill-on-invalid-dep=yes") + 3 :] for call in cluster.calls("sbatch"))
+    built = [compose_and_build(*pair).data for pair in zip(("eesd", "calibrate"), stages, strict=True)]
+    answers = [source.mix.get("generated", source) for source in built]
+    assert [source.template for source in answers] == ["vicuna", "tokenizer"]
+    assert {source.path for source in answers} == {RESPONSES}
+
+
 @pytest.mark.parametrize("arguments", [["target=m"], ["out_dir=o"], ["target=m", "out_dir=o", "fit.steps=1"]])
 def test_pipeline_refuses(cluster: Cluster, arguments: list[str]) -> None:
     assert "STAGE.KEY=VALUE" in cluster.run("pipeline.sh", *arguments, status=2)

@@ -59,23 +59,23 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
         others[where] = loaded["early_exit"]
     runtime = make_runtime("auto", subject.device)
     bench = Bench(stack, drafters, subject.config.vocab_size, options.tokens, subject.eos, runtime, others)
-    asked = [answered(bench, subject, prompt, options.work) for prompt in prompts]
+    asked = [answered(bench, subject, prompt, options) for prompt in prompts]
 
     def more() -> list[Asked]:
         """As many other prompts of the same files, where there are others."""
         taken = {prompt.id for prompt in prompts}
         found = read_prompts_of(options, 2 * options.num_prompts)
-        return [answered(bench, subject, each, options.work) for each in found if each.id not in taken] or asked
+        return [answered(bench, subject, each, options) for each in found if each.id not in taken] or asked
 
     if (prepares := getattr(paper, "prepare_rows", None)) is not None:
         prepares(bench, more, options, tables)
     return replace(bench, session=tuple(asked)), asked
 
 
-def answered(bench: Bench, subject: Subject, prompt: Prompt, work: Path) -> Asked:
+def answered(bench: Bench, subject: Subject, prompt: Prompt, options: argparse.Namespace) -> Asked:
     """A prompt with the target's greedy answer, which is decoded once and kept."""
-    ids = tuple(render_prompt(prompt.turns, subject.tokenizer, "auto" if prompt.chat else "none"))
-    path = work / "answers.json"
+    ids = tuple(render_prompt(prompt.turns, subject.tokenizer, options.template if prompt.chat else "none"))
+    path = options.work / "answers.json"
     kept = read_json(path, "answers", "remove it") if path.exists() else {}
     if prompt.id not in kept:
         assert bench.stack is not None

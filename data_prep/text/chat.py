@@ -90,9 +90,11 @@ def render_prompt(
     """Token ids to decode from: the conversation so far and the opening of the assistant's next turn.
 
     turns: messages, or their texts with user and assistant in turn. The last is the user's.
-    template: tokenizer (its chat template), vicuna, none (the bare text, for completion), or auto (the tokenizer's
-    where it has one, else none). A leading BOS token is there exactly once where the tokenizer adds one, or as the chat
-    template writes it.
+    template: tokenizer (its chat template) or auto, which is the same here; vicuna; or none (the bare text, for
+    completion). A leading BOS token is there exactly once where the tokenizer adds one, or as the chat template writes
+    it.
+
+    Raises `UserError` for a tokenizer without a chat template that is to render, or one that refuses the turns.
     """
     require_choice("template", template, PROMPT_TEMPLATES)
     messages = [
@@ -101,9 +103,7 @@ def render_prompt(
     ]
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("a prompt ends with a user turn")
-    if template == "auto":
-        template = "tokenizer" if tokenizer.chat_template else "none"
-    if template == "tokenizer":
+    if template in ("auto", "tokenizer"):
         text = _apply(tokenizer, messages, "prompt", opening=True)
         return list(_tokenize(tokenizer, [text])["input_ids"][0])
     if template == "vicuna":
@@ -197,7 +197,7 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
     if not tokenizer.chat_template:
         raise UserError(
             f"{_name(tokenizer)} has no chat template, which conversations need; use template=vicuna, "
-            "or the tokenizer of a chat model"
+            "or the tokenizer of a chat model" + ("; template=none gives prompts as bare text" if opening else "")
         )
     try:
         rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from data_prep.settings import PromptTemplate
 from draft_models.settings import DecodeDtype
 from inference.method_settings import MethodConfig
 from inference.sampling_settings import SamplingConfig
@@ -25,6 +26,8 @@ class ChatConfig(Settings):
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     max_new_tokens: Count = 512  # of an answer at most
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    # how the conversation is rendered, as evaluate-checkpoint's; auto: as in the drafter's training, else by the
+    template: PromptTemplate = "auto"  # tokenizer's chat template
     system: str | None = None  # what stands before the conversation; null: what the chat template puts there itself
     # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU made for it; int8: linear layers in
     # whole numbers to ±127, which is another target (docs/evaluate.md)

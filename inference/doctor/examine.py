@@ -70,7 +70,7 @@ def examine(
     asked = [(rendered[number], prompts[number].category) for number in chosen]
     scores, said = judge(texts.recorded(asked), patients)
     findings = {name: compare(patient, scores[name]) for name, patient in patients.items()}
-    template = config.template if any(prompt.chat for prompt in prompts) else None
+    template = subject.chat_template if any(prompt.chat for prompt in prompts) else None
     for name, patient in patients.items():
         facts = [*patient.facts, *training_facts(patient.data, subject.tokenizer, template), UNSEEN]
         findings[name]["facts"] = [fact._asdict() for fact in facts]
@@ -171,7 +171,7 @@ def _add_templates(
 
 def renderings(texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]) -> dict[str, list[list[int]]]:
     """Of chat prompts the ids by what renders them, as evaluated first; those that are no others are left out."""
-    tokenizer, template = texts.subject.tokenizer, texts.config.template
+    tokenizer, template = texts.subject.tokenizer, texts.subject.chat_template
     asked = [{"role": "user", "content": prompt.turns[0]} for prompt in chat]
     ways: dict[str, list[Any]] = {
         "as evaluated": [([question], tokenizer, template) for question in asked],

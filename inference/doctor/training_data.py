@@ -53,7 +53,7 @@ def training_facts(data: Any, tokenizer: PreTrainedTokenizerBase, template: str 
         yield NOT_KNOWN
         return
     if template is not None and config.source != "mix":
-        here = template if template != "auto" else "tokenizer" if tokenizer.chat_template else "none"
+        here = "tokenizer" if template == "auto" else template
         other = here in ("tokenizer", "vicuna") and config.template != here
         yield Fact("template", f"trained with {config.template}, prompts are rendered by {here}", other)
     yield learned_from(config, tokenizer)

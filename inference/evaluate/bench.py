@@ -45,9 +45,9 @@ class Prepared:
     doctor: dict[str, Any] = field(default_factory=dict)
 
 
-def render(config: EvaluateConfig, subject: Subject, prompt: Prompt, texts: Sequence[str]) -> list[int]:
+def render(subject: Subject, prompt: Prompt, texts: Sequence[str]) -> list[int]:
     """The ids of `texts`, turns of the user and the assistant's answers between them, as `prompt` is to be read."""
-    return render_prompt(texts, subject.tokenizer, config.template if prompt.chat else "none")
+    return render_prompt(texts, subject.tokenizer, subject.chat_template if prompt.chat else "none")
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
@@ -177,7 +177,7 @@ def measure_prompt(
     context = context_length(subject, models.drafters)
     for number, turn in enumerate(prompt.turns):
         texts.append(turn)
-        ids = first if number == 0 else render(config, subject, prompt, texts)
+        ids = first if number == 0 else render(subject, prompt, texts)
         if len(ids) + config.max_new_tokens > context:
             if subject.group.leads:
                 said = f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context"

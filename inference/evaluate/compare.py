@@ -97,7 +97,7 @@ def _evaluate(
     """The names of the methods that were not lossless."""
     subject = find_subject(config, group)
     require_own_device(subject.device, state, group)
-    turns = [[render(config, subject, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
+    turns = [[render(subject, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
     context = context_length(subject, drafters)
@@ -224,6 +224,7 @@ def report(
         "tensor_parallel": config.tensor_parallel,
         "threads": dict(sorted(Counter(m.threads for m in done.values() if m.threads).items())),
         "prompts_given": len(prompts),
+        "template": subject.chat_template if any(prompt.chat for prompt in prompts) else None,
         "peak_memory_bytes": max((measured.peak_bytes for measured in done.values()), default=0),
         "minutes": config.minutes,
         "trained_seconds": trained_seconds(config),

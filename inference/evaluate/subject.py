@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.settings import DataConfig
+from data_prep.settings import ChatTemplate, DataConfig, PromptTemplate
 from data_prep.text.prompts import Prompt
 from draft_models.checkpoint import open_target_of, read_meta
 from draft_models.target.anatomy import context_limit
@@ -28,6 +28,7 @@ from inference.drafters.registry import KINDS
 from inference.engines.choose import make_runtime
 from inference.generation_config import Inherited, inherit, read_generation_config
 from inference.loading.drafters import Drafters, prepare
+from inference.loading.templates import chat_template, trained_templates
 from inference.method_settings import number
 from inference.packing import can_pack
 from inference.runtime import Runtime
@@ -47,6 +48,7 @@ class Subject:
 
     eos: the ids that end a text. stops: the strings that do. inherited: what its generation config brings along.
     int8: whether it is the int8 model of it, which computes in `dtype`. group: the processes that it is split over.
+    template: as it was asked for; trained: those of the drafters' training, by kind (see `trained_templates`).
     """
 
     target: OpenTarget
@@ -57,6 +59,13 @@ class Subject:
     dtype: torch.dtype
     int8: bool = False
     group: Group = ALONE
+    template: PromptTemplate = "auto"
+    trained: Mapping[str, frozenset[ChatTemplate]] = field(default_factory=dict)
+
+    @property
+    def chat_template(self) -> PromptTemplate:
+        """By what chat prompts are rendered (see `inference.loading.templates`). Raises `UserError`."""
+        return chat_template(self.template, self.trained)
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -103,7 +112,8 @@ def find_subject(config: EvaluateConfig, group: Group = ALONE) -> Subject:
     dtype, int8 = pick_dtype(config.dtype, target.config, device), config.dtype == "int8"
     if int8:
         target.require_int8()
-    return Subject(target, eos, stops, inherited, device, dtype, int8, group)
+    templates = config.template, trained_templates(config, target.tokenizer)
+    return Subject(target, eos, stops, inherited, device, dtype, int8, group, *templates)
 
 
 def find_target(config: EvaluateConfig) -> OpenTarget:

@@ -15,11 +15,13 @@ from typing import Annotated, Any, Literal
 import pytest
 from omegaconf import OmegaConf
 
+from data_prep.text.chat import encode
 from inference.evaluate_checkpoint import with_methods
 from outrider import settings
 from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, ROOT, compose_and_build, written_commands
 from tests.families import FAMILIES
+from tests.tiny import byte_tokenizer
 
 BENCHMARKS = ROOT / "benchmarks"
 DEMO = BENCHMARKS / "results/demo_cpu.json"
@@ -117,6 +119,26 @@ def test_commands_are_understood(monkeypatch: pytest.MonkeyPatch, page: str, lin
         assert line in INSTALLING | RUN_ELSEWHERE, (
             f"{page}: {line}: nothing checks this command; teach this test, or take it out"
         )
+
+
+def of_vicuna() -> list[tuple[str, list[str]]]:
+    """The commands of pages and experiments whose target is a Vicuna: their tokenizers have no chat template."""
+    experiments = sorted((ROOT / "conf/experiment").glob("*/*vicuna*.yaml"))
+    named = [(file.parent.name, [f"experiment={file.parent.name}/{file.stem}"]) for file in experiments]
+    return [(command, given) for command, given in entries() if "vicuna" in " ".join(given)] + named
+
+
+@pytest.mark.parametrize(("command", "given"), of_vicuna(), ids=str)
+def test_commands_for_a_target_without_a_chat_template_render_conversations(command: str, given: list[str]) -> None:
+    """As far as that goes without a network: a conversation is read as each source of the command says."""
+    config = compose_and_build(command, with_methods(given) if command == "evaluate_checkpoint" else given)
+    data = getattr(config, "data", None) if command != "build_trigrams" else None  # which renders none
+    talk = [{"role": role, "content": "so"} for role in ("user", "assistant")]
+    for part in [part for _, _, part in data.parts()] or [data] if data else []:
+        (document,) = encode([{"id": "1", "messages": talk}], byte_tokenizer(), part.template)
+        assert document.supervised.any()
+    if command == "evaluate_checkpoint" and config.checkpoint is None:  # else its record says how
+        assert config.prompts == "python_stdlib" or config.template != "auto"
 
 
 def test_what_is_installed_is_there() -> None:

@@ -147,7 +147,10 @@ def test_characters_come_whole(tiny_models: Path) -> None:
 def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:
     model = outrider.load(str(tiny_models / TARGET), device="cpu")
     messages = [{"role": "user", "content": "hello"}]
-    assert model.generate(messages, max_new_tokens=8) == model.generate("hello", max_new_tokens=8)  # it has none
+    with pytest.raises(UserError, match=r"has no chat template, .* template=vicuna"):
+        model.generate(messages)
+    bare = outrider.load(str(tiny_models / TARGET), device="cpu", template="none")
+    assert bare.generate(messages, max_new_tokens=8) == model.generate("hello", max_new_tokens=8)
     model.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     said = model.generate(messages, max_new_tokens=8)
     assert said == model.generate("<user>hello", max_new_tokens=8)

@@ -300,7 +300,9 @@ def test_prompts_by_template(make_tokenizer):
     three = render_prompt(["a", "b", "c"], tokenizer, "vicuna")
     assert tokenizer.decode(three) == f"<s>{VICUNA_SYSTEM} USER: a ASSISTANT: b</s>USER: c ASSISTANT:"
     tokenizer.chat_template = None
-    assert render_prompt(["return first"], tokenizer, "auto") == plain
+    for template in ("auto", "tokenizer"):
+        with pytest.raises(UserError, match=r"has no chat template, .*template=vicuna.*template=none"):
+            render_prompt(["return first"], tokenizer, template)
 
 
 def test_prompts_that_cannot_be(tokenizer):

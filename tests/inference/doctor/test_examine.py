@@ -71,7 +71,7 @@ def findings(practice: Path, prompts: list[Prompt], **options: Any) -> dict[str,
     subject = find_subject(config)
     drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
     models = load_models(config, subject, drafters)
-    rendered = [render(config, subject, prompt, prompt.turns[:1]) for prompt in prompts]
+    rendered = [render(subject, prompt, prompt.turns[:1]) for prompt in prompts]
     return examine(config, subject, models, prompts, rendered)
 
 
@@ -92,17 +92,18 @@ def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
         assert one["better"] is one["relabelled"] is one["coverage"] is None
         assert [*one["templates"]] == [
             "as evaluated", "with a system prompt", "with an empty system prompt",
-            "as bare text (template=none)", "in Vicuna's format (template=vicuna)", "by the template of small_lm",
+            "as bare text (template=none)", "by the template of small_lm",
         ]  # fmt: skip
         assert not any(way["better"] for way in one["templates"].values())
     facts = {kind: {fact["name"]: fact for fact in one["facts"]} for kind, one in found.items()}
     exit_, lm = facts["early_exit"], facts["small_lm"]
-    assert exit_["template"]["said"] == "trained with vicuna, prompts are rendered by tokenizer"
-    assert exit_["template"]["suspect"]
+    assert exit_["template"]["said"] == "trained with vicuna, prompts are rendered by vicuna"  # its record decides
+    assert not exit_["template"]["suspect"]
     tokenizer = open_target(str(practice / "target")).tokenizer
     data = DataConfig(source="local", path=str(practice / "chat.jsonl"), template="vicuna", heldout_fraction=0.0)
     document = encode(list(read_records(data, "train")), tokenizer, "vicuna")[0]
     assert [fact.name for fact in training_facts(data.deciding(), tokenizer, None)] == ["learned from"]  # no prompt is
+    assert next(training_facts(data.deciding(), tokenizer, "tokenizer")).suspect
     assert exit_["learned from"]["said"].startswith(f"{document.supervised.mean():.1%} of the {3 * len(document.ids)} ")
     assert "not this target (weights: drafter 'others'" in lm["made for"]["said"]
     assert lm["made for"]["suspect"]

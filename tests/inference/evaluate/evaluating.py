@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -36,7 +37,11 @@ METHODS = {
 
 
 def evaluate(config: EvaluateConfig, prompts: Sequence[Prompt] = QUESTIONS) -> None:
-    """All of an evaluation but its plots, which take longer to draw than these models to decode."""
+    """All of an evaluation but its plots, which take longer to draw than these models to decode.
+
+    Most of these models have no chat template: what a config leaves open is bare text.
+    """
+    config = replace(config, template="none") if config.template == "auto" else config
     with patch.object(report, "_save"):
         compare.evaluate_checkpoint(config, prompts)
 

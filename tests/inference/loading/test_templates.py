@@ -1,0 +1,119 @@
+"""Chat prompts are rendered as the conversations were that a drafter was trained on, or the user is told."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outrider
+from data_prep.settings import DataConfig, MixPart
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import Prompt
+from draft_models.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
+from inference.chat.settings import ChatConfig
+from inference.drafters.registry import KINDS
+from inference.evaluate.bench import render
+from inference.evaluate.subject import find_subject
+from inference.loading.templates import chat_template, templates_of
+from inference.method_settings import MethodConfig
+from inference.settings import EvaluateConfig
+from outrider.errors import UserError
+from tests.tiny import byte_tokenizer
+
+KIND_OF = {EARLY_EXIT: "early_exit", SMALL_LM: "small_lm", EAGLE3: "eagle3"}
+RECORDS = {EARLY_EXIT: "drafter.json", SMALL_LM: "finetune_drafter.json", EAGLE3: "eagle3.json"}
+QUESTION, CODE = Prompt("1", "chat", ("why?",), True), Prompt("2", "code", ("def f(",), False)
+MESSAGES = [{"role": "user", "content": "why?"}]
+TALK = DataConfig(source="local", path="chat.jsonl", template="vicuna")
+OWN = DataConfig(source="local", path="chat.jsonl")
+CODE_ONLY = DataConfig(source="python_stdlib")
+
+
+def trained(models: Path, drafter: str, data: DataConfig | None) -> str:
+    """The directory of a drafter that has such data on record, as its training leaves it."""
+    path = models / drafter / RECORDS[drafter]
+    settings = {} if data is None else {"data": json.loads(json.dumps(data.deciding()))}
+    if drafter == EARLY_EXIT:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"training": settings}))
+    else:
+        path.write_text(json.dumps({"target": "t", "settings": settings}))
+    return str(path.parent)
+
+
+@pytest.fixture
+def models(tiny_models: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_models, tmp_path / "models"))
+
+
+def with_template(models: Path) -> None:
+    byte_tokenizer("{% for m in messages %}<{{ m.content }}>{% endfor %}").save_pretrained(models / TARGET)
+
+
+def rendered(models: Path, prompt: Prompt, template: Any = "auto", **drafters: str) -> list[int]:
+    kinds = {"checkpoint": "early_exit"}
+    methods = {key: MethodConfig(kinds.get(key, key)) for key in drafters} or {"m": MethodConfig("prompt_lookup")}
+    config = EvaluateConfig(target=str(models / TARGET), methods=methods, template=template, device="cpu", **drafters)
+    return render(find_subject(config), prompt, prompt.turns)
+
+
+@pytest.mark.parametrize("drafter", KIND_OF)
+def test_the_template_of_the_training_renders(models: Path, drafter: str) -> None:
+    option = str(KINDS[KIND_OF[drafter]].option)
+    given = {option: trained(models, drafter, TALK)}
+    vicuna = render_prompt(QUESTION.turns, byte_tokenizer(), "vicuna")
+    assert rendered(models, QUESTION, **given) == rendered(models, QUESTION, "vicuna", **given) == vicuna
+    with pytest.raises(UserError, match=rf"^template=tokenizer: expected vicuna, .*{KIND_OF[drafter]} drafter"):
+        rendered(models, QUESTION, "tokenizer", **given)
+    bare = render_prompt(QUESTION.turns, byte_tokenizer(), "none")
+    assert rendered(models, QUESTION, "none", **given) == bare != vicuna
+    assert rendered(models, CODE, "tokenizer", **given) == render_prompt(CODE.turns, byte_tokenizer(), "none")
+    for data in (None, CODE_ONLY, OWN):  # the last has nothing to say: without a template there was no conversation
+        given = {option: trained(models, drafter, data)}
+        assert rendered(models, QUESTION, "vicuna", **given) == vicuna
+        with pytest.raises(UserError, match=r"has no chat template, .* template=vicuna, .*template=none"):
+            rendered(models, QUESTION, **given)
+
+
+def test_the_targets_own_template_is_the_default(models: Path) -> None:
+    with_template(models)
+    own = rendered(models, QUESTION)
+    assert byte_tokenizer().decode(own) == "<why?>"
+    small_lm = trained(models, SMALL_LM, OWN)
+    assert rendered(models, QUESTION, small_lm=small_lm) == own
+    with pytest.raises(UserError, match=r"^template=vicuna: expected tokenizer"):
+        rendered(models, QUESTION, "vicuna", small_lm=small_lm)
+    with pytest.raises(UserError, match=r"^template=auto: .* eagle3 by vicuna.*; give template="):
+        rendered(models, QUESTION, small_lm=small_lm, eagle3=trained(models, EAGLE3, TALK))
+
+
+def test_what_a_record_says() -> None:
+    plain, own = byte_tokenizer(), byte_tokenizer("{{ messages }}")
+    parts = {"a": MixPart(source="local", path="a", template="vicuna"), "b": MixPart(source="local", path="b")}
+    mixed = DataConfig(source="mix", mix=parts)
+    for data, tokenizer, expected in (
+        (TALK, plain, {"vicuna"}), (OWN, plain, set()), (OWN, own, {"tokenizer"}), (CODE_ONLY, own, set()),
+        (mixed, own, {"tokenizer", "vicuna"}), (mixed, plain, {"vicuna"}),
+        (DataConfig(source="local", path="a", layout="text", template="vicuna"), own, set()),
+    ):  # fmt: skip
+        assert templates_of(data.deciding(), tokenizer) == expected
+    for nothing in (None, {}, {"template": "vicuna", "source": "of another version"}):
+        assert templates_of(nothing, own) == frozenset()
+    both = {"small_lm": templates_of(mixed.deciding(), own)}
+    assert [chat_template(asked, both) for asked in ("vicuna", "tokenizer", "none")] == ["vicuna", "tokenizer", "none"]
+    with pytest.raises(UserError, match=r"template=auto: .*tokenizer and vicuna; give template="):
+        chat_template("auto", both)
+
+
+def test_messages_and_the_chat_likewise(models: Path) -> None:
+    where = trained(models, EARLY_EXIT, TALK)
+    model = outrider.load(where, target=str(models / TARGET), device="cpu")
+    by_hand = outrider.load(str(models / TARGET), device="cpu", template="vicuna")
+    vicuna = model.tokenizer.decode(render_prompt(["why?"], model.tokenizer, "vicuna"))
+    said = [loaded.generate(MESSAGES, max_new_tokens=4) for loaded in (model, by_hand)]
+    assert said == [by_hand.generate(vicuna.removeprefix("<s>"), max_new_tokens=4)] * 2
+    refusing = outrider.load(where, target=str(models / TARGET), device="cpu", template="tokenizer")
+    with pytest.raises(UserError, match=r"^template=tokenizer: expected vicuna"):
+        refusing.generate(MESSAGES)
+    assert ChatConfig(target="t").template == "auto"
