@@ -159,7 +159,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         },
     ),
     "evaluate_checkpoint": (
-        [*DEBUG, f"checkpoint={EARLY_EXIT}", "method=[eesd_fixed,eesd_survival]", "dtype=bfloat16"],
+        [*DEBUG, f"checkpoint={EARLY_EXIT}", "method=[eesd_fixed,eesd_survival]", "sampling.temperature=1.0"],
         {
             "inference.evaluate.subject:load_causal_lm": "progress: evaluate_checkpoint; ",
             "inference.fused_layers:run_at_once": "> laying out weights, compiling what is new; ",

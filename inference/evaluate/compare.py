@@ -261,4 +261,5 @@ def report(
         if config.card and kind.card and where is not None and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
     log_reports(config.wandb, out_dir, reports, settings)
+    print(f"report: {out_dir / 'report.html'}", flush=True)
     return [made["method"] for made in reports if not is_lossless(made)]

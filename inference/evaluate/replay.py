@@ -259,7 +259,7 @@ def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) ->
         "made_with": provenance(),
     }
     write_json(out_dir / "report.json", {**facts, "reports": reports})
-    print(table)
+    print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
     return reports
 
 

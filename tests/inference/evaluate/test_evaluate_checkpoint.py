@@ -100,6 +100,7 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
         }  # fmt: skip
         assert wanted <= set(report)
         assert_times(report, prompts=2, turns=4)
+    assert printed.splitlines()[-1] == "report: out/report.html"
     table = (out / "report.md").read_text()
     assert table.strip() in printed
     assert "| eesd_beta | 4/4 |" in table
