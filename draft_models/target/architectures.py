@@ -9,7 +9,7 @@ from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy
 from draft_models.target.gguf_config import gguf_config
 from draft_models.target.gguf_file import find_gguf, open_gguf
-from draft_models.target.model_files import CONFIG_FILE, require_description
+from draft_models.target.model_files import CONFIG_FILE, require_description, require_stored
 from draft_models.target.narrowed import is_narrowed
 from outrider.errors import UserError, reason
 
@@ -22,6 +22,7 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     role: the option that names the model, where it is not the target.
     """
     config = read_config(source, revision, role=role)
+    require_stored(config, source, revision, role)
     reason = why_not_by_layers(config)
     if reason is not None:
         raise UserError(f"{role}={source}: {reason}")

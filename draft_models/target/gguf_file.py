@@ -133,7 +133,7 @@ class _Parser:
             self.what = "list of tensors"
             self.what = name = self.text()
             dimensions = self.number("I")
-            if dimensions > 4:
+            if not 1 <= dimensions <= 4:
                 raise self.damaged(f"{dimensions} dimensions")
             shape = tuple(self.count() for _ in range(dimensions))[::-1]
             found.append(TensorPlace(name, shape, self.number("I"), self.number("Q")))

@@ -1,5 +1,6 @@
 """The tensors of a GGUF file under Hugging Face's names, in their order of rows, and dequantised."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,7 +75,7 @@ class GgufTensor:
     @property
     def nbytes(self) -> int:
         """Its size once read."""
-        return int(np.prod(self.place.shape, dtype=np.int64)) * _PLAIN[self.type_name][1].itemsize
+        return math.prod(self.place.shape) * _PLAIN[self.type_name][1].itemsize
 
     def read(self) -> Tensor:
         """All of it."""
@@ -96,14 +97,14 @@ class GgufTensor:
     @cached_property
     def _memory(self) -> NDArray[Any]:
         """The file's bytes, [rows, bytes of a row]."""
-        rows = int(np.prod(self.place.shape[:-1], dtype=np.int64)) if len(self.place.shape) > 1 else 1
+        rows = math.prod(self.place.shape[:-1])
         if self.order is not None and len(self.place.shape) == 1:
             rows = self.place.shape[0]  # a bias, reordered like the rows of its matrix
         return np.memmap(self.path, np.uint8, "r", self.place.begin, (rows, self.stored_row))
 
     @property
     def _columns(self) -> int:
-        return int(np.prod(self.place.shape, dtype=np.int64)) // self._memory.shape[0]
+        return math.prod(self.place.shape) // self._memory.shape[0]
 
     def _rows(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop) in Hugging Face's order, [stop − start, columns]."""
@@ -162,8 +163,7 @@ def hugging_face_name(file: GgufFile, name: str) -> str:
 
 def _located(file: GgufFile, place: TensorPlace) -> GgufTensor:
     kind, stored_row = _row_size(file, place)
-    rows = place.shape[:-1] if len(place.shape) > 1 else ()
-    if place.begin + int(np.prod(rows, dtype=np.int64)) * stored_row > file.path.stat().st_size:
+    if place.begin + math.prod(place.shape[:-1]) * stored_row > file.path.stat().st_size:
         raise UserError(f"{file.path}: ends within tensor {place.name!r}; fetch it again")
     order = _order(file, place)
     if order is not None and len(place.shape) == 1:
@@ -184,10 +184,10 @@ def _row_size(file: GgufFile, place: TensorPlace) -> tuple[Any, int]:
             f"{file.path}: tensor {place.name!r} is quantised as {kind.name if kind else place.kind}, which the gguf "
             "package cannot undo; take a file of another quantisation, or a newer gguf"
         ) from None
-    if not place.shape or place.shape[-1] % block or 0 in place.shape:
+    if len(place.shape) > 2 or place.shape[-1] % block or 0 in place.shape:
         raise UserError(
-            f"{file.path}: tensor {place.name!r} of shape {list(place.shape)}: expected rows of whole blocks of "
-            f"{block} values ({kind.name}); fetch it again"
+            f"{file.path}: tensor {place.name!r} of shape {list(place.shape)}: expected one or two dimensions, "
+            f"and rows of whole blocks of {block} values ({kind.name}); fetch it again"
         )
     return kind, place.shape[-1] // block * size
 

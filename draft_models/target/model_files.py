@@ -2,20 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from draft_models.target.gguf_config import MOST_LAYERS, gguf_config
 from draft_models.target.gguf_file import find_gguf, open_gguf
-from draft_models.target.tensor_files import GGUF, SAFETENSORS, TensorFiles, find_file, open_tensors
+from draft_models.target.tensor_files import GGUF, PICKLES, SAFETENSORS, TensorFiles, find_file, open_tensors
 from outrider.errors import UserError, reason
 from outrider.files import read_json
 from outrider.progress import Stage
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+# Sizes of a config none of which is more than the longest dimension of the model's tensors.
+_SIZES = ("vocab_size", "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
 def require_description(source: str, revision: str | None, role: str) -> None:
@@ -32,6 +35,33 @@ def require_description(source: str, revision: str | None, role: str) -> None:
         raise UserError(
             f"{role}={source}: no usable {CONFIG_FILE} (num_hidden_layers={layers!r}: expected 1 to {MOST_LAYERS})"
         )
+
+
+def require_stored(config: PreTrainedConfig, source: str, revision: str | None, role: str) -> None:
+    """Raise `UserError` where `config` speaks of more layers, or of wider ones, than the weights have.
+
+    Reads headers only, before anything is built by the config. Of weights that are not on this machine yet nothing is
+    known here; what loads them compares every shape.
+    """
+    if find_gguf(source) is None:
+        file = find_file(source, CONFIG_FILE, revision)  # a Hub repository's lies in a directory, too
+        folder = Path(file).parent if file else Path(source)
+        if not any((folder / name).exists() for kind in (SAFETENSORS, PICKLES) for name in (kind.index, kind.single)):
+            return
+        files = open_tensors(str(folder))
+        here = [name for name, one in files.file_of.items() if (folder / one).exists()]
+    else:
+        files = open_tensors(source)
+        here = list(files.file_of)
+    longest = max((size for _, stored in files.stored(here) for size in stored.shape), default=None)
+    limits = {"num_hidden_layers": files.numbered_layers()} | dict.fromkeys(_SIZES, longest)
+    for key, limit in limits.items():
+        said = getattr(config, key, None)
+        if limit is not None and isinstance(said, int) and said > limit:
+            has = f"have {limit} layers" if key == "num_hidden_layers" else f"have no dimension above {limit}"
+            raise UserError(
+                f"{role}={source}: {key}={said} in {CONFIG_FILE}, but the weights {has}; fetch the model again"
+            )
 
 
 def load_causal_lm(

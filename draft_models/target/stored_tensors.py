@@ -205,6 +205,9 @@ def _first_other(content: Mapping[Any, Any]) -> str | None:
         plain = isinstance(name, str) and isinstance(value, Tensor) and value.layout is torch.strided
         if not plain or value.dtype not in TYPE_NAMES:
             return f"{name!r}: {value.dtype if isinstance(value, Tensor) else type(value).__name__}"
+        held = value.untyped_storage().nbytes()
+        if value.nbytes > held:  # a view that repeats its memory: a small file would become any size once it is read
+            return f"{name!r}: shape {list(value.shape)} in {held} bytes"
     return None
 
 

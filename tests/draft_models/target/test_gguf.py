@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,19 @@ def test_a_scaling_that_is_not_llama3s_is_refused(tmp_path: Path) -> None:
     source = save_plain_target(tmp_path / "model", rope_parameters=changed, head_dim=64)
     with pytest.raises(UserError, match=r"'rope_freqs\.weight' holds no rope scaling of Llama 3 with"):
         open_target(str(write_gguf(source, tmp_path / "model.gguf")))
+
+
+@pytest.mark.parametrize("shape", [(), (4, 2**31, 2**31, 256), (1, 259, 256), (2**31, 2**31), (0, 256), (2**32 - 1,)])
+def test_shapes_that_no_matrix_has_are_refused(tmp_path: Path, written: Path, shape: tuple[int, ...]) -> None:
+    """Their sizes are no 64-bit numbers: 4 · 2³¹ · 2³¹ would be 0, and a file of any length long enough for it."""
+    content, name = written.read_bytes(), b"token_embd.weight"
+    at = content.index(name) + len(name)
+    stated = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+    before, after = content[:at] + stated, content[at + 4 + 2 * 8 :]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(before + after)
+    with pytest.raises(UserError, match=r"model\.gguf: .*(damaged|token_embd\.weight)"):
+        assert open_target(str(path)).fingerprint
 
 
 def test_a_quantisation_that_cannot_be_undone_is_named(tmp_path: Path, written: Path) -> None:
