@@ -12,6 +12,7 @@ import numpy as np
 from draft_models.ngrams.kernels import lean
 from draft_models.ngrams.overlay import ContextMap, new_map, slot_of
 
+_ROUNDING = 1e-6  # of a sum that was kept up to date, relative
 _TYPES = (np.uint64, np.float64, np.int32, np.int32, np.int64, np.int32, np.float64)  # of `Contexts`
 
 
@@ -74,6 +75,10 @@ def fault_of_contexts(contexts: Contexts, vocabulary: int) -> str:
     numbers = np.isfinite(contexts.weights).all() and np.isfinite(contexts.sums).all()
     if not numbers or (contexts.weights < 0).any() or (contexts.sums <= 0).any() or (contexts.seen < 1).any():
         return "weights and counts that are no positive numbers"
+    with np.errstate(over="ignore"):  # a sum of finite numbers may be none
+        totals = np.add.reduceat(contexts.weights, np.cumsum(contexts.lengths, dtype=np.int64) - contexts.lengths)
+    if (totals > contexts.sums * (1 + _ROUNDING)).any():  # a share above 1 leads out of tables by share
+        return "weights that are more than their sum"
     if len(np.unique(contexts.keys)) < len(contexts.keys):
         return "a context that is there twice"
     return ""

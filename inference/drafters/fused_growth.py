@@ -66,8 +66,8 @@ def new_candidates(budget: int) -> tuple[np.ndarray, ...]:
 
 @njit(cache=True, nogil=True, inline="always")
 def band(share):  # type: ignore[no-untyped-def]
-    """0 … BANDS − 1 for 0 … 1."""
-    return min(BANDS - 1, np.int64(share * BANDS))
+    """0 … BANDS − 1 for 0 … 1, and for any other number too: arrays are indexed by it without a check."""
+    return max(0, min(BANDS - 1, np.int64(min(1.0, share) * BANDS)))
 
 
 @njit(cache=True, nogil=True)

@@ -53,6 +53,12 @@ def joined(drafter: Fused, q: Q, path: Path_) -> dict[int, float]:
     return {t: share * own.get(t, 0) + (1 - share) * (n.get(t, 0) + rest * own.get(t, 0)) for t in tokens}
 
 
+@pytest.mark.parametrize("share", [-math.inf, -1.0, 0.0, 0.5, 1.0, 1.1, 1e18, 1e300, math.inf, math.nan])
+def test_a_band_is_one_of_those_that_there_are(share: float) -> None:
+    assert 0 <= band(share) < BANDS
+    assert not 0 <= share <= 1 or band(share) == min(BANDS - 1, int(share * BANDS))
+
+
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), shape=st.sampled_from(GROWN), table=st.booleans())
 @example(seed=5488, shape=GROWN[1], table=True)  # one is missed

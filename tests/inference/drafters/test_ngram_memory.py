@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import os
 import subprocess
 import sys
 import weakref
@@ -209,6 +210,21 @@ def test_a_file_is_not_trusted_for_its_digests(
     monkeypatch.setattr(ngram_memory, "map_of", lambda _: pytest.fail("linked before it was checked"))
     with pytest.raises(UserError, match=f"damaged, or no memory of n-grams.*{why}"):
         open_memory(config, TABLE, TARGET)
+
+
+@pytest.mark.slow
+def test_compiled_code_stays_within_its_arrays_whatever_a_file_says(tmp_path: Path) -> None:
+    """Kept files and tables with altered numbers and right digests, in a process whose compiled code checks bounds."""
+    command = [sys.executable, "-m", "tests.inference.drafters.altered_files", str(tmp_path)]
+    checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[3], env=os.environ | checked, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    bounds, counts = run.stdout.splitlines()
+    assert bounds == "bounds are checked"
+    drafted, refused = (int(count.partition("=")[2]) for count in counts.split())
+    assert min(drafted, refused) > 50  # neither refuses everything
 
 
 @pytest.mark.parametrize("notes", [{"arrays": None}, {}, {"belongs": [], "arrays": None}])
