@@ -24,7 +24,7 @@ def paper(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def run(name: str, *options: str) -> dict[str, Any]:
         given = ["--target", str(tiny_models / TARGET), "--prompts", f"code={tmp_path}/prompts.jsonl", "--num-prompts",
                  "1", "--tokens", "5", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json"), "--label",
-                 "tiny", "--device", "cpu", "--ignore-eos", *options]  # fmt: skip
+                 "tiny", "--device", "cpu", "--ignore-eos", "--template", "none", *options]  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["paper.py", name, *given])
         script.main()
         entry: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["entries"]["tiny"]
