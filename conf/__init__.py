@@ -19,14 +19,15 @@ from typing import Any, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, OverrideParseException
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from conf.options import CONF_DIR, help_text
+from conf.options import CONF_DIR, groups_of, help_text
 from outrider.errors import UserError
 from outrider.progress import command
-from outrider.settings import construct
+from outrider.settings import Settings, construct, listed
 from outrider.words import did_you_mean
 
 Config = TypeVar("Config")
@@ -61,7 +62,9 @@ def entry(
     def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
         def job(composed: DictConfig) -> None:
             with reported():  # here: Hydra would print its own banner around an exception that leaves the job
-                config = build(schema, composed)
+                config = build(schema, composed, HydraConfig.get().overrides.task)
+                if isinstance(config, Settings):
+                    look_for_places(config)
                 with nullcontext() if waits else command(name):
                     run(config)
 
@@ -73,6 +76,7 @@ def entry(
                 return
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
             with reported():
+                refuse_flags(name, schema, sys.argv[1:])
                 sys.argv[1:] = complete(sys.argv[1:])
             # Importing accelerate loads DeepSpeed, which warns on every machine without a GPU.
             logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
@@ -87,6 +91,33 @@ def entry(
         return main
 
     return decorate
+
+
+def refuse_flags(name: str, schema: type, words: Sequence[str]) -> None:
+    """Raise `UserError` for an option of the command that is written as a flag, "--target X"."""
+    if not any(word.startswith("--") for word in words):
+        return
+    options = {field.name for field in dataclasses.fields(schema)} | groups_of(name).keys()
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        key, equals, value = word.removeprefix("--").partition("=")
+        key = key.replace("-", "_")
+        if word.startswith("--") and key.partition(".")[0] in options:
+            value = value if equals else "VALUE" if following[:1] in ("", "-") else following
+            raise UserError(f"{word}: options are written without dashes, as {key}={value}")
+
+
+def look_for_places(config: Settings) -> None:
+    """Raise `UserError` for a file that the command is to read and that is not there: before torch is imported.
+
+    A rehearsal reads what its command line gives and no other file, a plan neither text nor prompts.
+    """
+    debug, plan = getattr(config, "debug", False), getattr(config, "plan", False)
+
+    def wanted(key: str) -> bool:
+        given = any(key == one or key.startswith(f"{one}.") for one in config.given)
+        return (given or not debug) and not (plan and key.partition(".")[0] in ("data", "prompts"))
+
+    config.require_places(wanted)
 
 
 def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
@@ -143,17 +174,22 @@ def register(name: str, schema: type) -> None:
     ConfigStore.instance().store(f"{name}_schema", _thaw(schema))
 
 
-def build(schema: type[Config], composed: DictConfig) -> Config:
+def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     """The composed config as an instance of `schema`; raises `UserError` naming a missing or impossible key.
 
-    A value that begins with ~/ is a path at home: no shell has expanded it after a "key=".
+    A value that begins with ~/ is a path at home: no shell has expanded it after a "key=". overrides: those of the
+    command line, whose keys the config has as `given`.
     """
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
         raise UserError(f"{key}: missing; give it as {key}=VALUE. {_describe(schema, key)}".rstrip()) from None
-    return typing.cast(Config, construct(schema, _at_home(values)))
+    config = typing.cast(Config, construct(schema, _at_home(values)))
+    if overrides:
+        keys = (override.partition("=")[0].lstrip("+~") for override in overrides)
+        object.__setattr__(config, "given", frozenset(key.rpartition("@")[2] for key in keys))  # data@data.mix.open=…
+    return config
 
 
 def _at_home(value: Any) -> Any:
@@ -164,6 +200,8 @@ def _at_home(value: Any) -> Any:
 
 def explain(error: Exception, schema: type) -> str:
     """One readable message for a Hydra or OmegaConf error: the key, and what is allowed there."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_such_choice(error.missing_cfg_file)
     cause = error
     while cause.__cause__ is not None and isinstance(cause.__cause__, OmegaConfBaseException):
         cause = cause.__cause__
@@ -172,7 +210,7 @@ def explain(error: Exception, schema: type) -> str:
     if isinstance(error, OverrideParseException):
         return f"{error.override}: not an option; give key=VALUE, a value with ~, quotes or brackets as 'key=\"VALUE\"'"
     if not key:
-        return str(error).strip()
+        return " ".join(str(error).split())
     allowed = _fields_at(schema, key.rpartition(".")[0])
     leaf = key.rpartition(".")[2]
     if allowed and leaf not in allowed:
@@ -180,6 +218,15 @@ def explain(error: Exception, schema: type) -> str:
     if isinstance(cause, ConfigKeyError):
         return f"{key}: {key.rpartition('.')[0]} holds no {leaf!r} in this run; choose it first, or check the name"
     return f"{key}: {first_line}. {_describe(schema, key)}"
+
+
+def _no_such_choice(missing: str) -> str:
+    """missing: "GROUP/CHOICE"."""
+    group, _, name = missing.partition("/")
+    files = sorted((CONF_DIR / group).rglob("*.yaml"))
+    choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
+    hint = did_you_mean(name, choices)
+    return f"{group}={name}: no such choice{hint} There are {listed(choices)}; --help lists those of this command"
 
 
 def _fail(message: str) -> typing.NoReturn:

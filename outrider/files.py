@@ -115,6 +115,12 @@ def is_text(value: str) -> bool:
     return True
 
 
+def is_local(source: str) -> bool:
+    """Whether `source` is meant as a place on this machine; else it is a name on the Hub, OWNER/NAME."""
+    path = Path(source)
+    return path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
+
+
 def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
     """Make `directory` and prove that a file can be written there, before any work.
 

@@ -13,12 +13,12 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from outrider.errors import UserError, require
-from outrider.files import read_json
+from outrider.files import is_local, read_json
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 _SCALARS = {
@@ -78,6 +78,23 @@ class Named:
 
 
 @dataclasses.dataclass(frozen=True)
+class Place(Named):
+    """A text that says where something lies, which has to be there (see `Settings.require_places`).
+
+    hub: or the name of it on the Hub, which is not looked up. besides: words with a meaning of their own.
+    """
+
+    hub: bool = False
+    besides: tuple[str, ...] = ()
+
+    def require(self, key: str, value: str) -> None:
+        """Raise `UserError` where `value` is a place on this machine and nothing is there."""
+        elsewhere = value in self.besides or (self.hub and not is_local(value))
+        if not elsewhere and not Path(value).exists():
+            raise UserError(f"{key}={value}: no such directory or file; give {self.what}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Only:
     """The values of other options with which a field is read; with others it must stay at its default."""
 
@@ -106,6 +123,8 @@ class Settings:
     A `__post_init__` of a subclass, for what concerns several fields, begins with `super().__post_init__()`.
     """
 
+    given: ClassVar[Collection[str]] = ()  # the keys that a command line gave, of settings that were made from one
+
     def __post_init__(self) -> None:
         """Raises `UserError` naming the first field that is not of its type, out of its range, or not read."""
         for field in _fields(self):
@@ -116,6 +135,20 @@ class Settings:
             for option, values in conditions(_hints(type(self))[field.name]):
                 if getattr(self, option) not in values:
                     require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
+
+    def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
+        """Raise `UserError` for the first `Place`, in here or further in, where nothing lies; no file is opened.
+
+        wanted: whether the option of that dotted key is looked at. path: the key of these settings.
+        """
+        for field in _fields(self):
+            key, value = _at(path, field.name), getattr(self, field.name)
+            for name, item in value.items() if isinstance(value, Mapping) else [("", value)]:
+                if isinstance(item, Settings):
+                    item.require_places(wanted, _at(key, name) if name else key)
+            for place in _places(_hints(type(self))[field.name]) if value is not None and wanted(key) else ():
+                for one in [value] if isinstance(value, str) else value:
+                    place.require(key, one)
 
     def deciding(self) -> dict[str, Any]:
         """The fields that decide the result, as plain containers; a resumed run must agree on these."""
@@ -272,6 +305,14 @@ def _decided(value: Any) -> Any:
 
 def _fields(config: Any) -> "tuple[dataclasses.Field[Any], ...]":
     return dataclasses.fields(config)
+
+
+def _places(kind: Any) -> Iterator[Place]:
+    """The `Place` that texts of the type `kind` are, also in a union or a list."""
+    if typing.get_origin(kind) is Annotated:
+        yield from (one for one in kind.__metadata__ if isinstance(one, Place))
+    for inner in typing.get_args(kind):
+        yield from _places(inner)
 
 
 def _limits(kind: Any) -> list[Limit | Named]:

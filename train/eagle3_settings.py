@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from data_prep.settings import DataConfig
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.settings import EAGLE3, TARGET, Dialect, FloatDtype, Model, TargetConfig
+from draft_models.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, Model, TargetConfig
 from outrider.errors import require
-from outrider.settings import Count, Named, Positive, RunConfig, Share, at_least, free, require_default
+from outrider.settings import Count, Positive, RunConfig, Share, at_least, free, require_default
 from train.fit_settings import FitConfig
 from train.settings import (
     REHEARSED_VOCABULARY,
@@ -30,7 +30,7 @@ class Eagle3Config(TargetConfig):
     fit: FitConfig
     # an EAGLE-3 head to go on with, a directory or Hub name; null: a new one, of random weights but for its logits',
     # which begin as the target's
-    start: Model | None = None
+    start: Head | None = None
     # how that head is read where its config.json is wrong
     reading: ReadingChanges = field(default_factory=ReadingChanges)
     # of a new head: 3.1 norms each tap and what a step hands on; 3: neither, as first published
@@ -96,7 +96,7 @@ class Eagle3Config(TargetConfig):
 class ExportHeadConfig(RunConfig):
     """export-eagle3: an EAGLE-3 head in the words of another trainer, for the servers that read those."""
 
-    head: Annotated[str, Named("a directory or Hub name of an EAGLE-3 head")] = free()  # of any trainer
+    head: Head = free()  # of any trainer
     target: Model = free()  # directory or Hub name of the model that it was trained for; only its config.json is read
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     reading: ReadingChanges = field(default_factory=ReadingChanges)  # where the head's config.json is wrong

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from draft_models.settings import Model
 from outrider.errors import require, require_choice
 from outrider.settings import Positive, RunConfig, Settings, free
 
@@ -122,7 +123,7 @@ class PipelineConfig(RunConfig):
 
     steps: dict[str, StepConfig] = field(default_factory=dict)  # a missing one is left out (~steps.NAME)
     # model directory or Hub name; null: what step target or fetch leaves, which are passed over where this is given
-    target: str | None = None
+    target: Model | None = None
     # the method whose report the early-exit drafter's directory gets as well
     own_report: str | None = free(None)
     out_dir: str = free("runs/pipeline")  # where everything goes

@@ -10,6 +10,7 @@ from draft_models.settings import (
     SMALL_LM,
     TARGET,
     Divergence,
+    DrafterFolder,
     FloatDtype,
     Model,
     RehearsedConfig,
@@ -18,7 +19,7 @@ from draft_models.settings import (
 )
 from inference.drafters.registry import KINDS, kind_in
 from outrider.errors import require
-from outrider.settings import Count, Named, Positive, RunConfig, Settings, Share, at_least, free, require_default
+from outrider.settings import Count, Place, Positive, RunConfig, Settings, Share, at_least, free, require_default
 from train.fit_settings import FitConfig
 
 NotNegative = Annotated[int, at_least(0)]
@@ -85,7 +86,7 @@ class EesdConfig(TargetConfig):
     fit: FitConfig
     # an early exit of this target to go on with, as on more data; null: a new one, which begins as the target's last
     # layer, norm and head
-    start: str | None = None
+    start: DrafterFolder | None = None
     exit_layer: Count | None = None  # of a new one: N, the target layers under the exit layer; null: 8 % of them
     exit_depth: Count = 1  # of a new one: transformer layers of the exit
     train_head: bool = True  # of a new one; false: share the target's head, the thing to do with a large vocabulary
@@ -181,10 +182,10 @@ class CalibrateConfig(RehearsedConfig):
     """
 
     # directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there
-    checkpoint: Annotated[str, Named("a drafter directory (train/eesd.py, finetune_drafter.py, eagle3.py)")] = free()
+    checkpoint: Annotated[str, Place("a drafter directory (train/eesd.py, finetune_drafter.py, eagle3.py)")] = free()
     data: DataConfig = free()
     fit: FitConfig  # a row is `EXAMPLES` drafted tokens
-    target: str | None = free(None)  # null: the one the early exit in `checkpoint` was trained for
+    target: Model | None = free(None)  # null: the one the early exit in `checkpoint` was trained for
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     # how an EAGLE-3 head is read where its config.json is wrong; evaluate-checkpoint is to read it so too
     reading: ReadingChanges = free(factory=ReadingChanges)
@@ -378,7 +379,7 @@ def require_heldout(data: DataConfig, why: str) -> None:
 class ShipConfig(RunConfig):
     """ship-drafters: the drafters that a pipeline has left, in 16 bits and without what only training needs."""
 
-    run: Annotated[str, Named("a pipeline's directory")] = "runs/smollm2"  # where the drafters are now
+    run: Annotated[str, Place("a pipeline's directory")] = "runs/smollm2"  # where the drafters are now
     out_dir: str = free("drafters/smollm2")  # where they go; resume=true replaces what is there
     # name or directory of the target for the commands on the cards, where others have it; null: as it was trained with
     target: str | None = None

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from draft_models.settings import MODEL
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import anatomy
 from draft_models.target.gguf_config import gguf_config
@@ -12,6 +13,7 @@ from draft_models.target.gguf_file import find_gguf, open_gguf
 from draft_models.target.model_files import CONFIG_FILE, require_description, require_stored
 from draft_models.target.narrowed import is_narrowed
 from outrider.errors import UserError, reason
+from outrider.files import is_local
 
 SHORTEST_CONTEXT = 8  # positions: what a target is proven on has a few tokens
 
@@ -53,9 +55,8 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
 def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig:
     """What config.json says."""
     path = Path(source)
-    local = path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
-    if local and not path.exists():
-        raise UserError(f"{role}={source}: no such directory; give a Hugging Face model directory or a Hub name")
+    if is_local(source) and not path.exists():
+        raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
     require_description(source, revision, role)
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from data_prep.settings import PromptTemplate
-from draft_models.settings import DecodeDtype
+from draft_models.settings import DecodeDtype, DrafterFolder, Head, Model, TableFolder
 from inference.method_settings import MethodConfig
 from inference.sampling_settings import SamplingConfig
 from inference.settings import Runtime
@@ -15,13 +15,13 @@ from outrider.settings import Count, Settings, free
 class ChatConfig(Settings):
     """outrider.chat: talk to a target in the terminal, with a drafter before it."""
 
-    target: str | None = None  # model directory or Hub name; null: the one that the early exit was trained for
+    target: Model | None = None  # model directory or Hub name; null: the one that the early exit was trained for
     # directory of a drafter: an early exit, a small LM, an EAGLE-3 head or an n-gram table; null: none of its own
-    checkpoint: str | None = None
+    checkpoint: DrafterFolder | None = None
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
-    small_lm: str | None = None  # causal LM directory or Hub name, for methods with source=small_lm
-    eagle3: str | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
-    table: str | None = None  # n-gram table directory, for methods with source=ngrams
+    small_lm: Model | None = None  # causal LM directory or Hub name, for methods with source=small_lm
+    eagle3: Head | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
+    table: TableFolder | None = None  # n-gram table directory, for methods with source=ngrams
     # how to draft; method=NAME chooses a preset, the first is used until /method NAME; none: what fits the drafter
     methods: dict[str, MethodConfig] = field(default_factory=dict)
     max_new_tokens: Count = 512  # of an answer at most

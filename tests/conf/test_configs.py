@@ -13,7 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from conf import CONF_DIR, build, explain, how_to_go_on, register
+from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.settings import GenerateConfig
 from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
@@ -178,7 +178,10 @@ BAD_OVERRIDES = [  # of any command, as one function reads them; every command h
     *(("eesd", *bad) for bad in (
         ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
         ("data=nowhere", "data"),
-        ("experiment=nowhere", "Could not find 'experiment/nowhere'"),
+        ("experiment=nowhere", "experiment=nowhere: no such choice"),
+        ("experiment=eesd/dem", "experiment=eesd/dem: no such choice; did you mean 'eesd/demo'?"),
+        ("data=ultracat", "data=ultracat: no such choice; did you mean 'ultrachat'?"),
+        ("--seq-len=7", "--seq-len=7: options are written without dashes, as seq_len=7"),
         ("out_dir=~/runs", "out_dir=~/runs: not an option; give key=VALUE, a value with ~"),
     )),
     *((command, *OF_A_TYPE) for command in COMMANDS),
@@ -205,21 +208,77 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "chat": "max_new_tokens",
         "compare_reports": "resume",
     }[command]
-    _, script, mandatory = COMMANDS[command]
-    # Whoever mistypes an option does not wait for torch: here there is none to be had.
+    said = refused_without_torch(tmp_path, command, *COMMANDS[command][2], override.format(typed=typed))
+    assert message.format(kind="bool" if typed == "resume" else "int") in said
+
+
+def refused_without_torch(tmp_path: Path, command: str, *words: str) -> str:
+    """The one line by which a command refuses `words`; whoever mistypes one does not wait for torch.
+
+    Here there is none to be had.
+    """
     (tmp_path / "modules/torch").mkdir(parents=True)
     (tmp_path / "modules/torch/__init__.py").write_text("raise ImportError('no torch before the config is checked')")
     (tmp_path / "here").mkdir()
     run = subprocess.run(
-        [sys.executable, ROOT / script, *mandatory, override.format(typed=typed)],
+        [sys.executable, ROOT / COMMANDS[command][1], *words],
         capture_output=True, text=True, cwd=tmp_path / "here", check=False,
         env=os.environ | {"PYTHONPATH": str(tmp_path / "modules")},
     )  # fmt: skip
-    assert run.returncode == 2
-    assert run.stderr.startswith("error: ")
-    assert message.format(kind="bool" if typed == "resume" else "int") in run.stderr
-    assert "Traceback" not in run.stderr
+    assert run.returncode == 2, run.stderr
+    assert re.fullmatch(r"error: [^\n]+\n", run.stderr)
     assert not list((tmp_path / "here").iterdir())
+    return run.stderr
+
+
+HUB = "org/model"  # which is not looked up
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "named"),
+    quick_where(
+        lambda case: case[2] == "data.path",
+        [
+            ("eesd", [f"target={HUB}", "data=local", "data.path=[nowhere/*.jsonl]"], "data.path"),
+            ("eesd", [f"target={HUB}", "data=responses"], "data.path"),  # of the group's own choice
+            ("eesd", [f"target={HUB}", "data=self_distillation"], "data.mix.generated.path"),
+            ("eesd", ["target=nowhere.gguf"], "target"),
+            ("eesd", [f"target={HUB}", "start=nowhere"], "start"),
+            ("finetune_drafter", [f"target={HUB}", "drafter=pretrained", "drafter.path=./nowhere"], "drafter.path"),
+            ("calibrate", ["checkpoint=nowhere"], "checkpoint"),
+            ("evaluate_checkpoint", [f"target={HUB}", "prompts=nowhere.jsonl"], "prompts"),
+            ("evaluate_checkpoint", ["checkpoint=nowhere"], "checkpoint"),
+            ("evaluate_checkpoint", [f"target={HUB}", "table=nowhere"], "table"),
+            ("build_trigrams", ["tokenizer=nowhere.model"], "tokenizer"),
+            ("build_trigrams", [f"tokenizer={HUB}", "merge=[nowhere]"], r"merge"),
+            ("compare_reports", ["compare=[nowhere,neither]"], "compare"),
+            ("pipeline", ["target=nowhere.gguf"], "target"),
+            ("chat", ["target=nowhere.gguf"], "target"),
+            ("eesd", ["debug=true", "target=nowhere.gguf"], "target"),
+            ("eesd", ["debug=true", f"target={HUB}", "data=local", "data.path=nowhere"], "data.path"),
+            ("eesd", ["plan=true", "target=nowhere.gguf", "data=local", "data.path=nowhere"], "target"),
+        ],
+    ),
+)
+def test_what_is_not_there_is_named_before_torch_is_imported(
+    tmp_path: Path, command: str, words: list[str], named: str
+) -> None:
+    said = refused_without_torch(tmp_path, command, *words)
+    assert said.startswith(f"error: {named}=")
+    assert "nowhere" in said or "runs/" in said
+    assert ("GGUF" in said) == (named in ("target", "drafter.path", "tokenizer"))
+
+
+def test_places_that_a_plan_or_a_rehearsal_does_not_read_need_not_be_there() -> None:
+    """Those of an experiment or a default in a rehearsal, text in a plan; a name on the Hub is not looked up."""
+    schema = COMMANDS["eesd"][0]
+    for overrides in (
+        ["target=org/model", "data=responses", "plan=true"],
+        ["debug=true", "experiment=eesd/llama2_13b"],
+    ):
+        register("eesd", schema)
+        with initialize_config_dir(str(CONF_DIR), version_base=None):
+            look_for_places(build(schema, compose("eesd", overrides=overrides), overrides))
 
 
 def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
@@ -327,7 +386,7 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def test_makefile_commands_compose() -> None:
-    lines = re.sub(r"\$\(if .*\)", "", (ROOT / "Makefile").read_text()).replace("$(RUN)", "").splitlines()
+    lines = re.sub(r"\$\((if .*|OPTIONS|RUN)\)", "", (ROOT / "Makefile").read_text()).splitlines()
     found = written_commands([line.strip() for line in lines if line.startswith("\t")])
     assert [command for command, _ in found] == ["pipeline"] * 3 + ["fetch_target", "chat"]
     for command, overrides in found:
@@ -336,11 +395,10 @@ def test_makefile_commands_compose() -> None:
 
 def test_make_smollm2_takes_another_target() -> None:
     """And leaves what is in runs/smollm2 alone."""
-    said = {}
+    found = []
     for words in ((), ("target=org/model",), ("target=org/model", "out_dir=runs/other")):
         done = subprocess.run(["make", "-n", "smollm2", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-        [said[words]] = [line for line in done.stdout.splitlines() if "experiment=smollm2" in line]
-    plain, other, placed = said.values()
-    assert "target=" not in plain
-    assert other.endswith("resume=true target=org/model out_dir=runs/mine")
-    assert placed.endswith("resume=true target=org/model out_dir=runs/other")
+        [line] = [line for line in done.stdout.splitlines() if "experiment=smollm2" in line]
+        config = compose_and_build("pipeline", shlex.split(line.partition("pipeline.py")[2]))
+        found.append((config.target, config.out_dir))
+    assert found == [(None, "runs/smollm2"), ("org/model", "runs/mine"), ("org/model", "runs/other")]
