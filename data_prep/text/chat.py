@@ -21,6 +21,7 @@ VICUNA_SYSTEM = (
 )
 PROMPT_TEMPLATES = get_args(PromptTemplate)
 OTHER_TEMPLATE = "use template=vicuna, or a tokenizer whose chat template reproduces the history"
+_MOST_TEXT, _MOST_TIMES = 2**20, 16  # characters that a template may write of its own, and times each message
 _MARK = "\ue000"  # a private character, which templates leave alone
 
 
@@ -206,6 +207,12 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
             f"{where}: the chat template of {_name(tokenizer)} refuses this conversation ({reason(error)}); "
             + OTHER_TEMPLATE
         ) from error
+    given = sum(len(message["content"]) for message in messages)
+    if len(rendered) > _MOST_TEXT + _MOST_TIMES * given:
+        raise UserError(
+            f"{where}: the chat template of {_name(tokenizer)} makes {len(rendered)} characters of {given}; "
+            + OTHER_TEMPLATE
+        )
     return str(rendered)
 
 

@@ -270,6 +270,14 @@ def test_a_template_that_refuses_a_conversation_is_reported(make_tokenizer):
         encode([chat(QUESTION, ANSWER)], strict, "tokenizer")
 
 
+def test_a_template_that_writes_without_end_is_reported(make_tokenizer):
+    tokenizer = make_tokenizer(chat_template="{% for i in range(90000) %}0123456789abcdef{% endfor %}")
+    with pytest.raises(
+        UserError, match=r"prompt: the chat template of .* makes 1440000 characters of 2; use template="
+    ):
+        render_prompt(["Hi"], tokenizer)
+
+
 def test_conversations_need_a_chat_template_and_offsets(make_tokenizer):
     bare = make_tokenizer(chat_template=None)
     with pytest.raises(UserError, match=r"has no chat template, which conversations need; use template=vicuna"):
