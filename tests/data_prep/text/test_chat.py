@@ -272,9 +272,7 @@ def test_a_template_that_refuses_a_conversation_is_reported(make_tokenizer):
 
 def test_a_template_that_writes_without_end_is_reported(make_tokenizer):
     tokenizer = make_tokenizer(chat_template="{% for i in range(90000) %}0123456789abcdef{% endfor %}")
-    with pytest.raises(
-        UserError, match=r"prompt: the chat template of .* makes 1440000 characters of 2; use template="
-    ):
+    with pytest.raises(UserError, match=r"prompt: the chat template of .* makes 1440000 characters of 2"):
         render_prompt(["Hi"], tokenizer)
 
 
