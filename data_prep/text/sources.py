@@ -4,6 +4,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
@@ -25,6 +26,10 @@ RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # what generate-responses
 _PROMPTS = Layout("prompts", "any")  # told by the columns of each record
 _SETTLED = 2 * 10**9  # nanoseconds: a file written later may be written again under the same time stamp
 
+# Files are alike by windows of so many lines, with so large a share of the smaller one's. What stands in more files
+# than that is a licence or the like, and no copy.
+_WINDOW, _ALIKE, _COPIES = 6, 1 / 20, 8
+
 # Left out: tests and their data, installed packages, and generated tables. The character maps in encodings
 # are near-copies of each other, so held-out ones would be known from training. pydoc_data is one long string.
 _NOT_LIBRARY = {
@@ -45,9 +50,9 @@ def read_records(
     """The records of one split, in the order of the source.
 
     A record is held out if a hash of it falls below `config.heldout_fraction`. The hash is of its path for
-    python_stdlib, else of its content, so that copies stay on one side. It is the same on every machine, whatever else
-    is read. `counts` receives records, empty, malformed and unreadable. Of a mix come all records of each source in
-    turn.
+    python_stdlib, or of the first path of those it shares lines with (`library_keys`), else of its content, so that
+    copies stay on one side. It is the same on every machine, whatever else is read. `counts` receives records, empty,
+    malformed and unreadable. Of a mix come all records of each source in turn.
 
     asking: the records are to be answered, so they may be prompts (see `to_prompt`) as well; a prompt has no answer to
     learn from. With layout=auto the first record of a file decides. Raises `UserError` that names file and record.
@@ -61,6 +66,7 @@ def read_records(
             "responses (data=responses)"
         )
     detected: set[Layout] = set()
+    alike = library_keys() if config.source == "python_stdlib" else {}
     seen = 0
     for name, rows in _sources(config, counts):
         layout: Layout | None = None
@@ -75,7 +81,10 @@ def read_records(
                     detected.add(layout)
                     print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
             record, reason = _convert(raw, layout, config, identity, number)
-            key = identity if record is None or config.source == "python_stdlib" else content_key(record)
+            if record is None or config.source == "python_stdlib":
+                key = alike.get(identity, identity)
+            else:
+                key = content_key(record)
             if is_heldout(key, config.heldout_fraction) != (split == "heldout"):
                 continue
             counts[reason] += 1
@@ -102,8 +111,9 @@ def content_digest(config: DataConfig) -> str:
         for path in resolve_paths(config.path):
             digest.update(path.suffix.encode() + _file_digest(path))
     else:
+        alike = library_keys()
         for name, path in python_files(config.packages):
-            digest.update(name.encode() + _file_digest(path))
+            digest.update(name.encode() + alike.get(name, name).encode() + _file_digest(path))
     return digest.hexdigest()
 
 
@@ -153,6 +163,40 @@ def python_stdlib_files() -> list[tuple[str, Path]]:
     if not files:
         raise UserError(f"source=python_stdlib: no Python source under {root}; use source=local with your own files")
     return files
+
+
+def library_keys() -> dict[str, str]:
+    """For each of `python_stdlib_files` the name that decides whether it is held out.
+
+    Files are held out together where the smaller of two has a twentieth or more of its windows, six lines that are not
+    blank, in the other; and so on from file to file. The name is the first of theirs. Example: wave.py has a copy of
+    chunk.py's class.
+    """
+    return _keys_of(tuple((name, path, _file_digest(path)) for name, path in python_stdlib_files()))
+
+
+@functools.lru_cache(maxsize=4)
+def _keys_of(files: tuple[tuple[str, Path, bytes], ...]) -> dict[str, str]:
+    windows = {name: _windows(path) for name, path, _ in files}
+    owners: dict[int, list[str]] = {}
+    for name, found in windows.items():
+        for window in found:
+            owners.setdefault(window, []).append(name)
+    several = (names for names in owners.values() if 1 < len(names) <= _COPIES)
+    shared = Counter(pair for names in several for pair in itertools.combinations(names, 2))
+    keys = {name: name for name in windows}
+    for (one, other), count in shared.items():
+        if count >= _ALIKE * min(len(windows[one]), len(windows[other])):
+            first, second = sorted((keys[one], keys[other]))
+            keys = {name: first if key == second else key for name, key in keys.items()}
+    return keys
+
+
+def _windows(path: Path) -> set[int]:
+    """Hashes of every `_WINDOW` lines of a file that follow each other, without indentation and blank lines."""
+    lines = [line.strip() for line in path.read_text("utf-8", errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    return {hash(tuple(lines[at : at + _WINDOW])) for at in range(len(lines) - _WINDOW + 1)}
 
 
 def python_files(packages: bool) -> list[tuple[str, Path]]:

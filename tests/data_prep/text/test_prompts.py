@@ -6,7 +6,7 @@ import pytest
 
 from data_prep.settings import DataConfig
 from data_prep.text.prompts import Prompt, read_prompts
-from data_prep.text.sources import is_heldout, python_stdlib_files
+from data_prep.text.sources import is_heldout, library_keys, python_stdlib_files
 from outrider.errors import UserError
 
 
@@ -143,13 +143,13 @@ def test_unusable_prompts_are_named(tmp_path):
 
 def test_library_prompts_are_beginnings_of_heldout_files():
     prompts = read_prompts("python_stdlib")
-    sources = {name: path.read_text() for name, path in python_stdlib_files()}
+    sources, keys = {name: path.read_text() for name, path in python_stdlib_files()}, library_keys()
     assert len(prompts) >= 15
     for prompt in prompts:
         name, _, line = prompt.id.rpartition(":")
         (text,) = prompt.turns
         assert line == "1"
-        assert is_heldout(name, DataConfig.heldout_fraction)
+        assert is_heldout(keys[name], DataConfig.heldout_fraction)
         assert sources[name].startswith(text)
         assert len(sources[name]) >= 2000  # as much again to continue with
         assert text.endswith("\n")
