@@ -158,7 +158,7 @@ class _Speaker:
 
     def _go_on(self) -> None:
         try:
-            if self._out.isatty():
+            if _has_room(self._out):
                 while not self._over.wait(REDRAW):
                     self._draw()
             else:
@@ -180,12 +180,23 @@ class _Speaker:
         stages = [*_stages]
         if not stages or self._within_line:
             return
+        words = " > ".join(map(str, stages))
         if self._bar is None:
-            shown = "{desc} |{bar:20}| {elapsed}"
-            self._bar = tqdm(total=1.0, bar_format=shown, leave=False, file=self._out, dynamic_ncols=True)
+            shown: dict[str, Any] = {"bar_format": "{desc} |{bar:20}| {elapsed}", "dynamic_ncols": True}
+            self._bar = tqdm(total=1.0, desc=words, leave=False, file=self._out, **shown)
         self._bar.n = next(filter(None, (stage.share for stage in stages)), 0.0)
-        self._bar.set_description_str(" > ".join(map(str, stages)))
+        self._bar.set_description_str(words)
         self._drawn = True
+
+
+def _has_room(stream: Any) -> bool:
+    """Whether it is a terminal that a bar is seen on; what `script` or a container makes may have no lines."""
+    if not stream.isatty():
+        return False
+    try:
+        return min(os.get_terminal_size(stream.fileno())) > 0
+    except OSError:  # it does not say
+        return True
 
 
 _stages: list[Stage] = []  # that are going on, in the order in which they began

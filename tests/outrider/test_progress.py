@@ -153,6 +153,16 @@ def test_on_a_terminal_there_is_a_bar_under_what_is_printed(monkeypatch: pytest.
     assert "progress:" not in screen.getvalue()
 
 
+def test_on_a_terminal_without_a_size_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `script` and some containers make them: nothing that is drawn there would be seen."""
+    monkeypatch.setattr(progress, "INTERVAL", SHORT)
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as screen, redirect_stderr(screen), Stage("some"):
+        assert screen.isatty()
+        assert os.read(ours, 1000).startswith(b"progress: some; 0 s so far")
+    os.close(ours)
+
+
 @pytest.mark.slow
 def test_a_stage_keeps_no_process_alive() -> None:
     """Not one that ends within it."""
