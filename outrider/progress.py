@@ -19,8 +19,8 @@ from tqdm import tqdm
 from outrider.words import in_words
 
 Item = TypeVar("Item")
-INTERVAL = 15.0  # seconds without a word after which there is a line, where stderr is no terminal
-REDRAW = 1.0  # seconds between two drawings of the bar, where it is one
+INTERVAL = 10.0  # seconds without a word after which there is a line; a call that holds the interpreter delays it
+REDRAW = 1.0  # seconds between two drawings of the bar, where there is one
 
 
 class Stage(AbstractContextManager["Stage"]):
