@@ -31,6 +31,7 @@ from inference.evaluate.subject import (
     load_plain,
     run_settings,
 )
+from inference.evaluate.time_limit import TimeLimit
 from inference.method_settings import MethodConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError
@@ -43,7 +44,7 @@ from train import pipeline_run, run_dir
 from train.fit import fit
 from train.pipeline_run import run_pipeline
 from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
-from train.time_budget import steps_for_minutes
+from train.time_budget import StepBudget
 from train.training_state import EARLIER_FILE, STATE_FILE, read_state
 
 ROOT = Path(__file__).parents[1]
@@ -227,11 +228,13 @@ def test_a_training_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_steps_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "steps.json").write_text(json.dumps({"minutes": 2.0, "seconds_per_step": 0.5, "steps": 240}))
+    kept = {"minutes": 2.0, "seconds_per_step": 0.5, "steps": 240, "decided": [[10, 250], [90, 240]]}
+    (tmp_path / "steps.json").write_text(json.dumps(kept))
 
     def steps() -> None:
-        steps_for_minutes(1.0, TinyModel, tiny_rows(), tiny_config(steps=2), tmp_path, resume=True)
+        StepBudget(TimeLimit(1.0), 1000, tmp_path, 1)
 
+    steps()
     require_named(tmp_path / "steps.json", steps, capsys, 60)
     (tmp_path / "report.json").write_text(json.dumps({"settings": {"seed": 0, "data": {"path": ["x"]}}, "tau": 1.0}))
     same = {"seed": 0, "data": {"path": ["x"]}}

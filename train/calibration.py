@@ -41,7 +41,7 @@ from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import counted
 from outrider.settings import keyed
 from train import run_dir
-from train.calibration_model import CalibrationModel, Examples
+from train.calibration_model import EXAMPLES, CalibrationModel, Examples
 from train.calibration_scores import Batch, brier, judge, later_half, plot_reliability, predict, temper
 from train.fit import fit
 from train.settings import CalibrateConfig
@@ -136,11 +136,12 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
     begun = bool(run_dir.checkpoints(out_dir))  # what is learned from is decided
     captured: dict[str, Batch] = {}
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
+    minutes, texts = config.minutes, sum(counts.values())  # what is left of both
     for split, count in counts.items():
         rows = load_rows(config.data, tokenizer, config.seq_len, split, max_rows=count)
         prompts = [heldout_prompt(rows[i])[-room:] for i in range(len(rows))]
         folder = require_writable(out_dir / "captured" / f"{split}-{_digest([settings, prompts])}")
-        limit = TimeLimit(config.minutes and config.minutes * count / sum(counts.values()))
+        limit = TimeLimit(minutes and minutes * count / texts)
         starts = range(0, len(prompts), SHARD_PROMPTS)
         there = [start for start in starts if _shard(folder, start).exists()]
         state.wait_for_everyone()  # nobody adds to them before all have looked
@@ -157,6 +158,7 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
                 write_json(folder / SECONDS_FILE, {"seconds": max(seconds_spent(folder), 60 * limit.minutes)})
         shards = [load_file(_shard(folder, start)) for start in there]
         captured[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+        minutes, texts = minutes and max(0.0, minutes - seconds_spent(folder) / 60), texts - count
 
     heldout = {name: value.to(state.device) for name, value in only_tested(captured["heldout"]).items()}
 
@@ -202,17 +204,26 @@ def capture_shards(
 ) -> None:
     """Leave in `folder` this group's shards of what `capture` makes of `prompts`, those that are there already kept.
 
-    When the time of `limit` is over the others are left out. What there is by then is of texts spread over all, and
-    the first shard is always there. The seconds taken are kept too, so a resumed run has no more time.
+    When the time of `limit` is over the texts that are left are left out. What there is by then is of texts spread over
+    all, and of the first shard as much as makes a row of `Examples`. The seconds taken are kept too, so a resumed run
+    has no more time.
     """
-    limit = replace(limit, started=limit.clock(), earlier=seconds_spent(folder))
-    mine = group.agreed(own_shards(folder, len(prompts), group.index, group.count))
+
+    def is_over() -> bool:
+        return group.agreed(limit.is_over(limit.spent()))
+
+    limit = replace(limit, earlier=seconds_spent(folder))
+    left = own_shards(folder, len(prompts), group.index, group.count)
+    mine = group.agreed([start for start in left if start == 0 or not limit.is_over(limit.earlier)])
+    if mine:
+        stack()  # loading takes none of the time
+    limit = replace(limit, started=limit.clock())
     most = None if limit.minutes is None else 60 * limit.minutes - limit.earlier
     for start in counted(mine, "continuing texts", f"shards of {SHARD_PROMPTS}", most=most):
-        if start > 0 and group.agreed(limit.is_over(limit.spent())):
+        if start > 0 and is_over():
             break
         texts = prompts[start : start + SHARD_PROMPTS]
-        shard = capture(stack(), draft_model, texts, config.new_tokens, config.max_draft, whole)
+        shard = capture(stack(), draft_model, texts, config.new_tokens, config.max_draft, whole, is_over)
         if group.leads:
             write_atomically(_shard(folder, start), save(shard))
         if group.leads and group.is_first:
@@ -266,10 +277,12 @@ def capture(
     new_tokens: int,
     max_draft: int,
     whole: bool = False,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Batch:
     """Continue `prompts` greedily, drafting `max_draft` tokens a round, and keep every tested token; whole: every one.
 
-    draft_model: makes one, fresh for a generation.
+    draft_model: makes one, fresh for a generation. is_over: whether to leave out the prompts that are left, once there
+    are tokens for a row of `Examples`.
 
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n].
@@ -278,6 +291,8 @@ def capture(
     for prompt in counted(prompts, "shard", "texts"):
         for _ in speculative(stack, Shaped(draft_model(), Chain(recorder)), prompt, max_new_tokens=new_tokens):
             pass
+        if len(recorder.kept) >= EXAMPLES and is_over():
+            break
     names = ("target_hidden", "draft_hidden", "position", "confidence", "label")
     return {name: torch.cat([example[name].cpu() for example in recorder.kept]) for name in names}
 

@@ -44,7 +44,6 @@ from train.eagle3_student import Eagle3Student
 from train.export import served_dtype
 from train.fit import fit
 from train.target_states import RowsWithStates, with_states
-from train.time_budget import within_minutes
 from train.watch import WATCHED_DRAFT, MovedNorms, batches_of, decode_metrics, heldout_prompts
 
 
@@ -115,7 +114,6 @@ def _train(
         item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
         dtype = getattr(torch, config.features_dtype)
         taught = with_states(rows, build, item, Path(config.features), dtype, made_from, state, group)
-    settings = within_minutes(config.minutes, build, taught, config.fit, out_dir, resume=config.resume, group=group)
     student = build()
     if state.is_main_process:
         print(describe(student, config), flush=True)
@@ -126,13 +124,14 @@ def _train(
     result = fit(
         student,
         taught,
-        settings,
+        config.fit,
         out_dir,
         resume=config.resume,
         identity=identity,
         settings=config,
         evaluate=watch or (lambda *_: {}),
         group=group,
+        minutes=config.minutes,
     )
     sharding.make_whole(student.head, frozen=True)  # what is frozen of it is saved as well
     if state.is_main_process and result.was_finished and (out_dir / TRAINING_FILE).exists():  # the card may have more
@@ -150,7 +149,7 @@ def _train(
         write_card(out_dir, use_of(config.dialect, reading.fc_bias), config.target, facts)
         report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
         report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}
-        report |= {"settings": identity, "fit": asdict(settings)}
+        report |= {"settings": identity, "fit": asdict(config.fit)}
         write_json(out_dir / TRAINING_FILE, report | {"made_with": provenance()})
         print(f"saved drafter={out_dir} step={step} tau={metrics['tau']:.4f}", flush=True)
     state.wait_for_everyone()

@@ -53,7 +53,7 @@ class Eagle3Config(TargetConfig):
     features: str | None = None
     features_dtype: Literal["int8", FloatDtype] = "float16"  # of what is kept there; int8: 32 values share a scale
     seq_len: Width = 2048  # tokens of a row
-    minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
+    minutes: Positive | None = None  # as many steps as take this long here, but at most those of `fit`
     eval_rows: Count = free(64)  # held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic
     eval_batch_rows: Count = free(4)  # held-out rows run together
     decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the head

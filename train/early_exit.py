@@ -1,7 +1,6 @@
 """EESD training: read the few layers it needs, fit the exit layer, save the drafter."""
 
 import copy
-import functools
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,7 +39,6 @@ from train.export import served_dtype
 from train.fit import fit
 from train.plan import describe_plan, make_plan
 from train.settings import EesdConfig
-from train.time_budget import within_minutes
 from train.top_k_rows import TopKRows, load_taught_rows
 from train.watch import (
     MovedNorms,
@@ -116,10 +114,7 @@ def _train(
         tokens = begun.draft_tokens
     else:
         tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
-    build = functools.partial(make_student, config, target, exit_layer, layers, group, state.device, tokens, begun)
-    split = group if config.online else None
-    settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume, group=split)
-    student = build()
+    student = make_student(config, target, exit_layer, layers, group, state.device, tokens, begun)
     if state.is_main_process:
         print(describe(student, config, files, exit_layer), flush=True)
     recipe = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
@@ -132,19 +127,20 @@ def _train(
     result = fit(
         student,
         rows,
-        settings,
+        config.fit,
         out_dir,
         resume=config.resume,
         identity=identity,
         settings=config,
         evaluate=Watch(config, target, heldout, student, best, group),
-        group=split,
+        group=group if config.online else None,
+        minutes=config.minutes,
     )
     if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it
         print(f"{out_dir}: finished already", flush=True)
     elif state.is_main_process:
         step, metrics = (result.steps, result.metrics) if best is None else best.restore(student)
-        training = {**recipe, "fit": asdict(settings), "steps": result.steps, "step": step, "metrics": metrics}
+        training = {**recipe, "fit": asdict(config.fit), "steps": result.steps, "step": step, "metrics": metrics}
         training["training_seconds"] = result.seconds
         save_drafter(out_dir, student, fingerprint, training, target.config, trained_on)
         facts = {key: recipe[key] for key in ("exit_layer", "exit_depth", "train_head", "seq_len")}

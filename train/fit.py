@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from draft_models.target.open_target import fast_dtype
+from inference.evaluate.time_limit import TimeLimit
+from inference.stopwatch import Clock
 from outrider.errors import UserError
 from outrider.files import write_json
 from outrider.groups import Group, each_alone
@@ -27,7 +29,8 @@ from train import run_dir, sharding
 from train.engine import Engine
 from train.fit_settings import FitConfig
 from train.loop import Rows, train
-from train.progress import Report, start_wandb
+from train.progress import Report, cut_log, start_wandb
+from train.time_budget import StepBudget
 from train.trained_weights import load_trained, save_trained
 from train.training_state import TrainingState, read_state, write_state
 
@@ -38,8 +41,8 @@ Evaluate = Callable[[nn.Module, int], dict[str, float]]
 class FitResult:
     """What a run came to.
 
-    metrics: the last evaluation, by name, empty without one. seconds: of all runs that made it, evaluations and
-    checkpoints included.
+    metrics: the last evaluation, by name, empty without one. seconds: since the first step, of all runs that made it,
+    evaluations and checkpoints included.
     """
 
     steps: int
@@ -65,6 +68,8 @@ def fit(
     evaluate: Evaluate | None = None,
     on_step: Callable[[int], None] | None = None,
     group: Group | None = None,
+    minutes: float | None = None,
+    clock: Clock = time.perf_counter,
 ) -> FitResult:
     """Train `model` in place on `rows`. Every process calls it.
 
@@ -78,6 +83,8 @@ def fit(
     gradients. It gets the steps that the model has been trained for. Its numbers are logged as eval_<name>.
     group: the processes that hold a frozen part of `model` together, and so get the same rows; None: each has its own.
     on_step: told the number (from 0) of each optimizer step before it begins, on every process.
+    minutes: by when the last step is to be done, counted by `clock`, in seconds (see `StepBudget`). There are then at
+    most the steps of `config`.
 
     Leaves checkpoint-<step> directories and log.jsonl in `out_dir`, which the caller keeps other runs out of. A killed
     run continued with `resume=True` ends with the bits of an uninterrupted one, on the same machine with as
@@ -89,10 +96,10 @@ def fit(
     if not len(rows):
         raise UserError("data: no rows to train on; check the data set, its split and the length limits")
     state = join_processes()
-    total = config.total_steps(len(rows))
+    most = config.total_steps(len(rows))
     group = group or each_alone(state)
     config.micro_rows(group.count)  # raises before anything is written
-    run = {"steps": total, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
+    run = {"steps": most, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
     start = run_dir.open_run(out_dir, run, resume, settings)
     run["code"] = run_dir.code_of(start)
     staging = from_main(state, lambda: run_dir.own_staging(out_dir))  # the main process's, for all
@@ -101,25 +108,23 @@ def fit(
     done = 0 if start is None else run_dir.step_of(start)
     before = TrainingState(0) if start is None else read_state(start)
     metrics = before.metrics
-    if start is not None and done == total:
+    budget = StepBudget(TimeLimit(minutes, earlier=before.seconds, clock=clock), most, out_dir, done)
+    if start is not None and done >= budget.total(done):
         load_trained(model, start)
-        return FitResult(total, total, metrics, before.seconds)
+        return FitResult(done, done, metrics, before.seconds)
 
-    began = time.perf_counter()
     if config.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
     if state.is_main_process:
         shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # of runs that were killed
+        cut_log(out_dir, done)
     with _autocast(model, config.precision, state.device):
         engine = Engine(model, config, group)
         if start is not None:
             engine.load(start)
         start_wandb(engine.accelerator, config.wandb, out_dir, run)
-        steps = range(done, total)
+        steps = range(done, budget.total(done))
         report = Report(engine.accelerator, out_dir, steps, group.size, evaluate is not None)
-
-        def seconds() -> float:
-            return before.seconds + time.perf_counter() - began
 
         def evaluate_now(step: int) -> None:
             nonlocal metrics
@@ -132,16 +137,16 @@ def fit(
                 report.log(step, {f"eval_{name}": value for name, value in metrics.items()})
 
         def save(step: int) -> None:
-            reached = TrainingState(step, metrics, seconds())
+            reached = TrainingState(step, metrics, budget.spent())
             with report.paused():
                 _save(engine, model, run, reached, out_dir, staging, config.keep_checkpoints)
 
         with report.stage:
-            train(
+            total = train(
                 engine,
                 rows,
                 config,
-                steps,
+                budget,
                 report,
                 on_step=on_step,
                 evaluate=None if evaluate is None else evaluate_now,
@@ -149,7 +154,7 @@ def fit(
             )
         report.close()
     sharding.make_whole(model)
-    return FitResult(total, done, metrics, seconds())
+    return FitResult(total, done, metrics, budget.spent())
 
 
 def _save(

@@ -17,6 +17,7 @@ from train.engine import Engine
 from train.fit_settings import FitConfig
 from train.progress import Report
 from train.row_order import own_share, step_rows
+from train.time_budget import StepBudget
 
 Batch = dict[str, Tensor]
 
@@ -32,14 +33,14 @@ def train(
     engine: Engine,
     rows: Rows,
     config: FitConfig,
-    steps: range,
+    budget: StepBudget,
     report: Report,
     *,
     on_step: Callable[[int], None] | None,
     evaluate: Callable[[int], None] | None,
     save: Callable[[int], None],
-) -> None:
-    """Do the optimizer steps `steps` of a run whose last step is the last of them; call it on every process.
+) -> int:
+    """Do the optimizer steps of `budget` that are left and return how many there are in all; call it on every process.
 
     on_step is told the number of a step (from 0) before it. evaluate and save are told how many steps are done.
     Raises `UserError`, on all processes at the same step, for a batch without a supervised token and for a gradient
@@ -48,14 +49,17 @@ def train(
     accelerator = engine.accelerator
     shares = accelerator.num_processes * accelerator.gradient_accumulation_steps
     engine.module.train()
-    for step in steps:
+    budget.begin()
+    done = budget.start
+    while done < budget.total(done):
+        step, began = done, budget.spent()
         if on_step is not None:
             on_step(step)
         batches = load_share(rows, config, step, engine.group)
         supervised = count_supervised(batches, accelerator)
         if supervised == 0:
             raise no_supervised_token(step)
-        engine.set_rates(config.lr_scale(step, steps.stop))
+        engine.set_rates(config.lr_scale(step, budget.total(step)))
         for batch in batches:
             with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
                 summed = engine.module(**to_device(batch, accelerator))["loss_sum"]
@@ -71,12 +75,19 @@ def train(
         report.advance()
 
         done = step + 1
-        if is_due(done, config.log_every, steps.stop):
+        budget.add_step(began)
+        total = report.end_at(budget.decide(done))
+        logged = is_due(done, config.log_every, total)
+        if logged:
             report.log_interval(done, engine.rate, norm)
-        if evaluate is not None and is_due(done, config.eval_every, steps.stop):
+        if evaluate is not None and is_due(done, config.eval_every, total):
             evaluate(done)
-        if is_due(done, config.save_every, steps.stop):
+            total = report.end_at(budget.decide(done))
+            if done == total and not logged:
+                report.log_interval(done, engine.rate, norm)
+        if is_due(done, config.save_every, total):
             save(done)
+    return done
 
 
 def is_due(done: int, every: int | None, total: int) -> bool:

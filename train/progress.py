@@ -1,6 +1,7 @@
 """What a training run says while it runs: a line per logging step, how far it is, W&B."""
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from draft_models.losses import IGNORE
+from outrider.files import write_atomically
 from outrider.progress import Stage
 from outrider.wandb_config import ID_FILE, WandbConfig
 
@@ -45,6 +47,11 @@ class Report:
     def advance(self) -> None:
         """A step is done."""
         self.stage.advance()
+
+    def end_at(self, total: int) -> int:
+        """The run is to end after `total` steps, which it returns."""
+        self.steps, self.stage.total = range(self.steps.start, total), total
+        return total
 
     def drain(self) -> tuple[float, float, float]:
         """Sums of [loss, supervised tokens, tokens] over all rows since the last call."""
@@ -100,6 +107,25 @@ class Report:
         """The run is over."""
         for tracker in self.accelerator.trackers:  # `end_training` would end the processes' group as well
             tracker.finish()
+
+
+def cut_log(out_dir: Path, done: int) -> None:
+    """Drop from log.jsonl the lines that a killed run wrote after step `done`, which will be written again."""
+    file = out_dir / LOG_FILE
+    if not file.exists():
+        return
+    lines = file.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= done]
+    if len(kept) < len(lines):
+        write_atomically(file, b"".join(kept))
+
+
+def _step_of(line: bytes) -> float:
+    """Of a line of log.jsonl; infinity of half a line."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def tracker_of(config: WandbConfig) -> str | None:

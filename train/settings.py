@@ -48,7 +48,7 @@ class ToyTargetConfig(RunConfig):
     tied: bool = False  # one matrix for embedding and head
     seq_len: Width = 256  # tokens of a row
     max_positions: Count = 2048  # the context that the model says it has
-    minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
+    minutes: Positive | None = None  # as many steps as take this long here, but at most those of `fit`
     compile: bool | None = free(None)  # the layers, by torch.compile; null: on a GPU, where a C compiler is at hand
     eval_rows: NotNegative = free(200)  # held-out rows of seq_len tokens that give the final bits per byte; 0: all
     sample_tokens: NotNegative = free(160)  # greedy text printed at the end; 0: none
@@ -101,7 +101,7 @@ class EesdConfig(TargetConfig):
     # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     seq_len: Width = 2048  # tokens of a row
-    minutes: Positive | None = None  # as many steps as take about this long here, but at most those of `fit`
+    minutes: Positive | None = None  # as many steps as take this long here, but at most those of `fit`
     eval_rows: Count = free(64)  # held-out rows that give eval_top1 and eval_tau_analytic
     eval_batch_rows: Count = free(4)  # held-out rows run together
     # held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target
@@ -191,8 +191,8 @@ class CalibrateConfig(RehearsedConfig):
     reading: ReadingChanges = free(factory=ReadingChanges)
     prompts: Count = free(400)  # texts continued to learn from; a row's start each
     heldout_prompts: Count = free(64)  # texts continued to report on
-    # continue texts until this time is over, of all runs in out_dir together, but at least 8 of either kind; those to
-    # learn from and those to report on share it by their numbers; null: all of them
+    # continue texts until this time is over, of all runs in out_dir together, but until 64 tokens of either kind are
+    # drafted; those to learn from and those to report on share it by their numbers; null: all of them
     minutes: Positive | None = free(None)
     seq_len: Width = free(512)  # tokens of a text at most that are continued
     # per prompt, greedy; the first is the prefill's, and the last is never drafted
@@ -287,7 +287,7 @@ class FinetuneConfig(TargetConfig):
     frozen_dtype: RunDtype = "auto"
     tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     seq_len: Width = 2048  # tokens of a row
-    # as many steps as take about this long here, but at most those of `fit`
+    # as many steps as take this long here, but at most those of `fit`
     minutes: Positive | None = None
     decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the drafter
     decode_tokens: Annotated[int, at_least(2)] = 64  # new ones of each of those prompts; the first is the prefill's

@@ -54,7 +54,6 @@ from train.export import export, served_dtype, special_tokens
 from train.fit import fit
 from train.settings import DrafterConfig, FinetuneConfig
 from train.small_lm_student import OnPolicy, SmallLMStudent
-from train.time_budget import within_minutes
 from train.top_k_rows import load_taught_rows
 from train.watch import (
     MovedNorms,
@@ -103,16 +102,10 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         # Losses are computed without logits, from all of the head.
         stack = layer_stack(opened.layers(dtype=dtype, device=state.device, group=group, vocabulary=False))
     on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, tokenizer.eos_token_id)
-
-    def build() -> SmallLMStudent:
-        lm = start_lm(config, shape, tokenizer, state.device, own)
-        return SmallLMStudent(
-            lm, config.objective, stack if config.online else None, on_policy if config.on_policy > 0 else None
-        )
-
-    split = group if config.online else None
-    settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume, group=split)
-    student = build()
+    lm = start_lm(config, shape, tokenizer, state.device, own)
+    student = SmallLMStudent(
+        lm, config.objective, stack if config.online else None, on_policy if config.on_policy > 0 else None
+    )
     if state.is_main_process:
         print(describe(student, config), flush=True)
     identity = config.deciding() | {
@@ -133,14 +126,15 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     result = fit(
         student,
         rows,
-        settings,
+        config.fit,
         out_dir,
         resume=config.resume,
         identity=identity,
         settings=config,
         evaluate=watch or (lambda *_: {}),
         on_step=student.begin_step,
-        group=split,
+        group=group if config.online else None,
+        minutes=config.minutes,
     )
     sharding.make_whole(student, frozen=True)  # adapters are merged into what is frozen
     if (
@@ -159,7 +153,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         write_card(out_dir, USE if own is None else USE_OF_SOME, config.target, facts)
         report = {"target": config.target, "step": step, "metrics": metrics, "steps": result.steps}
         report |= {"training_seconds": result.seconds}
-        report |= {"last_metrics": result.metrics, "settings": identity, "fit": asdict(settings)}
+        report |= {"last_metrics": result.metrics, "settings": identity, "fit": asdict(config.fit)}
         write_json(out_dir / TRAINING_FILE, report | {"made_with": provenance()})
         shown = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
         print(f"saved drafter={out_dir} step={step} {shown}", flush=True)

@@ -1,142 +1,109 @@
-"""A training run of so many minutes: the time of a step is measured, and the number of steps fixed from it, once."""
+"""A training run of so many minutes: how many steps it does follows from its own time, and is kept."""
 
-import gc
-import itertools
-import shutil
 import statistics
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-from accelerate.utils import broadcast_object_list
-from torch import nn
-
-from outrider.errors import require
+from inference.evaluate.time_limit import TimeLimit
+from outrider.errors import require, warn
 from outrider.files import write_json
-from outrider.groups import Group
-from outrider.processes import join_processes
+from outrider.processes import from_main, join_processes
 from outrider.settings import read_as
-from outrider.wandb_config import WandbConfig
-from train import run_dir
-from train.fit import Rows, fit
-from train.fit_settings import FitConfig
 
 STEPS_FILE = "steps.json"
-WARM_UP, MEASURED = 5, 10  # optimizer steps: the first ones compile, allocate and fill caches
+FEW = 10  # steps after which the number of all is decided at the latest; the first ones compile and fill caches
+SHARE = 0.1  # of the time, after which it is decided at the latest
+LATE = 0.05  # share of the time by which a run may be late before its steps are cut
+TOO_LATE = 0.1  # share of the time by which it may be late and begin one more step, in which the schedule ends
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """What `STEPS_FILE` holds."""
+    """What `STEPS_FILE` holds. decided: of each decision, in order, the steps done by then and those in all."""
 
     minutes: float
     seconds_per_step: float
     steps: int
+    decided: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, "steps", self.steps, "an integer ≥ 1")
+        require(self.seconds_per_step > 0, "seconds_per_step", self.seconds_per_step, "a number > 0")
+        fits = all(0 < done <= steps for done, steps in self.decided) and self.steps in dict(self.decided).values()
+        require(
+            fits, "decided", self.decided, f"pairs of integers (steps done, steps in all), with {self.steps} in all"
+        )
 
 
-class _MeasuredError(Exception):
-    """Enough steps were measured: ends `fit` before it would write a checkpoint of them."""
+class StepBudget:
+    """How many optimizer steps a run does: `most`, or with minutes those that there is time for.
 
+    The number is decided from the time of the first steps, once there are `FEW` or `SHARE` of the time is over. From
+    then on it only falls, namely when the run would end later than `LATE` allows. No step begins later than `TOO_LATE`.
+    Every decision is in `STEPS_FILE` before the next step begins. So what holds at a step is a function of the step and
+    of these decisions. A run that goes on at a checkpoint takes them over, and decides nothing before the last of them.
 
-def within_minutes(
-    minutes: float | None,
-    build: Callable[[], nn.Module],
-    rows: Rows,
-    config: FitConfig,
-    out_dir: Path,
-    *,
-    resume: bool,
-    group: Group | None = None,
-) -> FitConfig:
-    """`config` with as many steps as `steps_for_minutes` finds; as it is where no minutes are given."""
-    if minutes is None:
-        return config
-    return replace(
-        config, steps=steps_for_minutes(minutes, build, rows, config, out_dir, resume=resume, group=group), epochs=None
-    )
-
-
-def steps_for_minutes(
-    minutes: float,
-    build: Callable[[], nn.Module],
-    rows: Rows,
-    config: FitConfig,
-    out_dir: Path,
-    *,
-    resume: bool,
-    group: Group | None = None,
-    clock: Callable[[], float] | None = None,
-) -> int:
-    """Optimizer steps that take about `minutes` here, at least 1 and at most those `config` asks for.
-
-    Compilation, evaluations and checkpoints come on top. The first call measures the steps of a model that `build`
-    makes, which is then thrown away. It leaves the number in `out_dir`. A run that goes on from a checkpoint reads it
-    there: schedules remain functions of the step, and a run continued elsewhere ends where it was to end. Before the
-    first checkpoint nothing is decided, as the minutes, the model or the batch may be others now.
-
-    group: as for `fit`. clock: seconds; None: real ones, the device's work included. Call it on every process.
+    limit: the minutes, and the clock. Evaluations and checkpoints between the first and the last step count.
+    start: steps done before; without any, decisions on file are a killed run's, of which nothing is left.
     """
-    file, process = out_dir / STEPS_FILE, join_processes()
-    run_dir.require_free(out_dir, resume)
-    if resume and file.exists() and run_dir.checkpoints(out_dir):
-        kept: _Steps = read_as(_Steps, file, "number of steps", "remove it, and the steps are measured anew")
-        return kept.steps
-    if process.is_main_process:
-        print(f"minutes={minutes:g} measured_first={WARM_UP + MEASURED} steps", flush=True)
-    scratch = out_dir / run_dir.STAGING / "measured"
-    seconds = _seconds_per_step(build(), rows, config, scratch, clock or _clock, group)
-    steps = max(1, min(config.total_steps(len(rows)), int(60 * minutes / seconds)))
-    decided = [steps]
-    broadcast_object_list(decided)  # the main process's measurement counts
-    if process.is_main_process:
-        write_json(file, asdict(_Steps(minutes, seconds, decided[0])))
-        print(f"minutes={minutes:g} seconds_per_step={seconds:.4f} steps={decided[0]}", flush=True)
-    process.wait_for_everyone()
-    return decided[0]
 
+    def __init__(self, limit: TimeLimit, most: int, out_dir: Path, start: int) -> None:
+        self.limit, self.most, self.start = limit, most, start
+        self._state, self._file, self._times = join_processes(), out_dir / STEPS_FILE, list[float]()
+        self._decided, self._pace = list[tuple[int, int]](), 0.0
+        if limit.minutes is not None and start and self._file.exists():
+            kept: _Steps = read_as(_Steps, self._file, "number of steps", "remove it, and the steps are measured anew")
+            self._decided, self._pace = list(kept.decided), kept.seconds_per_step
+        self._known = self._decided[-1][0] if self._decided else 0
 
-def _seconds_per_step(
-    model: nn.Module,
-    rows: Rows,
-    config: FitConfig,
-    scratch: Path,
-    clock: Callable[[], float],
-    group: Group | None,
-) -> float:
-    """The median of `MEASURED` steps of `fit` after `WARM_UP` others. It trains `model` and leaves nothing else."""
-    times: list[float] = []
+    def begin(self) -> None:
+        """The first step of this run begins."""
+        self.limit = replace(self.limit, started=self.limit.clock())
 
-    def on_step(step: int) -> None:
-        times.append(clock())
-        if step == WARM_UP + MEASURED:
-            raise _MeasuredError
+    def spent(self) -> float:
+        """Seconds since the first step, of all runs."""
+        return self.limit.spent()
 
-    probe = replace(
-        config,
-        steps=WARM_UP + MEASURED + 1,
-        epochs=None,
-        warmup=0,
-        log_every=WARM_UP + MEASURED + 1,
-        eval_every=None,
-        save_every=None,
-        wandb=WandbConfig(mode="disabled"),
-    )
-    try:
-        with suppress(_MeasuredError):
-            fit(model, rows, probe, scratch, resume=True, on_step=on_step, group=group)
-    finally:
-        shutil.rmtree(scratch.parent, ignore_errors=True)
-        gc.collect()  # what trains is part of cycles, and holds the model and the optimizer's state
-    return statistics.median(after - before for before, after in itertools.pairwise(times[WARM_UP:]))
+    def total(self, step: int) -> int:
+        """How many steps there are in all, by what was decided before step `step` (from 0)."""
+        return next((total for done, total in reversed(self._decided) if done <= step), self.most)
 
+    def add_step(self, began: float) -> None:
+        """A step is done that began when `began` seconds were spent."""
+        if not self._decided:
+            self._times.append(self.spent() - began)
 
-def _clock() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    def decide(self, done: int) -> int:
+        """How many steps there are in all, now that `done` are. Every process calls it; the main one's clock counts."""
+        if self.limit.minutes is not None and done >= self._known:
+            found = from_main(self._state, lambda: self._decide(done))
+            self._decided += [] if found is None else [(done, found)]
+        return self.total(done)
+
+    def _decide(self, done: int) -> int | None:
+        """Another number of steps, which is then on file; None: the number stays."""
+        assert self.limit.minutes is not None
+        spent, before, time = self.spent(), self.total(done), 60 * self.limit.minutes
+        first, latest = not self._decided, time
+        if first:
+            # The first step alone tells little, unless it has taken much of the time.
+            enough = spent >= SHARE * time and (len(self._times) > 1 or spent >= time / 4)
+            if not (enough or done >= FEW or done == before):
+                return None
+            self._pace = max(1e-9, statistics.median(self._times[len(self._times) // 2 :]))
+        elif spent + (before - done) * self._pace > (1 + LATE) * time:
+            latest = (1 + TOO_LATE) * time
+        else:
+            return None
+        one_more = done + (spent < latest)  # in which the schedule comes to its end
+        found = min(before, max(one_more, done + int(max(0.0, time - spent) / self._pace)))
+        if found == before and not first:
+            return None
+        record = _Steps(self.limit.minutes, self._pace, found, (*self._decided, (done, found)))
+        write_json(self._file, asdict(record))
+        why = "" if first else f" (before: {before}), as steps take longer than at first"
+        print(f"minutes={self.limit.minutes:g} seconds_per_step={self._pace:.4f} steps={found}{why}", flush=True)
+        if first and self._pace >= time:
+            shorter = "a smaller fit.batch_rows or seq_len makes steps shorter"
+            warn(f"minutes={self.limit.minutes:g}: one step takes {self._pace:.3g} s; {shorter}")
+        return found

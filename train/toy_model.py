@@ -33,7 +33,6 @@ from train.export import export, special_tokens
 from train.fit import fit
 from train.optimizers import layer_matrices
 from train.settings import TOY_REPORT, ToyTargetConfig
-from train.time_budget import within_minutes
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
@@ -74,26 +73,19 @@ def _train(config: ToyTargetConfig, out_dir: Path, process: PartialState) -> Non
     rows = load_rows(config.data, tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
     sizes = token_bytes(tokenizer)
-    compiled = can_compile(process.device) if config.compile is None else config.compile
-
-    def build() -> ToyTarget:
-        lm = build_lm(config, tokenizer)
-        if compiled:
-            compile_layers(lm)
-        return ToyTarget(lm)
-
-    settings = within_minutes(config.minutes, build, rows, config.fit, out_dir, resume=config.resume)
-    model = build()
-
+    model = ToyTarget(build_lm(config, tokenizer))
+    if can_compile(process.device) if config.compile is None else config.compile:
+        compile_layers(model.lm)
     result = fit(
         model,
         rows,
-        settings,
+        config.fit,
         out_dir,
         resume=config.resume,
         identity=config.deciding() | {"data_key": rows.key},
         settings=config,
         evaluate=lambda fitted, _: {"bits_per_byte": bits_per_byte(fitted, heldout, sizes)},
+        minutes=config.minutes,
     )
     report = {
         "bits_per_byte": result.metrics["bits_per_byte"],

@@ -1,7 +1,7 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
-import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from draft_models.target.model_files import load_causal_lm
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from inference.evaluate.subject import end_tokens, load_split
+from inference.evaluate.time_limit import TimeLimit
 from inference.packing import can_halve, can_pack, pack_linears
 from inference.sampling import Sampler
 from outrider.errors import UserError
@@ -81,10 +82,11 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     if not todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
         raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
-    if config.minutes is not None and spent >= 60 * config.minutes:
+    limit = TimeLimit(config.minutes, earlier=spent)
+    if limit.is_over(spent):
         todo.tasks.clear()
     responder = Responder(config, target, dtype, state.device, group) if todo.tasks else None
-    rate = respond(config, responder, todo, folder, range(first, 10**9, group.count), group, spent)
+    rate = respond(config, responder, todo, folder, range(first, 10**9, group.count), group, limit)
     state.wait_for_everyone()
     if state.is_main_process:
         summary = {**todo.counts, **summarise(folder)}
@@ -194,30 +196,29 @@ def respond(
     folder: Path,
     numbers: Iterable[int],
     group: Group,
-    spent: float,
+    limit: TimeLimit,
 ) -> float:
     """Answer the tasks of a group and write its shards, numbered by `numbers`; returns tokens per second.
 
-    spent: seconds that earlier runs have answered. When `minutes` are over, what is there becomes the last shard.
+    When the time of `limit` is over no further batch begins, and what is there becomes the last shard.
     """
-    free, started = iter(numbers), time.perf_counter()
+    free, limit = iter(numbers), replace(limit, started=limit.clock())
+
+    def seconds() -> float:
+        """Of this run alone."""
+        return limit.spent() - limit.earlier
 
     def save(shard: Shard) -> None:
         group.require_same([response.record for response in shard.responses], "the answers they gave")
         if group.leads:
             shard.save(folder, next(free))
         if group.leads and group.is_first:
-            write_json(folder / SECONDS_FILE, {"seconds": spent + time.perf_counter() - started})
+            write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
 
     def left(answered: int) -> float:
         """Seconds until all prompts are answered, or the time is over."""
-        seconds = time.perf_counter() - started
-        rest = seconds / answered * (len(todo.tasks) - answered)
-        return rest if config.minutes is None else max(0.0, min(rest, 60 * config.minutes - spent - seconds))
-
-    def is_over() -> bool:
-        seconds = spent + time.perf_counter() - started
-        return config.minutes is not None and group.agreed(seconds >= 60 * config.minutes)
+        rest = seconds() / answered * (len(todo.tasks) - answered)
+        return rest if limit.minutes is None else max(0.0, min(rest, 60 * limit.minutes - limit.spent()))
 
     shard = Shard(skipped=list(todo.skipped))
     answered, tokens, rate = 0, 0, 0.0
@@ -230,7 +231,7 @@ def respond(
             shard.skipped += [task.skipped for task in batch if not task.answers]
             answered += len(batch)
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
-            rate = tokens / (time.perf_counter() - started)
+            rate = tokens / seconds()
             stage.advance(len(batch))
             if len(shard) >= config.shard_size:
                 save(shard)
@@ -238,7 +239,12 @@ def respond(
                 if shown:
                     count = f"{answered}/{len(todo.tasks)}"
                     print(f"responses answered={count} tokens_per_s={rate:.0f} eta={left(answered):.0f}s", flush=True)
-            if is_over():
+            if group.agreed(limit.is_over(limit.spent())):
+                if shown and answered < len(todo.tasks):
+                    said = f"minutes={limit.minutes:g} are over: {answered} of {len(todo.tasks)} prompts are answered"
+                    if answered == len(batch):
+                        said += ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter"
+                    print(said, flush=True)
                 break
     if len(shard):
         save(shard)

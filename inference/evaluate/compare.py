@@ -146,8 +146,13 @@ def _evaluate(
         spent = group.agreed(limit.spent())
         most = None if config.minutes is None else 60 * config.minutes - spent
         for position in counted(share, "measuring", "prompts", most=most):
-            if position not in todo[:must] and limit.is_over(spent):
+            over = limit.is_over(spent)
+            if over and position not in todo[:must]:
                 break
+            if over and state.is_main_process:
+                least = len(done) + must
+                made = f"{min(least, len(done) + taken * group.count)} of at least {least} prompts are done"
+                print(f"minutes={config.minutes:g} are over: {made}", flush=True)
             asked = prompts[position], rendered[position], position
             threads = use_threads(config.threads, group)  # the same for all arms of the prompt
             results, skipped = measure_prompt(config, *asked, subject, models, bench)

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from train import time_budget
-
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -42,8 +40,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], dict[str,
             return replace(kind, train=train)
 
         monkeypatch.setattr(module, "KINDS", {name: watching(kind) for name, kind in module.KINDS.items()})
-        monkeypatch.setattr(time_budget, "WARM_UP", 1)
-        monkeypatch.setattr(time_budget, "MEASURED", 2)
         return seen
 
     return watch

@@ -13,7 +13,6 @@ from draft_models.tiny_models import tiny_head
 from outrider.errors import UserError
 from tests.tiny import save_target
 from tests.train.jobs import write_corpus
-from train import time_budget
 
 
 @pytest.fixture
@@ -39,8 +38,6 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
             measured_command.main(str(facts), script, *arguments)
 
     monkeypatch.setattr(compare_drafters, "run_measured", run)
-    monkeypatch.setattr(time_budget, "WARM_UP", 1)
-    monkeypatch.setattr(time_budget, "MEASURED", 2)
     monkeypatch.setattr(sys, "argv", sys.argv)
     return seen
 

@@ -152,6 +152,32 @@ def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path
     assert len(list(left.glob("*.safetensors"))) == 3
 
 
+@pytest.mark.parametrize("seconds", [1, 4, 25])
+def test_a_machine_that_becomes_slow_ends_in_time(folder: Path, tmp_path: Path, monkeypatch, seconds: float) -> None:
+    """Twice as slow from the middle on: a shard ends with the time too, and held-out texts have what the others left.
+
+    At least one text of either kind there is; each here is long enough.
+    """
+    now, texts, real = 0.0, 0, calibration.speculative
+
+    def slow(*given: Any, **options: Any) -> Any:
+        nonlocal now, texts
+        now, texts = now + seconds * (1 if now < 30 else 2), texts + 1
+        return real(*given, **options)
+
+    def fit(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration, "TimeLimit", functools.partial(TimeLimit, clock=lambda: now))
+    monkeypatch.setattr(calibration, "speculative", slow)
+    monkeypatch.setattr(calibration, "fit", fit)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(calibrating(folder, tmp_path, minutes=1, new_tokens=100))
+    assert now <= 1.1 * 60 + 2 * seconds
+    assert texts == 26 if seconds == 1 else 2 <= texts < 26
+    assert len(list((tmp_path / "captured").glob("*/*.safetensors"))) >= 2
+
+
 def test_a_resumed_run_learns_from_the_texts_that_there_was_time_for(folder: Path, tmp_path: Path, monkeypatch) -> None:
     """Two shards of three to learn from: 30 s of 35 are on record when a look at 40 s ends it. The one of held-out."""
     now, tick, taken, identities = [0.0], [10.0], list[int](), list[dict[str, Any]]()

@@ -32,7 +32,6 @@ from tests.tiny import open_stack, random_prompt, reference_generate, save_targe
 from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import distilling, same
-from train import time_budget
 from train.early_exit import Watch, default_exit_layer, make_student, train_early_exit
 from train.fit import fit
 from train.watch import heldout_prompt, heldout_prompts
@@ -138,24 +137,25 @@ def test_training_reads_only_what_it_needs(tmp_path: Path, corpus: DataConfig, c
 
 @pytest.mark.parametrize("objective", ["kl", "cross_entropy"])
 def test_minutes_decide_the_steps_and_nothing_else(
-    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, objective: str
+    tmp_path: Path, corpus: DataConfig, objective: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Measuring leaves no trace in the weights; a resumed run keeps the number."""
+    """With time for all of them the weights are those of a run without a limit; a resumed run keeps the number."""
     path = save_target(tmp_path / "target")
     known = distilling(path, corpus, tmp_path / "known", objective=objective)
     train_early_exit(known)
     timed = distilling(path, corpus, tmp_path / "timed", objective=objective, minutes=1000)  # so `fit` is the limit
     train_early_exit(timed)
     assert same(weights(tmp_path / "timed"), weights(tmp_path / "known"))
-    monkeypatch.setattr(time_budget, "_seconds_per_step", lambda *_: 10.0)
-    short = distilling(path, corpus, tmp_path / "short", objective=objective, minutes=0.5)
+    short = distilling(path, corpus, tmp_path / "short", objective=objective, minutes=1e-9)
+    capsys.readouterr()
     train_early_exit(short)
+    assert "step=1/1 loss=" in capsys.readouterr().out
     training = read_meta(tmp_path / "short").training
     assert 0 < recorded_seconds(training) < 60
-    assert (training["steps"], training["fit"]["steps"], training["minutes"]) == (3, 3, 0.5)
-    monkeypatch.setattr(time_budget, "_seconds_per_step", None)
+    assert (training["steps"], training["minutes"]) == (1, 1e-9)
     train_early_exit(replace(short, resume=True))
-    with pytest.raises(UserError, match=r"minutes=1 \(was 0\.5\)"):
+    assert "finished already" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"minutes=1 \(was 1e-09\)"):
         train_early_exit(replace(short, resume=True, minutes=1))
 
 

@@ -1,29 +1,47 @@
-"""A run of so many minutes: the number of steps is what the measured seconds say, once and for all."""
+"""A run of so many minutes ends in time whatever its machine does, wastes no step, and is resumed to the same bits."""
 
 import json
-import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from torch import nn
 
-from outrider.errors import UserError
-from outrider.groups import Group
+from inference.evaluate.time_limit import TimeLimit
 from outrider.wandb_config import WandbConfig
-from train import time_budget
+from tests.launched import launched
+from tests.train.fit_runs import trained_weights
+from tests.train.jobs import log, same
+from train.fit import FitResult, fit
 from train.fit_settings import FitConfig
-from train.time_budget import MEASURED, WARM_UP, steps_for_minutes
+from train.time_budget import FEW, SHARE, STEPS_FILE, TOO_LATE, StepBudget
 
-FIT = FitConfig(steps=1000, batch_rows=2, precision="fp32", warmup=0.1, wandb=WandbConfig(mode="disabled"))
+QUIET = WandbConfig(mode="disabled")
+FIT = FitConfig(
+    steps=5000, batch_rows=2, precision="fp32", warmup=0.1, lr=1.0, log_every=1, keep_checkpoints=99, wandb=QUIET
+)
+Pace = Callable[[int, float], float]
+
+
+def slower(seconds: float, times: float) -> Pace:
+    """Steps of so many seconds, and from half of the first minute on of so many `times` as long."""
+    return lambda _, now: seconds * (1 if now < 30 else times)
 
 
 class Line(nn.Module):
-    def __init__(self) -> None:
+    """Each forward moves its clock by what `pace` says of the number of the forward and the time."""
+
+    def __init__(self, pace: Pace) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, 3))
+        self.pace, self.now, self.begun = pace, 0.0, list[float]()
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.begun.append(self.now)
+        self.now += self.pace(len(self.begun), self.now)
         return {"loss_sum": (x @ self.weight).square().sum() + 0 * labels.sum()}
 
 
@@ -35,85 +53,167 @@ class Points:
         return {"x": torch.full((4, 3), float(index)), "labels": torch.zeros(4, dtype=torch.long)}
 
 
-def ticking(*seconds: float):
-    """A clock that says 0, then that much more at each call; the last again and again."""
-    now, left = 0.0, [0.0, *seconds]
-
-    def clock() -> float:
-        nonlocal now
-        now += left.pop(0) if len(left) > 1 else left[0]
-        return now
-
-    return clock
+@dataclass(frozen=True)
+class Run:
+    result: FitResult
+    model: Line
+    rates: list[float]  # of every step
+    decided: list[list[int]]
 
 
-def count(
-    out_dir: Path, minutes: float, clock=None, *, resume: bool = False, config: FitConfig = FIT, build=Line
-) -> int:
-    return steps_for_minutes(minutes, build, Points(), config, out_dir, resume=resume, clock=clock)
+def timed(
+    out_dir: Path,
+    pace: Pace,
+    minutes: float | None = 1,
+    config: FitConfig = FIT,
+    *,
+    resume: bool = False,
+    killed_at: int | None = None,
+    evaluation: float = 0.0,
+) -> Run:
+    """A run of `fit` by a clock that only its steps and evaluations move, these by `evaluation` seconds."""
+    model = Line(pace)
+
+    def on_step(step: int) -> None:
+        if step == killed_at:
+            raise KeyboardInterrupt
+
+    def evaluate(*_: object) -> dict[str, float]:
+        model.now += evaluation
+        return {"score": 0.0}
+
+    options = {"resume": resume, "on_step": on_step, "evaluate": evaluate, "minutes": minutes}
+    result = fit(model, Points(), config, out_dir, clock=lambda: model.now, **options)
+    rates = [line["lr"] for line in log(out_dir) if "lr" in line]
+    file = out_dir / STEPS_FILE
+    return Run(result, model, rates, json.loads(file.read_text())["decided"] if file.exists() else [])
 
 
-@pytest.mark.slow
-def test_the_count_is_what_the_seconds_say_warm_up_left_out(tmp_path):
-    slow_start = ticking(*[60.0] * WARM_UP, 0.5)
-    assert count(tmp_path, 2, slow_start) == 240
-    assert json.loads((tmp_path / "steps.json").read_text()) == {"minutes": 2, "seconds_per_step": 0.5, "steps": 240}
-    assert [path.name for path in tmp_path.iterdir()] == ["steps.json"]
+@pytest.mark.parametrize("times", [1, 2, 30, 1000])
+@pytest.mark.parametrize("seconds", [0.25, 1, 7, 25, 59, 90])
+def test_a_run_ends_in_time_with_its_schedule(tmp_path: Path, seconds: float, times: float) -> None:
+    made = timed(tmp_path, slower(seconds, times))
+    steps, last = made.result.steps, made.model.now - made.model.begun[-1]
+    assert made.model.now <= 1.1 * 60 + last
+    assert made.model.begun[-1] <= (1 + TOO_LATE) * 60
+    assert steps == len(made.model.begun) == len(made.rates)  # none was for nothing
+    assert made.model.now > 60 - 2 * last  # and the time is used
+    assert sorted(total for _, total in made.decided)[::-1] == [total for _, total in made.decided]
+    assert made.decided[-1][1] == steps
+    first = made.decided[0][0]
+    assert first <= FEW
+    assert first <= 2 or made.model.begun[first - 1] <= SHARE * 60
+    held = [next((total for done, total in made.decided[::-1] if done <= step), 5000) for step in range(steps)]
+    assert made.rates == [FIT.lr_scale(step, total) for step, total in enumerate(held)]
+    if steps > 1 and last <= 0.1 * 60:  # else this step alone may have ended it
+        assert made.rates[-1] == FIT.lr_scale(steps - 1, steps)
 
 
-@pytest.mark.slow
-def test_the_median_counts(tmp_path):
-    hiccups = [0.5] * (MEASURED // 2 + 1) + [30.0] * (MEASURED - MEASURED // 2 - 1)
-    assert count(tmp_path, 1, ticking(*[1.0] * WARM_UP, *hiccups)) == 120
+@pytest.mark.parametrize("killed_at", [3, 9, 11, 40, 61, 90])
+def test_a_resumed_run_decides_the_same(tmp_path: Path, killed_at: int) -> None:
+    """Killed before the first decision and after it, before the machine becomes slow and after."""
+    config, pace = replace(FIT, save_every=4), slower(0.5, 2)
+    whole = timed(tmp_path / "whole", pace, config=config)
+    with pytest.raises(KeyboardInterrupt):
+        timed(tmp_path / "killed", pace, config=config, killed_at=killed_at)
+    at = killed_at // 4 * 4  # where it goes on, what was before it having its time
+    before = whole.model.begun[at]
+    rest = timed(tmp_path / "killed", lambda n, now: pace(n, now + before), config=config, resume=True)
+    assert (rest.result.resumed_from, rest.result.steps) == (at, whole.result.steps)
+    assert rest.decided == whole.decided
+    assert rest.rates == whole.rates  # also: the log has each step once
+    assert same(trained_weights(rest.model), trained_weights(whole.model))
 
 
-@pytest.mark.parametrize(("minutes", "seconds", "steps"), [(1e-3, 5.0, 1), (60, 0.1, 1000), (1, 0.7, 85)])
-@pytest.mark.slow
-def test_at_least_one_and_at_most_what_the_config_says(tmp_path, minutes, seconds, steps):
-    assert count(tmp_path, minutes, ticking(seconds)) == steps
+def test_what_was_decided_after_the_checkpoint_holds_though_the_machine_is_another(tmp_path: Path) -> None:
+    config = replace(FIT, save_every=50)
+    with pytest.raises(KeyboardInterrupt):
+        timed(tmp_path, slower(0.5, 2), config=config, killed_at=90)
+    known = json.loads((tmp_path / STEPS_FILE).read_text())["decided"]
+    assert known[-1][0] > 50
+    made = timed(tmp_path, lambda *_: 0.75, config=config, resume=True)
+    assert made.decided[: len(known)] == known
+    assert made.result.steps == made.decided[-1][1] <= known[-1][1]
+    again = timed(tmp_path, lambda *_: 0.75, config=config, resume=True)
+    assert again.result.was_finished
+    assert again.result.steps == made.result.steps
 
 
-@pytest.mark.slow
-def test_epochs_are_a_limit_too(tmp_path):
-    assert count(tmp_path, 60, ticking(0.1), config=FitConfig(epochs=4, batch_rows=2)) == 14
+def test_of_a_run_without_a_checkpoint_nothing_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        timed(tmp_path, lambda *_: 0.5, killed_at=30)
+    made = timed(tmp_path, lambda *_: 0.5, 2, resume=True)
+    assert (made.result.steps, len(made.rates)) == (240, 240)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_keeps_the_number_and_measures_nothing(tmp_path):
-    first = count(tmp_path, 2, ticking(0.5))
-    assert count(tmp_path, 2, ticking(1.0)) == first // 2  # not resumed: measured again
-    assert count(tmp_path, 1, ticking(0.5), resume=True) == first // 2  # nothing is trained yet: other minutes count
-    assert count(tmp_path, 2, ticking(0.5), resume=True) == first
-    (tmp_path / "checkpoint-3").mkdir()
-    assert count(tmp_path, 2, ticking(50.0), resume=True, build=None) == first
-    fresh = tmp_path / "fresh"
-    assert count(fresh, 2, ticking(0.5), resume=True) == first  # killed before it had measured
+@pytest.mark.parametrize("minutes", [None, 1000])
+def test_with_time_enough_it_is_the_run_without_a_limit(tmp_path: Path, minutes: float | None) -> None:
+    config = replace(FIT, steps=None, epochs=9)
+    made = timed(tmp_path, lambda *_: 1.0, minutes, config)
+    plain = Line(lambda *_: 0.0)
+    fit(plain, Points(), config, tmp_path / "plain")
+    assert same(trained_weights(made.model), trained_weights(plain))
+    assert made.result.steps == config.total_steps(7) == 32
+    assert bool(made.decided) == (minutes is not None)
 
 
-def test_a_run_that_is_not_to_be_resumed_is_not_measured_over(tmp_path):
-    (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(UserError, match="holds an earlier run"):
-        count(tmp_path, 2, ticking(0.5), build=None)
+def test_steps_that_compile_or_stumble_do_not_count_as_the_others(tmp_path: Path) -> None:
+    made = timed(tmp_path / "compiled", lambda n, _: 12.0 if n == 1 else 0.5)
+    assert made.result.steps == 97
+    made = timed(tmp_path / "stumbled", lambda n, _: 3.0 if n == 6 else 0.5)
+    assert made.result.steps == 115
 
 
-def test_the_processes_that_hold_a_model_together_measure_together(tmp_path, monkeypatch):
-    seen, group = [], Group(0, 1, 0, 2)
+@pytest.mark.parametrize("evaluation", [1, 5, 20, 200])
+def test_evaluations_before_the_last_step_count(tmp_path: Path, evaluation: float) -> None:
+    """The last one comes after the last step, so it does not. None is made twice."""
+    made = timed(tmp_path, lambda *_: 0.5, config=replace(FIT, eval_every=20), evaluation=evaluation)
+    assert made.model.begun[-1] <= (1 + TOO_LATE) * 60
+    at = [line["step"] for line in log(tmp_path) if "eval_score" in line]
+    assert at == sorted({*range(20, made.result.steps + 1, 20), made.result.steps})
+    assert made.result.seconds == made.model.now
+    spent = made.model.now - evaluation  # the last evaluation
+    assert 50 < spent < 70 or evaluation == 20 * len(at) - 20 or evaluation == 200
 
-    def steps(*_, on_step, group, **__):
-        seen.append(group)
-        for step in range(WARM_UP + MEASURED + 1):
-            on_step(step)
 
-    monkeypatch.setattr(time_budget, "fit", steps)
-    assert steps_for_minutes(1, Line, Points(), FIT, tmp_path, resume=False, group=group, clock=ticking(0.5)) == 120
-    assert seen == [group]
+def test_a_step_longer_than_the_time_is_done_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert timed(tmp_path, lambda *_: 100.0).result.steps == 1
+    said = capsys.readouterr()
+    assert "minutes=1" in said.err
+    for option in ("fit.batch_rows", "seq_len"):
+        assert option in said.err
+    assert "step=1/1 loss=" in said.out
 
 
-@pytest.mark.slow
-def test_the_real_clock(tmp_path):
-    class Slow(Line):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            time.sleep(0.05)
-            return super().forward(x, labels)
+@pytest.mark.parametrize("steps", [1, 3, 11])
+def test_the_last_step_has_a_line_however_few_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
+    for minutes, name in ((None, "known"), (steps / 60, "timed")):
+        config = replace(FIT, steps=steps if minutes is None else 5000, log_every=500, eval_every=1)
+        assert timed(tmp_path / name, lambda *_: 1.0, minutes, config).result.steps == steps
+        assert f"step={steps}/{steps} loss=" in capsys.readouterr().out
+        assert [line["step"] for line in log(tmp_path / name) if "loss" in line][-1] == steps
 
-    assert count(tmp_path, 0.1, build=Slow) <= 120
+
+def test_the_main_processes_clock_decides_for_all(tmp_path: Path) -> None:
+    """The other one's says that there is time without end."""
+
+    def work(state: PartialState) -> None:
+        now = 0.0
+        limit = TimeLimit(1, clock=lambda: now if state.is_main_process else 0.0)
+        budget = StepBudget(limit, 5000, tmp_path, 0)
+        budget.begin()
+        done = 0
+        while done < budget.total(done):
+            began = budget.spent()
+            now += 0.5 if done < 60 else 1.0
+            done += 1
+            budget.add_step(began)
+            budget.decide(done)
+        (tmp_path / f"steps-{state.process_index}").write_text(str(done))
+
+    assert launched(2, work) == [0, 0]
+    first, second = (int((tmp_path / f"steps-{rank}").read_text()) for rank in range(2))
+    assert first == second
+    assert 90 <= first <= 95

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +20,6 @@ from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from outrider.run_dirs import LOCK_FILE
 from outrider.wandb_config import WandbConfig
-from train import time_budget
 from train.export import export
 from train.fit_settings import FitConfig
 from train.settings import TOY_REPORT, ToyTargetConfig
@@ -162,27 +160,15 @@ def test_a_killed_run_is_exported_after_resume(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_minutes_decide_the_steps_and_the_schedule(finished, tmp_path, monkeypatch):
-    """And change nothing else: the weights are those of a run of as many steps."""
-    monkeypatch.setattr(time_budget, "_seconds_per_step", lambda *_: 10.0)
-    config = _config(tmp_path, minutes=1)  # 6 steps, as in `finished`
-    train_toy_target(config)
-    report = json.loads((Path(config.out_dir) / TOY_REPORT).read_text())
-    assert (report["steps"], report["settings"]["minutes"]) == (6, 1)
-    assert _weights(config) == _weights(finished)
-    monkeypatch.setattr(time_budget, "_seconds_per_step", None)
-    (Path(config.out_dir) / TOY_REPORT).unlink()
-    shutil.rmtree(Path(config.out_dir) / "checkpoint-6")
-    train_toy_target(replace(config, resume=True))  # from step 4: the number of steps is kept, and not measured
-    assert _weights(config) == _weights(finished)
-
-
-@pytest.mark.slow
-def test_measuring_leaves_no_trace_in_the_weights(finished, tmp_path):
-    config = _config(tmp_path, minutes=1000)  # so the 6 steps of `fit` are the limit
+def test_minutes_decide_the_steps_and_nothing_else(finished, tmp_path):
+    config = _config(tmp_path / "long", minutes=1000)  # so the 6 steps of `fit` are the limit
     train_toy_target(config)
     assert json.loads((Path(config.out_dir) / STEPS_FILE).read_text())["steps"] == 6
     assert _weights(config) == _weights(finished)
+    config = _config(tmp_path / "short", minutes=1e-9)
+    train_toy_target(config)
+    report = json.loads((Path(config.out_dir) / TOY_REPORT).read_text())
+    assert (report["steps"], report["settings"]["minutes"]) == (1, 1e-9)
 
 
 def _weights(config: ToyTargetConfig) -> bytes:

@@ -1,5 +1,6 @@
 """Responses of a target: what is answered, how, and that nothing but the prompt and the seed decides it."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from data_prep.text.rows import load_rows
 from draft_models.losses import IGNORE
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.open_target import open_target
+from inference.evaluate.time_limit import TimeLimit
 from inference.packing import HalvedLinear, PackedLinear, can_halve, can_pack
 from inference.sampling import Sampler
 from outrider.errors import UserError
@@ -150,16 +152,38 @@ def test_compiled_steps_answer_the_same(make, monkeypatch):
 
 
 @pytest.fixture
-def thirty_seconds_a_batch(monkeypatch):
-    """A clock that only answering moves."""
+def answering_takes(monkeypatch):
+    """A clock that only answering moves, by what a function of the time says; returns how that function is given."""
     now, answer = [0.0], Responder.answer
 
-    def slow(responder, tasks):
-        answer(responder, tasks)
-        now[0] += 30
+    def take(seconds):
+        def slow(responder, tasks):
+            answer(responder, tasks)
+            now[0] += seconds(now[0])
 
-    monkeypatch.setattr(Responder, "answer", slow)
-    monkeypatch.setattr(responses_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        monkeypatch.setattr(Responder, "answer", slow)
+        monkeypatch.setattr(responses_module, "TimeLimit", functools.partial(TimeLimit, clock=lambda: now[0]))
+        return now
+
+    return take
+
+
+@pytest.fixture
+def thirty_seconds_a_batch(answering_takes):
+    answering_takes(lambda _: 30)
+
+
+@pytest.mark.parametrize(("seconds", "batches_done"), [(5, 5), (20, 3), (100, 1)])
+def test_a_machine_that_becomes_slow_ends_in_time(make, answering_takes, capsys, seconds, batches_done):
+    """Twice as slow from the middle on: no batch begins after the time, and a line says what is left."""
+    now = answering_takes(lambda at: seconds * (1 if at < 30 else 2))
+    config = make(batch_size=2, minutes=1)
+    generate_responses(config)
+    assert now[0] <= 1.1 * 60 + 2 * seconds
+    assert len(responses(config)) == 2 * batches_done
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("minutes=1 are over")]
+    assert bool(said) == (batches_done < 5)
+    assert ("batch_size" in "".join(said)) == (batches_done == 1)
 
 
 @pytest.mark.usefixtures("thirty_seconds_a_batch")

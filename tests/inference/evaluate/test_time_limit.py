@@ -15,6 +15,7 @@ from inference.evaluate.speed import MIN_PROMPTS
 from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.method_settings import MethodConfig
 from inference.settings import EvaluateConfig
+from inference.stopwatch import Clock
 from tests.inference.evaluate.evaluating import QUESTIONS
 
 
@@ -51,13 +52,18 @@ def test_what_is_left_and_what_must_be_done(count: int, before: set[int], earlie
 
 
 def timed(
-    config: Callable[..., EvaluateConfig], name: str, minutes: float, seconds: float, resume: bool = False
+    config: Callable[..., EvaluateConfig],
+    name: str,
+    minutes: float,
+    seconds: float,
+    resume: bool = False,
+    clock: Clock | None = None,
 ) -> tuple[list[int], dict]:
     """The positions that an evaluation has results of, whose clock ticks at each look, and its report."""
     made = config(name, methods={"lookup": MethodConfig(source="prompt_lookup")}, compare_transformers=False)
     made = replace(made, minutes=minutes, resume=resume)
     questions = [replace(QUESTIONS[0], id=str(number)) for number in range(8)]
-    compare.evaluate_checkpoint(made, questions, Ticking(seconds))
+    compare.evaluate_checkpoint(made, questions, clock or Ticking(seconds))
     return list(read_results(Path(made.out_dir))), json.loads((Path(made.out_dir) / "report.json").read_text())
 
 
@@ -76,10 +82,34 @@ def test_no_prompt_is_taken_once_the_time_is_over(
     assert sorted(timed(config, "timed", minutes=5, seconds=1, resume=True)[0]) == list(range(8))
 
 
-def test_a_verdict_has_enough_prompts_however_slow_the_machine(config: Callable[..., EvaluateConfig]) -> None:
-    taken, report = timed(config, "slow", minutes=1, seconds=1000)
+def test_a_verdict_has_enough_prompts_however_slow_the_machine(
+    config: Callable[..., EvaluateConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a line says that this takes longer than the minutes: a look before the first prompt, and one after each."""
+    taken, report = timed(config, "slow", minutes=1, seconds=25)
     assert taken == spread_order(8)[:MIN_PROMPTS]
     assert report["verdict"] in ("faster", "slower", "undecided")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("minutes=1 are over")]
+    assert said == [f"minutes=1 are over: {done} of at least {MIN_PROMPTS} prompts are done" for done in (2, 3, 4)]
+    timed(config, "quick", minutes=1, seconds=0.1)
+    assert "are over" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seconds", [4, 9])
+def test_an_evaluation_whose_machine_becomes_slow_ends_in_time(
+    config: Callable[..., EvaluateConfig], seconds: float
+) -> None:
+    """Twice as slow from the middle on: at most one prompt over, at a look a prompt."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds * (1 if now < 30 else 2)
+        return now
+
+    taken, _ = timed(config, "half", minutes=1, seconds=0, clock=clock)
+    assert len(taken) in (MIN_PROMPTS, 8) or now <= 1.1 * 60 + 2 * seconds
+    assert len(taken) >= MIN_PROMPTS
 
 
 def test_a_killed_run_goes_on_with_the_time_that_it_had_left(config: Callable[..., EvaluateConfig]) -> None:
