@@ -1,5 +1,6 @@
 """What every process would hold to decode: weights, caches, and what passes of fixed shape write. Reads no weights."""
 
+import re
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedConfig
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import empty_model
 from draft_models.target.int8 import int8_bytes, require_linear
-from draft_models.target.open_target import pick_dtype
+from draft_models.target.open_target import pick_device, pick_dtype
 from inference.drafters.registry import KINDS, Kind
 from inference.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.settings import EvaluateConfig
@@ -26,8 +27,10 @@ class Decoding(Protocol):
     def tensor_parallel(self) -> int: ...
 
 
-def target_bytes(config: EvaluateConfig, target: PreTrainedConfig, place: Place) -> dict[str, int]:
-    """Of the target's weights, as transformers' arm has them and, on a CPU, once more as the runtime has them.
+def target_bytes(
+    config: EvaluateConfig, target: PreTrainedConfig, place: Place, device: torch.device
+) -> dict[str, int]:
+    """Of the target's weights, as transformers' arm has them and, on a CPU, as the runtime has them, made of a copy.
 
     An int8 model's codes are laid out for the runtime as what is fastest, which may be floats: at most so many bytes.
     """
@@ -37,21 +40,23 @@ def target_bytes(config: EvaluateConfig, target: PreTrainedConfig, place: Place)
         model = empty_model(target)
         require_linear(model, f"target={config.target or config.early_exit}")
         held["target's weights"] = int8_bytes(model, place.itemsize)
-    if config.device == "cpu":
+    if device.type == "cpu":
         held["the same, packed for the runtime"] = floats
+        held["a copy that is packed, while models are loaded"] = floats
     return held
 
 
 def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
-    """What each GPU holds in an evaluation: a greppable line, then one for each part. Raises `UserError`."""
-    place, dtype = place_of(config, target, context_limit(target))
-    held = target_bytes(config, target, place)
+    """What each device holds in an evaluation: a greppable line, then one for each part. Raises `UserError`."""
+    device = planned_device(config.device)
+    place, dtype = place_of(config, target, context_limit(target), device)
+    held = target_bytes(config, target, place, device)
     held["caches of plain decoding"] = cache_bytes(target, place) + pass_bytes(target, place)
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:
             held |= config.maker(kind).held(where, target, place)
-    return describe(held, place, "int8" if config.dtype == "int8" else name_of(dtype))
+    return describe(held, place, "int8" if config.dtype == "int8" else name_of(dtype), device)
 
 
 def plan_capture(config: Decoding, kind: Kind, checkpoint: str, target: PreTrainedConfig, positions: int) -> str:
@@ -59,15 +64,22 @@ def plan_capture(config: Decoding, kind: Kind, checkpoint: str, target: PreTrain
 
     checkpoint: where the drafter lies, which is of `kind`.
     """
-    place, dtype = place_of(config, target, positions)
+    device = planned_device()
+    place, dtype = place_of(config, target, positions, device)
     held = {"target's weights": weight_bytes(target, place)}
     held |= kind.load_maker().held(checkpoint, target, place)
-    return describe(held, place, name_of(dtype))
+    return describe(held, place, name_of(dtype), device)
 
 
-def place_of(config: Decoding, target: PreTrainedConfig, positions: int) -> tuple[Place, torch.dtype]:
-    """Where a target is held. dtype=auto is as on a GPU, whatever machine plans, unless the CPU is asked for."""
-    device = torch.device("cpu" if getattr(config, "device", None) == "cpu" else "cuda")
+def planned_device(name: str = "auto") -> torch.device:
+    """The device that a plan is of: the one that a run would use here, or a GPU of another machine that is named."""
+    return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else pick_device(name)
+
+
+def place_of(
+    config: Decoding, target: PreTrainedConfig, positions: int, device: torch.device
+) -> tuple[Place, torch.dtype]:
+    """How a target is held on `device`, and in which dtype."""
     dtype = pick_dtype(config.dtype, target, device)
     return Place(config.tensor_parallel, dtype.itemsize, positions), dtype
 
@@ -77,10 +89,10 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe(held: Mapping[str, int], place: Place, dtype: str) -> str:
+def describe(held: Mapping[str, int], place: Place, dtype: str, device: torch.device) -> str:
     """The plan as text; dtype: what the weights are, by name."""
     lines = [
         f"plan tensor_parallel={place.size} positions={place.positions} dtype={dtype} "
-        f"device_gb={sum(held.values()) / GB:.2f}"
+        f"device_gb={sum(held.values()) / GB:.2f} device={device}"
     ]
     return "\n".join([*lines, *(f"  {what}: {size / GB:.3f} GB" for what, size in held.items())])

@@ -72,7 +72,7 @@ class EvaluateConfig(RehearsedConfig):
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)
     tensor_parallel: Count = 1  # processes over which one copy of the target is split; see docs/clusters.md
-    plan: bool = free(False)  # only say what every GPU would hold; needs no weights
+    plan: bool = free(False)  # only say what every device would hold; needs no weights
     threads: Threads = None  # of the CPU; auto: measured before every prompt; null: torch's choice
     seed: int = 0  # of sampling, and of what rules and searches draw
     # how the EAGLE-3 head is read where its config.json is wrong

@@ -25,7 +25,7 @@ from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import layer_stack
 from draft_models.target.model_identity import model_identity
-from draft_models.target.open_target import OpenTarget, fast_dtype, open_target
+from draft_models.target.open_target import OpenTarget, open_target
 from draft_models.target.stack import LayerStack
 from inference.drafters.eagle3 import Eagle3Source
 from inference.evaluate.subject import end_tokens
@@ -43,6 +43,7 @@ from train.eagle3_settings import Eagle3Config
 from train.eagle3_student import Eagle3Student
 from train.export import served_dtype
 from train.fit import fit
+from train.plan import frozen_dtype
 from train.target_states import RowsWithStates, with_states
 from train.watch import WATCHED_DRAFT, MovedNorms, batches_of, decode_metrics, heldout_prompts
 
@@ -110,7 +111,7 @@ def _train(
     taught: Rows | RowsWithStates = rows
     if config.features is not None:
         made_from = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
-        made_from["frozen_dtype"] = str(frozen_dtype(config, state.device))
+        made_from["frozen_dtype"] = str(frozen_dtype(config.frozen_dtype, state.device))
         item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
         dtype = getattr(torch, config.features_dtype)
         taught = with_states(rows, build, item, Path(config.features), dtype, made_from, state, group)
@@ -168,7 +169,7 @@ def make_student(
 
     The target's layers are split over `group`. Embedding and head are whole: losses are computed without logits.
     """
-    placed: dict[str, Any] = {"dtype": frozen_dtype(config, device), "device": device}
+    placed: dict[str, Any] = {"dtype": frozen_dtype(config.frozen_dtype, device), "device": device}
     stack = layer_stack(target.layers(**placed, group=group, vocabulary=False))
     if stored is None:
         tokens = None if tokens is None else tokens.to(device)
@@ -180,11 +181,6 @@ def make_student(
         stack, head, objective=config.objective, steps=config.draft_steps, decay=config.step_decay,
         train_head=config.train_head,
     )  # fmt: skip
-
-
-def frozen_dtype(config: Eagle3Config, device: torch.device) -> torch.dtype:
-    """What the target's layers run in."""
-    return fast_dtype(device) if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)
 
 
 def describe(student: Eagle3Student, config: Eagle3Config) -> str:

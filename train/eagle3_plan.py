@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from math import prod
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -12,11 +11,11 @@ from draft_models.eagle3.reading import Reading
 from draft_models.losses import OVERLAPS
 from draft_models.target.empty_models import empty_model
 from draft_models.target.tensor_parallel import split_model
-from inference.memory_plan import GB
+from inference.memory_plan import GB, planned_device
 from outrider.groups import Group
 from train.eagle3_settings import Eagle3Config
 from train.eagle3_student import rows_at_once
-from train.plan import BYTES_PER_TRAINED
+from train.plan import BYTES_PER_TRAINED, frozen_dtype
 
 CHUNK_COPIES = 6  # of a chunk's logits, that a loss makes of them on the way
 
@@ -27,7 +26,8 @@ def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConf
     A matrix costs 2 operations a parameter and token forward, 4 backward. Attention is left out.
     """
     model = empty_model(target)
-    width = torch.finfo(torch.bfloat16 if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)).bits
+    device = planned_device()
+    width = frozen_dtype(config.frozen_dtype, device).itemsize
     whole = _count({id(p): p for p in model.parameters()}.values())
     if config.tensor_parallel > 1:
         split_model(model, Group(size=config.tensor_parallel), vocabulary=False)
@@ -41,7 +41,7 @@ def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConf
     columns = reading.vocabulary if config.objective in OVERLAPS else reading.draft_vocabulary
     logits = 4 * rows_at_once(reading, config.objective) * columns
     memory = {
-        "the target's weights": width // 8 * held,
+        "the target's weights": width * held,
         "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained + 4 * (every - trained),
         f"activations of {rows} rows × {config.seq_len} tokens × {config.draft_steps} steps": tokens
         * kept_bytes(config, reading),
@@ -55,7 +55,8 @@ def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConf
     flops = 2 * body + 2 * seen + 6 * fc + config.draft_steps * (6 * layer + (6 if config.train_head else 4) * matrix)
     lines = [
         f"plan taps={','.join(map(str, reading.taps))} draft_steps={config.draft_steps} trained_parameters={trained} "
-        f"frozen_parameters={whole} device_gb={sum(memory.values()) / GB:.2f} gflops_per_token={flops / GB:.2f}"
+        f"frozen_parameters={whole} device_gb={sum(memory.values()) / GB:.2f} gflops_per_token={flops / GB:.2f} "
+        f"device={device}"
     ]
     return "\n".join([*lines, *(f"  memory, {name}: {size / GB:.2f} GB" for name, size in memory.items())])
 

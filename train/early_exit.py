@@ -19,7 +19,7 @@ from draft_models.early_exit import USE, EarlyExit, EarlyExitStudent, exit_layer
 from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
 from draft_models.target.fingerprint import Fingerprint
-from draft_models.target.open_target import OpenTarget, fast_dtype, open_target, pick_dtype
+from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import TensorFiles
 from inference.drafters.calibrated import Calibrated
@@ -37,7 +37,7 @@ from train.best import BEST_FOLDER, Best
 from train.draft_tokens import pick_tokens
 from train.export import served_dtype
 from train.fit import fit
-from train.plan import describe_plan, make_plan
+from train.plan import describe_plan, frozen_dtype, make_plan
 from train.settings import EesdConfig
 from train.top_k_rows import TopKRows, load_taught_rows
 from train.watch import (
@@ -169,8 +169,7 @@ def make_student(
 
     begun: an early exit of this shape and these tokens to go on with.
     """
-    frozen = fast_dtype(device) if config.frozen_dtype == "fast" else getattr(torch, config.frozen_dtype)
-    placed: dict[str, Any] = {"dtype": frozen, "device": device}
+    placed: dict[str, Any] = {"dtype": frozen_dtype(config.frozen_dtype, device), "device": device}
     start = None
     if config.online and group.size > 1:
         model = target.layers(layers, **placed, group=group, vocabulary=False)

@@ -12,9 +12,10 @@ from draft_models.early_exit import EarlyExitStudent, exit_layers
 from draft_models.losses import OVERLAPS
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import decoder_layers, empty_layers, empty_model
+from draft_models.target.open_target import fast_dtype, pick_dtype
 from draft_models.target.tensor_parallel import split_model
 from inference.footprint import Place, cache_bytes, weight_bytes
-from inference.memory_plan import GB
+from inference.memory_plan import GB, planned_device
 from outrider.groups import Group
 from train.optimizers import layer_matrices
 from train.settings import EesdConfig
@@ -44,12 +45,18 @@ class Plan:
     read_bytes: int
     parts: tuple[Piece, ...]
     device_bytes: dict[str, int]
+    device: str
     flops: int
     full_flops: int
 
     @property
     def trained(self) -> int:
         return sum(part.parameters for part in self.parts if part.trained)
+
+
+def frozen_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What layers that are not trained run in, by the option of that name."""
+    return fast_dtype(device) if name == "fast" else getattr(torch, name)
 
 
 def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> Plan:
@@ -78,8 +85,8 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         **config.student,
     )
     parts = _parts(student)
-    frozen = "bfloat16" if config.frozen_dtype == "fast" else config.frozen_dtype  # what it is on a GPU
-    width = torch.finfo(getattr(torch, frozen)).bits // 8
+    device = planned_device()
+    width = frozen_dtype(config.frozen_dtype, device).itemsize
     rows = config.fit.micro_batch_rows or config.fit.batch_rows
     trained = sum(part.parameters for part in parts if part.trained)
     one_moment = _count(layer_matrices(student)) if config.fit.optimizer == "muon" else 0
@@ -90,7 +97,8 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         f"hidden states of {rows} rows × {config.seq_len} tokens": 4 * rows * config.seq_len * target.hidden_size,
     }
     if config.decode_prompts:  # beside what is trained, in the dtype that it is served in
-        served = Place(config.tensor_parallel, _stored_bytes(target), context_limit(target))
+        dtype = pick_dtype("auto", target, device)
+        served = Place(config.tensor_parallel, dtype.itemsize, context_limit(target))
         memory["the whole target, to decode with"] = weight_bytes(target, served) + cache_bytes(target, served)
     attention = 2 * config.seq_len * target.hidden_size
     forward = [2 * _met(layer, target) + attention for layer in decoder_layers(empty_model(target))]
@@ -106,6 +114,7 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         read_bytes=read * _stored_bytes(target),
         parts=parts,
         device_bytes=memory,
+        device=str(device),
         flops=sum(forward if config.online else forward[:exit_layer]) + taught + step,
         full_flops=sum(forward) + taught + step,
     )
@@ -145,7 +154,8 @@ def describe_plan(plan: Plan, exit_layer: int, layers: int) -> str:
     lines = [
         f"plan exit_layer={exit_layer}/{layers} read_parameters={plan.read} read_gb={plan.read_bytes / GB:.2f} "
         f"trained_parameters={plan.trained} device_gb={sum(plan.device_bytes.values()) / GB:.2f} "
-        f"gflops_per_token={plan.flops / GB:.2f} full_target_gflops_per_token={plan.full_flops / GB:.2f}"
+        f"gflops_per_token={plan.flops / GB:.2f} full_target_gflops_per_token={plan.full_flops / GB:.2f} "
+        f"device={plan.device}"
     ]
     for part in plan.parts:
         state = "trained" if part.trained else "frozen"

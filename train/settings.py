@@ -202,7 +202,7 @@ class CalibrateConfig(RehearsedConfig):
     # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
     dtype: RunDtype = "auto"
     tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
-    plan: bool = free(False)  # only say what every GPU would hold; needs no weights
+    plan: bool = free(False)  # only say what every device would hold; needs no weights
     out_dir: str = free("runs/calibrate")  # where everything goes
 
     def __post_init__(self) -> None:

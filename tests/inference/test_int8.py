@@ -199,7 +199,7 @@ def test_a_plan_counts_a_byte_a_weight(
     lines = {}
     monkeypatch.setattr(memory_plan, "GB", 1.0)  # it counts bytes
     for dtype in ("int8", "bfloat16"):
-        command(config_for(made[0], tmp_path, dtype=dtype, plan=True, device="auto"))
+        command(config_for(made[0], tmp_path, dtype=dtype, plan=True, device="cuda"))
         first, *lines[dtype] = capsys.readouterr().out.splitlines()
         assert f" dtype={dtype} " in first
     model = open_target(str(made[0])).layers(dtype=torch.bfloat16, int8=True)

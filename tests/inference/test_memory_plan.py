@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from data_prep.settings import DataConfig
 from draft_models.checkpoint import save_pretrained
 from draft_models.target.empty_models import layer_stack
 from draft_models.target.load_layers import load_layers
@@ -29,6 +30,11 @@ from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
 from tests.train.jobs import calibrating, save_for_calibration
 from train.calibration import calibrate
+from train.eagle3_head import train_eagle3
+from train.eagle3_settings import Eagle3Config
+from train.early_exit import train_early_exit
+from train.fit_settings import FitConfig
+from train.settings import EesdConfig
 
 EVERY = typical_where(TYPICAL.__contains__, quick_where(lambda name: name in ("llama", "gpt2"), sorted(FAMILIES)))
 
@@ -118,17 +124,43 @@ def test_passes_write_no_more_than_is_planned(tmp_path: Path) -> None:
     assert 0 < written <= planned < 2 * written
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_plan_is_of_the_device_that_a_run_would_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    """Unless another one is named, which need not be here. No other machine's is supposed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    llama_2_70b().save_pretrained(tmp_path)
+    config = EvaluateConfig(target=str(tmp_path), methods={"m": MethodConfig(source="prompt_lookup")}, plan=True)
+    text = {"data": DataConfig(), "fit": FitConfig(steps=1)}
+    here, other = ("cuda", "cpu") if gpu else ("cpu", "cuda")
+    for plan in (
+        lambda: evaluate(config),
+        lambda: train_eagle3(Eagle3Config(target=str(tmp_path), plan=True, **text)),
+    ):
+        plan()
+        first, weights, *_ = capsys.readouterr().out.splitlines()
+        assert first.endswith(f" device={here}")
+        held = float(weights.split()[-2])
+        assert held == pytest.approx(68.98 * (2 if gpu else 4), abs=0.03)
+    train_early_exit(EesdConfig(target=str(tmp_path), plan=True, **text))
+    assert capsys.readouterr().out.splitlines()[0].endswith(f" device={here}")
+    evaluate(replace(config, device=other))
+    assert capsys.readouterr().out.splitlines()[0].endswith(f" device={other}")
+
+
 def test_on_a_cpu_the_runtime_has_packed_weights_besides(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     llama_2_70b().save_pretrained(tmp_path)
     config = EvaluateConfig(target=str(tmp_path), methods={"m": MethodConfig(source="prompt_lookup")}, plan=True)
     found = {}
-    for device in ("cpu", "auto"):
+    for device in ("cpu", "cuda"):
         evaluate(replace(config, device=device))
         lines = capsys.readouterr().out.splitlines()
         found[device] = [float(line.split()[-2]) for line in lines[1:] if "weights" in line or "packed" in line]
-    (plain,) = found["auto"]
-    cpu, packed = found["cpu"]
-    assert packed == cpu > 0
+    (plain,) = found["cuda"]
+    cpu, packed, read = found["cpu"]
+    assert packed == read == cpu > 0
     assert plain > 0
 
 
@@ -160,7 +192,7 @@ def test_the_papers_largest_target(tmp_path: Path, capsys: pytest.CaptureFixture
     """By its config alone: 68.98 B parameters of two bytes, over the GPUs."""
     llama_2_70b().save_pretrained(tmp_path)
     methods = {"lookup": MethodConfig(source="prompt_lookup")}
-    evaluate(EvaluateConfig(target=str(tmp_path), methods=methods, tensor_parallel=size, plan=True))
+    evaluate(EvaluateConfig(target=str(tmp_path), methods=methods, tensor_parallel=size, device="cuda", plan=True))
     first, target, caches = capsys.readouterr().out.splitlines()
     assert first.startswith(f"plan tensor_parallel={size} positions=4096 dtype=float16 device_gb=")
     assert float(target.split()[-2]) == pytest.approx(weights, abs=0.01)

@@ -24,7 +24,7 @@ from train.optimizers import build_optimizer
 from train.plan import describe_plan, make_plan
 from train.settings import EesdConfig
 
-CONFIG = EesdConfig(target="t", data=DataConfig(), fit=FitConfig(steps=1))
+CONFIG = EesdConfig(target="t", data=DataConfig(), fit=FitConfig(steps=1), frozen_dtype="bfloat16")
 
 
 def llama_2(size: int) -> LlamaConfig:
@@ -164,8 +164,9 @@ def test_the_plan_of_a_split_target_is_what_happens(tmp_path: Path, monkeypatch:
     require_allocated(path, replace(config, train_head=False))
 
 
-def test_the_target_that_is_decoded_with_is_planned() -> None:
-    """Of 69 B parameters in 16 bits a quarter, and caches for its 4096 positions."""
+def test_the_target_that_is_decoded_with_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 69 B parameters in 16 bits, as on a GPU, a quarter, and caches for its 4096 positions."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = replace(CONFIG, decode_prompts=8, tensor_parallel=4)
     (more,) = set(make_plan(config, llama_2(70), 5).device_bytes.items()) - set(
         make_plan(CONFIG, llama_2(70), 5).device_bytes.items()
