@@ -232,8 +232,9 @@ class MethodConfig(Settings):
         modelled, tree = kind.shaped, self.structure
         shape = tree.kind
         self._refuse_unread(kind)
-        sized = self.stop.max_draft != AUTO or (modelled and shape == "chain")
-        expected = "a number or null: auto chooses the length of a chain of early_exit, small_lm, eagle3 or skip_layers"
+        sized = self.stop.max_draft != AUTO or (shape == "chain" if modelled else "stop.max_draft" in kind.own)
+        chains = "of early_exit, small_lm, eagle3, skip_layers or prompt_lookup"
+        expected = f"a number or null: auto chooses the length of a chain {chains}"
         require(sized, "stop.max_draft", self.stop.max_draft, expected)
         if self.reads_ngrams and modelled:
             mixed = "mixed with kind=fused, whose n-grams are those of all orders and of the text"

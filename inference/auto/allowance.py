@@ -12,14 +12,17 @@ class Allowance:
     """Rounds without a draft, where drafts do not pay.
 
     The running rate is tokens per second of this generation, by the measured costs, of all its rounds, and it starts at
-    plain decoding's. While it is more than `LOSS` below that, no draft is made. Such a round is one of plain decoding,
+    plain decoding's. While it is more than `loss` below that, no draft is made. Such a round is one of plain decoding,
     and it brings the rate nearer to that again, so sooner or later another draft is tried. A drafter that never is
     right is asked in as many rounds as that allows, and loses that and one draft at most; one that pays is asked in
     nearly every round.
+
+    loss: what is given away of plain decoding's rate. A generation of N tokens gives away (MEMORY + N) of these, and
+    one draft, at most.
     """
 
-    def __init__(self, costs: Costs):
-        self._costs = costs
+    def __init__(self, costs: Costs, loss: float = LOSS):
+        self._costs, self._loss = costs, loss
         self._emitted, self._seconds = float(MEMORY), MEMORY * costs.plain
 
     @property
@@ -29,7 +32,7 @@ class Allowance:
 
     def spent(self) -> bool:
         """Whether this round is to go without a draft."""
-        return self.rate < (1 - LOSS) / self._costs.plain
+        return self.rate < (1 - self._loss) / self._costs.plain
 
     def observe(self, fed: list[int], submitted: int, emitted: int) -> None:
         """A round ended.

@@ -19,14 +19,17 @@ _HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower ends of the bands of q, but
 
 
 class BestNodes:
-    """nodes=auto: as many as make the most tokens a second, by measured costs and by what came true so far."""
+    """nodes=auto: as many as make the most tokens a second, by measured costs and by what came true so far.
+
+    own, neighbour: see `Evidence`.
+    """
 
     most = MOST_NODES
 
-    def __init__(self, tuning: Tuning):
+    def __init__(self, tuning: Tuning, *, own: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR):
         costs = tuning.costs
         self._seconds = np.array([costs.step[n] + costs.verify[n + 1] + costs.rest for n in range(MOST_NODES + 1)])
-        self._evidence = Evidence(BANDS, tuning, own=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0)
+        self._evidence = Evidence(BANDS, tuning, own=own, neighbour=neighbour, start=1.0)
         self._trust = np.array(self._evidence.shares())
         self._worths = np.empty(MOST_NODES)
         self._chosen = 0

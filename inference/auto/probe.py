@@ -39,6 +39,7 @@ CYCLES = (4, 10)  # at most CYCLES[1]; the first one warms up and is not timed
 NEW_TOKENS, PLAIN_TOKENS = 192, 12  # of one measuring generation at most
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
+SIZES = (0, *NODES)  # of a drafter that shapes its own drafts; what a round without one costs decides as well
 FUSED_LEVELS = 2  # most nodes of a fused draft are n-grams', which the drafter has not run
 WIDTHS: tuple[tuple[int, ...], ...] = ((1,), (3,), (7,), (2, 2, 1), (8, 2), (6, 3, 2))
 
@@ -231,12 +232,12 @@ class _Probe:
 
 
 class _SizesInTurn:
-    """The sizes of a drafter that shapes its own drafts, `NODES` in turn; notes what was right (see `Sizes`).
+    """The sizes of a drafter that shapes its own drafts, `SIZES` in turn; notes what was right (see `Sizes`).
 
     laps: (nodes, seconds) of every round's drafting.
     """
 
-    turns, most = len(NODES), max(NODES)
+    turns, most = len(SIZES), max(SIZES)
 
     def __init__(self) -> None:
         self._turn = 0
@@ -251,7 +252,7 @@ class _SizesInTurn:
 
     @property
     def _size(self) -> int:
-        return NODES[self._turn % self.turns]
+        return SIZES[self._turn % self.turns]
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
         """See `Sizes`."""

@@ -17,7 +17,7 @@ from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from inference.acceptance import Chooser
 from inference.auto.policy import LONGEST_CHAIN
-from inference.auto.probe import NODES, probes, tune
+from inference.auto.probe import SIZES, probes, tune
 from inference.cuda_graphs import Graphed, GraphedSession
 from inference.decode import Round, autoregressive
 from inference.drafters.calibrated import Calibrated
@@ -225,18 +225,39 @@ def test_an_ngram_draft_has_as_many_nodes_as_pay(models: tuple, monkeypatch: pyt
     method = MethodConfig("ngrams", ngrams=NgramConfig(evidence="mixed", depth=8, nodes=AUTO))
     for node in (0.0001, 0.4):
         with monkeypatch.context() as patches:
-            clock = WorkClock(patches, node=node, free=len(NODES))
+            clock = WorkClock(patches, node=node, free=len(SIZES))
             methods, tunings = tune({"m": method}, stack, drafters, prompt, clock=clock)
             arms = make_arms(stack, drafters, methods, None, max_new_tokens=40, eos=(), tunings=tunings, clock=clock)
             generation = arms["m"](prompt, Streams(0))
         costs = tunings["m"].costs
-        assert [costs.verify[width] for width in (2, 4, 8)] == pytest.approx([1 + node * width for width in (2, 4, 8)])
+        widths = (1, 2, 4, 8)
+        assert [costs.verify[width] for width in widths] == pytest.approx([1 + node * width for width in widths])
         assert costs.plain == 0.5
         assert costs.step == pytest.approx((0.0,) * 65)  # drafting takes the clock no time
         assert min(sum(tunings["m"].tried), sum(tunings["m"].right)) > 10
         assert list(generation.tokens) == expected
         drafted.append(chosen_sizes([generation])["nodes"]["mean"])
     assert drafted[0] > 2 * drafted[1]
+
+
+@pytest.mark.parametrize("repeated", [1, 3])
+def test_so_has_a_copy(models: tuple, monkeypatch: pytest.MonkeyPatch, repeated: int) -> None:
+    """Every length is measured, also where nothing occurs twice."""
+    stack, drafters, expected = models
+    prompt = random_prompt(20) * repeated
+    method = MethodConfig("prompt_lookup", stop=StopConfig(max_draft=AUTO))
+    for node in (0.0001, 0.4):
+        with monkeypatch.context() as patches:
+            clock = WorkClock(patches, node=node, free=len(SIZES))
+            methods, tunings = tune({"m": method}, stack, drafters, prompt, clock=clock)
+            arms = make_arms(stack, drafters, methods, None, max_new_tokens=40, eos=(), tunings=tunings, clock=clock)
+            generation, plain = (arms[name](prompt, Streams(0)) for name in ("m", AUTOREGRESSIVE))
+        costs, widths = tunings["m"].costs, (1, 2, 4, 8, 16)
+        assert [costs.verify[width] for width in widths] == pytest.approx([1 + node * width for width in widths])
+        assert generation.tokens == plain.tokens
+        assert max(r.drafted for r in generation.rounds) <= LONGEST_CHAIN
+        if repeated == 1:
+            assert list(generation.tokens) == expected
 
 
 @pytest.mark.slow
@@ -326,7 +347,6 @@ def test_a_structure_that_needs_costs_asks_for_them(models: tuple) -> None:
         (StructureConfig, {"kind": "k_config", "widths": "4x2"}, "widths='4x2': expected auto or a list, each an int"),
         (StructureConfig, {"kind": "k_config", "widths": (4, 0)}, r"widths=\(4, 0\): expected auto or a list"),
         (StructureConfig, {"kind": "k_config", "widths": ("a",)}, r"widths=\('a',\): expected auto or a list"),
-        (MethodConfig, {"source": "prompt_lookup", "stop": StopConfig(max_draft=AUTO)}, "stop.max_draft='auto'"),
         (
             MethodConfig,
             {"source": "ngrams", "structure": TREE.structure},
