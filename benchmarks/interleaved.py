@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from conf import build, explain, register
 from conf.options import compose_defaults
 from data_prep.text.prompts import Prompt, read_prompts
+from inference.cpu.recorded import recorded
 from inference.evaluate.arms import Arm, measure, measure_deviations
 from inference.evaluate.bench import (
     WARM_UP_TOKENS,
@@ -236,15 +237,16 @@ def enter(
 ) -> Field:
     """All arms, warm. ids: of the prompts. known: what an earlier run has prepared (see `Prepared`), or None."""
     first = configs[0]
-    teams = load_teams(configs, subject)
+    earlier = None if known is None else [construct(Prepared, each) for each in known]
+    teams = load_teams(configs, subject, None if earlier is None else earlier[0].products)
     context = min(context_length(subject, models.drafters) for models in teams)
     require_fits(prompts, ids, context - first.max_new_tokens)
     positions = longest_text([[each] for each in ids], first.max_new_tokens, context)
-    if known is None:
+    if earlier is None:
         pairs = zip(configs, teams, strict=True)
         prepared = [prepare_methods(config, subject, models, ids[0], positions) for config, models in pairs]
     else:
-        prepared = [construct(Prepared, each) for each in known]
+        prepared = earlier
     teams[0].runtime.prepare(positions, prepared[0].kernels)
     teamed = zip(configs, teams, prepared, strict=True)
     benches = [make_bench(config, subject, models, made, ids[0], len(ids)) for config, models, made in teamed]
@@ -257,13 +259,16 @@ def enter(
     return Field(arms, benches, prepared, teams[0].plain)
 
 
-def load_teams(configs: Sequence[EvaluateConfig], subject: Subject) -> list[Models]:
-    """The target with the drafters of each config, ready to decode. It is loaded once."""
+def load_teams(
+    configs: Sequence[EvaluateConfig], subject: Subject, products: Mapping[str, str] | None = None
+) -> list[Models]:
+    """The target with the drafters of each config, ready to decode. It is loaded once. products: see `load_models`."""
     placed = {"dtype": subject.dtype, "device": subject.device}
     drafters = [load_drafters(config, subject.target, **placed) for config in configs]
-    models = load_models(configs[0], subject, drafters[0])
-    for others in drafters[1:]:
-        prepare(models.stack, others)
+    with recorded(products):
+        models = load_models(configs[0], subject, drafters[0])
+        for others in drafters[1:]:
+            prepare(models.stack, others)
     return [replace(models, drafters=each) for each in drafters]
 
 

@@ -12,8 +12,8 @@ from draft_models.target.attention import grouped_attention, triton_kernels
 from draft_models.target.int8 import Int8Linear
 from draft_models.target.stack import LayerCache, LayerStack
 from inference.cache import KVCache
-from inference.cpu.at_once import LayersAtOnce
-from inference.packing import can_pack, fastest_layout, pack_linears
+from inference.cpu.at_once import ONE_BY_ONE, LayersAtOnce, PanelLinear, fits_panels
+from inference.packing import chosen_layout, pack_linears
 
 # Whose arithmetic is known to be what is fused here. Layers of other architectures run as they are.
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -223,26 +223,36 @@ def first_outputs(linear: nn.Linear, count: int) -> nn.Linear:
 def lay_out(model: nn.Module, like: LayerStack) -> None:
     """Make `model` ready to decode where `like`, the target, is: its layers fused.
 
-    On a CPU they run at once, and weights are packed, where that is faster.
+    On a CPU they run at once, and weights are packed, where that is faster, or recorded (see `inference.cpu.recorded`).
     """
     fuse_layers(model)
     if isinstance(model, LayerStack) and model.own_tokens is not None and isinstance(model.head, nn.Linear):
         model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last one is never proposed
     # Processes that share a model out must round alike, or what they draft by themselves may differ.
     together = run_at_once(model) if like.group.size == 1 else []
-    if can_pack(like.device, like.dtype):
-        of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
+    if like.device.type != "cpu":
+        return
+    of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
 
-        def fastest(linears: Sequence[Any]) -> str:
-            return like.group.agreed(fastest_layout(linears, panels=id(linears[0]) not in of_layers))
+    def layout(linears: Sequence[Any]) -> str:
+        return like.group.agreed(chosen_layout(linears, like.device, panels=id(linears[0]) not in of_layers))
 
-        pack_linears(model, fastest)
-        for module in model.modules():
-            if isinstance(module, FusedLayer):
-                module.bind()
+    pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
+    _bind(model)
     for holder, layers in together:
-        if not holder.at_once.measure(layers):  # its weights are given back
+        if holder.at_once.chosen(layers) == ONE_BY_ONE:  # its weights are given back
             holder.at_once = None
+    # Where layers give a row the same bits whatever is beside it, the head is to do so, too.
+    if isinstance(model, LayerStack) and model.at_once is not None and fits_panels(model.head):
+        model.head = PanelLinear(model.head)
+    pack_linears(model, lambda linears: "plain" if id(linears[0]) in of_layers else layout(linears))
+    _bind(model)
+
+
+def _bind(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FusedLayer):
+            module.bind()
 
 
 def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:

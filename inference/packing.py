@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from draft_models.target.int8 import Int8Linear, scaled
 from inference.cpu.at_once import COLD, REPEATS, PanelLinear, fits_panels
+from inference.cpu.recorded import settle
 
 ROWS = 8  # the row count the blocked layout is chosen for; it serves 1 to 32 rows nearly as well
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
@@ -199,11 +200,55 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
                 setattr(parent, name, laid_out[id(child)])
 
 
+def chosen_layout(linears: Sequence[Any], device: torch.device, *, panels: bool = True) -> str:
+    """The `fastest_layout` of layers of one shape on `device`, or what is recorded of them (see `settle`)."""
+    first = linears[0]
+    dtype = _dtype_of(first)
+    able = layouts_here(linears, panels=panels) if can_pack(device, dtype) else ["plain"]
+    kind = "int8 " if isinstance(first, Int8Linear) else "float16 " if _all_fit_half(linears) else ""
+    question = f"{first.out_features}×{first.in_features} {kind}in {str(dtype).removeprefix('torch.')}"
+    question += "" if panels else " (in layers)"
+    return settle(question, able, lambda: able[0] if len(able) == 1 else fastest_layout(linears, panels=panels))
+
+
+def layouts_here(linears: Sequence[Any], *, panels: bool) -> list[str]:
+    """Which of `layouts_of` them this machine has for layers of one shape; panels: whether that one counts."""
+    first = linears[0]
+    coded = isinstance(first, Int8Linear)
+    left_out = set()
+    if not (can_halve(_dtype_of(first)) and (coded or _all_fit_half(linears))):
+        left_out.add("halved")
+    if coded and not can_code(first):
+        left_out.add("coded")
+    if not (panels and fits_panels(first)):
+        left_out.add("panels")
+    return [name for name in layouts_of(first) if name not in left_out]
+
+
+def _all_fit_half(linears: Sequence[Any]) -> bool:
+    """Whether float16 holds the weights of those that `fastest_layout` tries, in a float32 model."""
+    first = linears[0]
+    if isinstance(first, Int8Linear) or _dtype_of(first) != torch.float32:
+        return False
+    return all(fits_half(linear.weight) for linear in linears[: math.ceil(COLD / _bytes_of(first))])
+
+
+def _dtype_of(linear: Any) -> torch.dtype:
+    """Of what a layer computes."""
+    dtype: torch.dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
+    return dtype
+
+
+def _bytes_of(linear: Any) -> int:
+    """Of its weights, of codes too as if they were floats, as which they may be kept."""
+    return int(linear.out_features * linear.in_features * _dtype_of(linear).itemsize)
+
+
 @torch.inference_mode()
 def fastest_layout(
     linears: Sequence[Any], clock: Callable[[], float] = time.perf_counter, *, panels: bool = True
 ) -> str:
-    """Which of `layouts_of` them is fastest for layers of one shape, here and now, over passes of `TIMED_ROWS` rows.
+    """Which of `layouts_here` is fastest for layers of one shape, here and now, over passes of `TIMED_ROWS` rows.
 
     panels: whether that layout is tried too. It serves few rows, for which decoder layers have another way already.
 
@@ -212,23 +257,14 @@ def fastest_layout(
     the logarithms decides. Takes some tenths of a second at most, and the memory of copies of those.
     """
     first = linears[0]
-    coded = isinstance(first, Int8Linear)
-    dtype = first.scale.dtype if coded else first.weight.dtype
-    size = first.out_features * first.in_features * dtype.itemsize  # of codes too: they may be kept as floats
+    dtype, size = _dtype_of(first), _bytes_of(first)
     if size < SMALL:
         return "blocked"
     count = math.ceil(COLD / size)
     sample = list(linears[:count])
     sample += [copy.deepcopy(sample[place % len(sample)]) for place in range(len(sample), min(count, FEWEST))]
-    left_out = set()
-    if not (can_halve(dtype) and (coded or all(fits_half(linear.weight) for linear in sample))):
-        left_out.add("halved")
-    if coded and not can_code(first):
-        left_out.add("coded")
-    if not (panels and fits_panels(first)):
-        left_out.add("panels")
-    layouts = layouts_of(first).items()
-    tried = {name: [make(linear) for linear in sample] for name, make in layouts if name not in left_out}
+    layouts = layouts_of(first)
+    tried = {name: [layouts[name](linear) for linear in sample] for name in layouts_here(linears, panels=panels)}
     logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)
     for rows in TIMED_ROWS:
         x = torch.ones(rows, first.in_features, dtype=dtype)

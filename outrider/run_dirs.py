@@ -29,6 +29,7 @@ _RECORDED_LATER = (
     "end_tokens",
     "drafter_model",
     "capture.target",
+    "kernels",
 )
 
 

@@ -30,6 +30,7 @@ from draft_models.target.fingerprint import tokenizer_digest
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
+from inference.cpu.by_amx import has_amx
 from inference.evaluate.subject import end_tokens, load_split
 from inference.evaluate.time_limit import TimeLimit
 from inference.packing import can_halve, can_pack, pack_linears
@@ -66,7 +67,9 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
     group = join_group(state, config.tensor_parallel)
-    identity = from_main(state, lambda: run_identity(config, target, dtype))
+    kernels = kernels_here(state.device, dtype)
+    identity = from_main(state, lambda: run_identity(config, target, dtype) | {"kernels": kernels})
+    require_same_kernels(identity["kernels"], kernels)
     identity["code"] = check_run(folder, identity, config.resume, config)
     done, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
     first += group.index
@@ -273,12 +276,28 @@ def load_target(
     return model.eval(), steps
 
 
+def kernels_here(device: torch.device, dtype: torch.dtype) -> str:
+    """What multiplies here, which a resumed run and all processes must share: others round differently.
+
+    The machine decides it and no clock.
+    """
+    if not can_pack(device, dtype):
+        return "PyTorch's"
+    return ("halved" if can_halve(dtype) else "blocked") + (", steps by AMX" if has_amx() else "")
+
+
+def require_same_kernels(first: str, own: str) -> None:
+    """Raise `UserError` where a process would multiply by others than the first one."""
+    if own != first:
+        raise UserError(f"one process multiplies by kernels {first!r}, another by {own!r}: start all on like machines")
+
+
 def lay_out_for_batches(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> CompiledSteps | None:
     """Lay a model's weights out for passes of many rows; returns a faster way for its steps, where there is one."""
     if not can_pack(device, dtype):
         return None
     steps = CompiledSteps.of(model)
-    layout = "halved" if can_halve(dtype) else "blocked"  # not by the clock: a resumed run is to round alike
+    layout = "halved" if can_halve(dtype) else "blocked"  # not by the clock: see `kernels_here`
     pack_linears(model, lambda _: layout)
     return steps
 

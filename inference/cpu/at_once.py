@@ -17,11 +17,14 @@ from inference.cpu.layout import Layout, call, out_of_panels
 from inference.cpu.linear import PANEL
 from inference.cpu.pages import in_large_pages
 from inference.cpu.passes import Shape
+from inference.cpu.recorded import settle
 from inference.cpu.team import most_threads
 from inference.cpu.vectors import LANES
 
-WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured; wider ones are left to a library's products
-SEEN = 2**18  # rows times positions of a pass, as far as was measured: there both ways take equally long in bfloat16
+ONE_BY_ONE, AT_ONCE = "one by one", "at once"
+WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured
+SEEN = 2**20  # rows times positions of a call: a float each and for each head is room for scores
+TOGETHER = 64  # rows of a call for a norm and a product: every thread has all of them for itself
 COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
 SMALL = 2**19  # bytes of a layer whose time is that of its calls
 SOME = 256  # positions by which room grows
@@ -81,11 +84,14 @@ class PanelLinear(nn.Module):
     __call__ = forward
 
     def after(self, weight: Tensor, eps: float, x: Tensor) -> Tensor | None:
-        """`forward` of weight · round(x / rms(x)) in one call, for up to `WIDTHS[-1]` rows x; None for others."""
+        """`forward` of weight · round(x / rms(x)), with nothing between; None for an x of another dtype."""
         size = self.shape[1]
         rows = x.numel() // size
-        if x.dtype != self._dtype or weight.dtype != x.dtype or size % LANES or not 0 < rows <= WIDTHS[-1]:
+        if x.dtype != self._dtype or weight.dtype != x.dtype or size % LANES or rows == 0:
             return None
+        if rows > TOGETHER:
+            parts = [self.after(weight, eps, part) for part in x.reshape(rows, size).split(TOGETHER)]
+            return torch.cat(parts).view(*x.shape[:-1], -1)  # type: ignore[arg-type]  # none of them is None
         room = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * size,), eps)
         table = {entries.NORMS: weight.data_ptr(), entries.ROOM: room.data_ptr()}
         return self._call(self._normed, x, x.contiguous(), table)
@@ -107,13 +113,11 @@ class PanelLinear(nn.Module):
 class LayersAtOnce:
     """Consecutive layers of one shape, any range of which runs in one call where a pass has few rows.
 
-    rows: the most for which it is asked (see `measure`). layout: of its weights, which it has a second time, beside the
-    layers' own.
+    layout: of its weights, which it has a second time, beside the layers' own.
     """
 
     def __init__(self, layers: Sequence[Any]):
         first = layers[0]
-        self.rows = WIDTHS[-1]
         self._dtype = dtype_of(first)
         self._first = first.layer_idx
         self._shape = Shape(
@@ -146,26 +150,36 @@ class LayersAtOnce:
         self._table = table  # addresses are put in where it is used: those of a copy are others
         self._rooms: dict[tuple[int, int, int], int] = {}
 
-    @torch.inference_mode()  # with gradients it would run nothing, which takes no time
-    def measure(self, layers: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> int:
-        """Set and return `rows`: up to how many of them a pass is faster at once than layer by layer, here and now.
+    def chosen(self, layers: Sequence[Any]) -> str:
+        """Which is the faster way through `layers`, here and now: `AT_ONCE` or `ONE_BY_ONE`; or what is recorded.
 
-        0: not even with one. Over as many `layers` as exceed the caches. Where a layer is so small that its calls take
-        all the time, it is not measured: at once is faster then.
+        It is the way of all passes behind a text, few rows or many, as the two round differently.
+        """
+        hidden, inner = self._shape.hidden, self._shape.inner
+        question = f"{len(layers)} layers of {hidden} and {inner} in {str(self._dtype).removeprefix('torch.')}"
+        return settle(question, (ONE_BY_ONE, AT_ONCE), lambda: AT_ONCE if self.is_faster(layers) else ONE_BY_ONE)
+
+    @torch.inference_mode()  # with gradients it would run nothing, which takes no time
+    def is_faster(self, layers: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> bool:
+        """Whether passes of `WIDTHS` are faster at once than layer by layer: the mean of the logarithms decides.
+
+        Over as many `layers` as exceed the caches. Where a layer is so small that its calls take all the time, it is
+        not measured: at once is faster then.
         """
         size = self._weights[0].nbytes
         if size < SMALL:
-            return self.rows
+            return True
         count = min(len(layers), math.ceil(COLD / size))
         like = torch.zeros(1, 1, self._shape.hidden, dtype=self._dtype)
         turned = torch.ones(1, 1, self._shape.width, dtype=self._dtype)
-        self.rows, widest = WIDTHS[-1], 0
+        gained = 0.0
         for rows in WIDTHS:
             hidden, table = like.expand(1, rows, -1).contiguous(), turned.expand(1, rows, -1).contiguous()
-            mask = torch.zeros(1, 1, rows, rows, dtype=self._dtype)
+            mask = torch.zeros(1, 1, rows, rows + 1, dtype=self._dtype)
             seconds: tuple[list[float], list[float]] = ([], [])
             for _ in range(1 + REPEATS):
-                cache = KVCache(range(self._first, self._first + count), rows)
+                cache = KVCache(range(self._first, self._first + count), rows + 1)
+                cache.length = 1  # behind a text
                 started = clock()
                 done = self.run(hidden, 0, count, (table, table), mask, cache)
                 between = clock()
@@ -174,11 +188,8 @@ class LayersAtOnce:
                     layer.one_by_one(hidden, mask, (table, table), cache)
                 seconds[0].append(between - started)
                 seconds[1].append(clock() - between)
-            if statistics.median(seconds[0][1:]) >= statistics.median(seconds[1][1:]):
-                break
-            widest = rows
-        self.rows = widest
-        return widest
+            gained += math.log(statistics.median(seconds[1][1:]) / statistics.median(seconds[0][1:]))
+        return gained > 0
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> "LayersAtOnce | None":
@@ -201,14 +212,14 @@ class LayersAtOnce:
     ) -> Tensor | None:
         """Layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None where it does not run such a pass.
 
-        rotary, mask, cache: as a layer is given them. It runs passes of up to `rows` rows over a `KVCache`, without
-        gradients, where everything is of the dtype of the layers.
+        rotary, mask, cache: as a layer is given them. It runs passes behind a text over a `KVCache`, without gradients,
+        where everything is of the dtype of the layers. A prompt, whose rows see no text before them, is none of them.
         """
         batch, rows, _ = hidden.shape
-        small = batch == 1 and rows <= self.rows and isinstance(cache, KVCache) and cache.fixed is None
-        if not small or rotary is None or torch.is_grad_enabled() or rows * (cache.length + rows) > SEEN:
+        able = batch == 1 and isinstance(cache, KVCache) and cache.fixed is None
+        if not able or rotary is None or torch.is_grad_enabled():
             return None
-        if mask is None and rows > 1:  # causal, with nothing before it: a prompt's first tokens
+        if rows > 1 and (mask is None or cache.length == 0):
             return None
         given = (hidden, rotary[0], *([] if mask is None else [mask]))
         if not all(isinstance(tensor, Tensor) and tensor.dtype == self._dtype for tensor in given):
@@ -216,13 +227,20 @@ class LayersAtOnce:
         kept = cache.whole(self._shape.key_heads, self._shape.width, hidden)
         if kept is None:
             return None
-        mask = None if mask is None else mask.contiguous()
-        more = {
-            entries.MASK: 0 if mask is None else mask.data_ptr(),
-            entries.FIRST: cache.layers.start - self._first,
-            entries.PAST: cache.length,
-        }
-        return self._call(hidden, start, stop, rotary, kept[:, :, None], cache.length + rows, more)
+        first, past = cache.layers.start - self._first, cache.length
+        most = max(1, SEEN // (past + rows))
+        done = []
+        for begin in range(0, rows, most):  # those of a later call see the keys and values of the ones before
+            end = min(rows, begin + most)
+            own = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
+            place = (rotary[0][:, begin:end], rotary[1][:, begin:end])
+            more = {
+                entries.MASK: 0 if own is None else own.data_ptr(),
+                entries.FIRST: first,
+                entries.PAST: past + begin,
+            }
+            done.append(self._call(hidden[:, begin:end], start, stop, place, kept[:, :, None], past + end, more))
+        return done[0] if len(done) == 1 else torch.cat(done, dim=1)
 
     def run_each(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], kept: Tensor, seats: Tensor) -> Tensor:
         """All layers on one more token of each of R sequences, hidden [R, d] → [R, d]; any number of rows.

@@ -16,6 +16,7 @@ from inference.cpu import entries
 from inference.cpu.by_amx import STEP, has_amx
 from inference.cpu.by_vectors import DOTS, TILE
 from inference.cpu.linear import PANEL
+from inference.cpu.recorded import settle
 from inference.cpu.team import call_in_team, most_threads, team
 from outrider.progress import Stage
 
@@ -46,10 +47,13 @@ class Layout(NamedTuple):
         stored = fewest_bytes(linears)
         if stored != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
             return cls(stored, 1, "floats", kept)
-        able = [way for way in ways() if way != "amx" or all(linear.in_features % STEP == 0 for linear in linears)]
+        steps = all(linear.in_features % STEP == 0 for linear in linears)
+        able = [way for way in ways() if way != "amx" or steps]
         if kept != torch.bfloat16 and "pairs" in able:  # of a float32 the rest of its digits would be lost
             able.remove("pairs")
-        return cls(stored, 2, min(able, key=lambda way: seconds_of_product(way, kept)), kept)
+        question = f"bfloat16 weights in {_name(kept)}" + ("" if steps else f" (inputs in no steps of {STEP})")
+        way: Any = settle(question, able, lambda: _fastest(able, kept))
+        return cls(stored, 2, way, kept)
 
     @property
     def parts(self) -> int:
@@ -131,6 +135,15 @@ def call(entry: int, table: list[int], size: int) -> None:
         table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads
     given = array("q", table)
     call_in_team(entry, given.buffer_info()[0], threads)
+
+
+def _fastest(able: Sequence[Way], kept: torch.dtype) -> Way:
+    """AMX where there is such: it is beyond comparison. Between the others a clock decides."""
+    return "amx" if "amx" in able else min(able, key=lambda way: seconds_of_product(way, kept))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @cache

@@ -7,8 +7,10 @@ import numpy as np
 
 from inference.cpu.elementwise import softmax_row
 from inference.cpu.numbers import kernel, wide
+from inference.cpu.vectors import LANES
 
 _HIDDEN = np.float32(-1e30)  # a mask below it lets nothing through
+_BLOCK = 64  # positions that are looked at together
 
 
 class Task(NamedTuple):
@@ -43,14 +45,52 @@ def seen_by(task, row):
 
 
 @kernel
+def _first_gap(mask, count):
+    """The first of `count` positions that is hidden after one that is not; `count` where there is none."""
+    begin = 0
+    while begin < count and wide(mask[begin]) < _HIDDEN:  # before a window
+        begin += 1
+    while begin < count:
+        end, hidden = min(count, begin + _BLOCK), 0
+        for j in range(begin, end):
+            hidden += wide(mask[j]) < _HIDDEN
+        if hidden > 0:
+            while wide(mask[begin]) >= _HIDDEN:
+                begin += 1
+            return begin
+        begin = end
+    return count
+
+
+@kernel
 def softmax(scores, line, count, size, mask, scale):
-    """softmax(scale · score + mask) of the first `count` of a line of scores, in place; then 0 up to whole vectors."""
+    """softmax(scale · score + mask) of the first `count` of a line of scores, in place; then 0 up to whole vectors.
+
+    What is hidden between others is taken out meanwhile. So a row of a tree, whose ancestors are not side by side, has
+    the sum that it has in a chain, to the bit.
+    """
     own = scores[line]
     for j in range(count):
         own[j] *= scale
+    gap = seen = count
     if mask.shape[0] > 0:
         for j in range(count):
             own[j] += wide(mask[j])
-    for j in range(count, size):
+        gap = seen = _first_gap(mask, count)
+        for j in range(gap, count):
+            if wide(mask[j]) >= _HIDDEN:
+                own[seen] = own[j]
+                seen += 1
+    for j in range(seen, size):
         own[j] = np.float32(-np.inf)
-    softmax_row(scores, line, size)
+    softmax_row(scores, line, -(-seen // LANES) * LANES)
+    if gap == count:
+        return
+    for j in range(count, size):
+        own[j] = np.float32(0.0)
+    for j in range(count - 1, gap - 1, -1):
+        if wide(mask[j]) < _HIDDEN:
+            own[j] = np.float32(0.0)
+        else:
+            seen -= 1
+            own[j] = own[seen]

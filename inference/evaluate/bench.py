@@ -36,13 +36,24 @@ class Prepared:
     """What is measured once, by one process before the first prompt, and holds for all of them, in resumed runs too.
 
     methods, tunings: see `tune`; kernels: of attention, which round differently (see `inference.attention_kernels`).
-    doctor: what was found of drafters that were examined (see `examine`).
+    doctor: what was found of drafters that were examined (see `examine`). products: the kernels that multiply on a CPU,
+    which round differently, too (see `inference.cpu.recorded`).
     """
 
     methods: dict[str, MethodConfig]
     tunings: dict[str, Tuning]
     kernels: tuple[KernelChoice, ...] = ()
     doctor: dict[str, Any] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
+
+    def chosen(self) -> dict[str, str]:
+        """The kernels by what they are for, to be read."""
+        attention = {
+            f"attention of {one.heads}/{one.key_heads} heads of {one.head_dim}, {one.width} rows over {one.keys}":
+            one.kernel
+            for one in self.kernels
+        }  # fmt: skip
+        return {**self.products, **attention}
 
 
 def render(subject: Subject, prompt: Prompt, texts: Sequence[str]) -> list[int]:
@@ -84,7 +95,7 @@ def prepare_methods(
     options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
     options |= {"generation": subject.inherited.config, "eos": subject.eos}
     tuned = tune(config.methods, stack, models.drafters, prompt, clock=clock, group=subject.group, **options)
-    return Prepared(*tuned, kernels)
+    return Prepared(*tuned, kernels, products=models.products)
 
 
 @dataclass(frozen=True)

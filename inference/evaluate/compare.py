@@ -117,7 +117,9 @@ def _evaluate(
     limit = replace(limit, earlier=spent)
     todo, must = limit.to_do(len(prompts), done)
     share, taken = todo[group.index :: group.count], 0
-    models = load_models(config, subject, drafters) if share else None
+    known = None if earlier is None else construct(Prepared, earlier).products
+    waits = known is None and subject.device.type == "cpu" and not group.is_first  # for the kernels the first chooses
+    models = load_models(config, subject, drafters, known) if share and not waits else None
     positions = longest_text(turns, new, context)
     if earlier is None:  # then the main process's group has a share, and nobody is at work beside it any more
         state.wait_for_everyone()
@@ -140,6 +142,8 @@ def _evaluate(
 
         earlier = from_main(state, begin)
     prepared = construct(Prepared, earlier)
+    if share and models is None:
+        models = load_models(config, subject, drafters, prepared.products)
     if models is not None:
         models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
@@ -225,6 +229,7 @@ def report(
         "computes_in": subject.floats,
         "device": str(subject.device),
         "runtime": make_runtime(config.runtime, subject.device).name,
+        "kernels": prepared.chosen(),
         "processes": max(measured.processes for measured in done.values()),
         "tensor_parallel": config.tensor_parallel,
         "threads": dict(sorted(Counter(m.threads for m in done.values() if m.threads).items())),

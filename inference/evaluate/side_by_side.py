@@ -111,8 +111,8 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
 
 def differences(before: Evaluation, after: Evaluation) -> dict[str, list[Any]]:
     """What was not the same in the two runs, beside the methods: the settings and facts that a reader must know."""
-    keys = ("target", "drafter", "dtype", "device", "runtime", "temperature", "max_new_tokens", "machine", "made_with",
-            "digests", "seed")  # fmt: skip
+    keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "max_new_tokens", "machine",
+            "made_with", "digests", "seed")  # fmt: skip
     pairs = {key: [before.facts.get(key), after.facts.get(key)] for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -24,6 +24,7 @@ from draft_models.target.open_target import OpenTarget, open_target, pick_device
 from draft_models.target.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.target.stack import LayerStack
 from draft_models.target.whole_model import PlainLM
+from inference.cpu.recorded import recorded
 from inference.drafters.registry import KINDS
 from inference.engines.choose import make_runtime
 from inference.generation_config import Inherited, inherit, read_generation_config
@@ -88,12 +89,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Models:
-    """The models of an evaluation, loaded. plain: the target as transformers runs it; stack: as `runtime` does."""
+    """The models of an evaluation, loaded. plain: the target as transformers runs it; stack: as `runtime` does.
+
+    products: by what kernels a CPU multiplies for them (see `inference.cpu.recorded`).
+    """
 
     plain: PreTrainedModel
     stack: LayerStack
     drafters: Drafters
     runtime: Runtime
+    products: dict[str, str] = field(default_factory=dict)
 
 
 def find_subject(config: EvaluateConfig, group: Group = ALONE) -> Subject:
@@ -225,8 +230,13 @@ def finish(drafters: Drafters) -> None:
         KINDS[name].load_maker().finish(model)
 
 
-def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) -> Models:
-    """The target, it and its drafters ready to decode."""
+def load_models(
+    config: EvaluateConfig, subject: Subject, drafters: Drafters, products: Mapping[str, str] | None = None
+) -> Models:
+    """The target, it and its drafters ready to decode.
+
+    products: by what kernels a CPU is to multiply; None: the fastest, here and now. Raises `UserError` where it cannot.
+    """
     placed = (subject.dtype, subject.device)
     if subject.group.size == 1:
         plain = load_plain(subject.target, *placed, int8=subject.int8)
@@ -235,8 +245,9 @@ def load_models(config: EvaluateConfig, subject: Subject, drafters: Drafters) ->
         plain = load_split(subject.target, *placed, subject.group)
         another = can_pack(subject.device, subject.dtype)
         stack = layer_stack(load_split(subject.target, *placed, subject.group) if another else plain)
-    prepare(stack, drafters)
-    return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device))
+    with recorded(products) as made:
+        prepare(stack, drafters)
+    return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device), made)
 
 
 def load_stack(

@@ -8,7 +8,7 @@ import torch
 
 from draft_models.target import attention
 from draft_models.target.attention import KERNELS, SPLIT, grouped_attention, kernels_on, triton_kernels, use_kernel
-from inference import cuda_graphs, fused_layers
+from inference import cuda_graphs, fused_layers, packing
 from inference.attention_kernels import attention_shape
 from inference.cuda_graphs import Graphed
 from inference.decode import autoregressive, speculative
@@ -50,7 +50,7 @@ def test_it_decodes_to_the_same_tokens(
     drafter = make_drafter(path, LAYERS - 1, noise=0.3)
     prompt, count = random_prompt(20), 30
     expected = [t for r in autoregressive(plain, prompt, max_new_tokens=count) for t in r.tokens]
-    monkeypatch.setattr(fused_layers, "can_pack", lambda *_: False)  # weights stay as on a GPU
+    monkeypatch.setattr(packing, "can_pack", lambda *_: False)  # weights stay as on a GPU
     monkeypatch.setattr(fused_layers, "run_at_once", lambda model: [])
     prepare(stack, {"early_exit": Calibrated(drafter)})
     record_graphs(monkeypatch)

@@ -15,7 +15,7 @@ from draft_models.target.load_layers import load_layers
 from draft_models.target.narrowed import OwnTokens
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
-from inference import fused_layers
+from inference import packing
 from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
@@ -138,7 +138,7 @@ def test_decoding_without_packing_equals_generate(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where the stack is made from the very model that transformers runs."""
-    monkeypatch.setattr(fused_layers, "can_pack", lambda *_: False)
+    monkeypatch.setattr(packing, "can_pack", lambda *_: False)
     path = save_target(tmp_path, architecture, kv_heads=2)
     model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
     stack, prompt = layer_stack(model), random_prompt(20)

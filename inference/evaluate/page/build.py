@@ -188,6 +188,7 @@ def _facts(report: Report) -> Markup:
         "computes in": report.get("computes_in", report["dtype"]),
         "device": report["device"],
         "runtime": report.get("runtime", ""),
+        **{f"kernel: {name}": value for name, value in report.get("kernels", {}).items()},
         **{f"made with: {name}": value for name, value in made.items()},
         **{f"digest: {name}": value for name, value in report.get("digests", {}).items()},
         "peak memory": _peak(report.get("peak_memory_bytes", 0)),

@@ -148,6 +148,17 @@ def test_compiled_steps_answer_the_same(make, monkeypatch):
     assert found[0] == found[1]
 
 
+@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
+def test_other_kernels_do_not_go_on(make, monkeypatch):
+    """They round otherwise: a machine with AMX leaves half of the answers to one without, or the contrary."""
+    config = make()
+    monkeypatch.setattr(responses_module, "has_amx", lambda: True)
+    generate_responses(config)
+    monkeypatch.setattr(responses_module, "has_amx", lambda: False)
+    with pytest.raises(UserError, match=r'kernels="\w+" \(was "\w+, steps by AMX"\)'):
+        generate_responses(replace(config, resume=True))
+
+
 # ------------------------------------------------------------------------------------------------------ time
 
 

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from draft_models.target.open_target import open_target
 from draft_models.target.stack import LayerStack
 from inference.cache import KVCache
 from inference.cpu import at_once, layout, team
-from inference.cpu.at_once import LayersAtOnce
+from inference.cpu.at_once import LayersAtOnce, PanelLinear
 from inference.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
@@ -25,6 +26,7 @@ from inference.drafters.shaped import Shaped
 from inference.fused_layers import fuse_layers, run_at_once
 from inference.loading.drafters import prepare
 from inference.rows import Rows
+from inference.session import TargetSession
 from inference.structures.factory import make_structure
 from outrider.streams import Streams
 from tests.tiers import quick_where
@@ -39,6 +41,7 @@ from tests.tiny import (
     shake_norms_and_biases,
 )
 
+VOCABULARY = 272  # whole panels
 PAST, TREE = 9, (-1, 0, 0, 1, 1, 2, 3, 3)
 WHOLE = {"use_sliding_window": False, "layer_types": None}
 FAMILIES = [("llama", {"attention_bias": True}), ("mistral", {"sliding_window": None}), ("qwen2", WHOLE), ("qwen3", {})]
@@ -167,6 +170,49 @@ def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.d
         own = stack.run(hidden[:, row : row + 1].contiguous(), 0, LAYERS, where, {None: None}, alone)
         assert torch.equal(own[0, 0], together[0, row])
         alone.advance(1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "past"), [(33, 9), (70, 9), (40, 9000)])
+def test_wide_and_long_passes_have_the_logits_of_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, past: int
+) -> None:
+    """To the bit: of a chain, and of a path through a tree, whose rows stand in other slots. Also in several calls."""
+    longest = {"vocab_size": VOCABULARY, "max_position_embeddings": past + rows}
+    stack = open_stack(save_target(tmp_path, "llama", kv_heads=2, **longest), dtype)[1]
+    prepare(stack, {})
+    monkeypatch.setattr(at_once, "SEEN", 30 * (past + rows))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(256, (rows,), generator=generator)
+    text = torch.randn(LAYERS, 2, 2, past, stack.layers[0].head_dim, generator=generator).to(dtype)
+
+    def session() -> TargetSession:
+        made = TargetSession(stack, 0, past + rows)
+        made.rest.whole(2, text.shape[-1], text)[:, :, :, :past] = text
+        made.base = made.rest.length = made.first.length = past
+        return made
+
+    def verified(parents: Sequence[int]) -> Tensor:
+        verifying = session()
+        verifying.feed(tokens, parents)
+        return verifying.finish()
+
+    plain, one_by_one = session(), []
+    every_third = range(0, rows, 3)
+    for row in range(rows):
+        plain.feed(tokens[row : row + 1], [-1])
+        one_by_one.append(plain.finish())
+        plain.commit([0])
+    assert torch.equal(verified(range(-1, rows - 1)), torch.cat(one_by_one))
+
+    path, along = session(), []
+    for row in every_third:
+        path.feed(tokens[row : row + 1], [-1])
+        along.append(path.finish())
+        path.commit([0])
+    tree = verified([row - 3 if row % 3 == 0 and row else row - 1 for row in range(rows)])
+    assert torch.equal(tree[list(every_third)], torch.cat(along))
 
 
 @torch.inference_mode()
@@ -317,14 +363,8 @@ def test_passes_it_is_not_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert not runs(cache=None)
         with cache.at(torch.arange(len(TREE)), 32):
             assert not runs()
-        together.rows = len(TREE) - 1
-        assert not runs()
-        together.rows = len(TREE)
-        monkeypatch.setattr(at_once, "SEEN", len(TREE) * (PAST + len(TREE)))
-        assert runs()
-        monkeypatch.setattr(at_once, "SEEN", len(TREE) * (PAST + len(TREE)) - 1)
-        assert not runs()
-        monkeypatch.undo()
+        cache.length = 0
+        assert not runs()  # a prompt's first rows under a window
     with torch.enable_grad():
         assert not runs()
 
@@ -380,37 +420,44 @@ def test_decoding_goes_by_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypa
 
 
 class Ticks:
-    """A clock by which a pass takes as long as `seconds` says: of rows at once, and of rows one by one."""
+    """A clock by which a pass at once takes a second, and one of so many rows one by one as long as `seconds` says."""
 
-    def __init__(self, faster_up_to: int):
-        self.turn, self.faster_up_to = 0, faster_up_to
+    def __init__(self, seconds: Callable[[int], float]):
+        self.turn, self.seconds = 0, seconds
 
     def __call__(self) -> float:
         place, part = divmod(self.turn, 3)
         rows = at_once.WIDTHS[place // (1 + at_once.REPEATS)]
         self.turn += 1
-        return 10.0 * place + (0.0, 1.0, 3.0 if rows <= self.faster_up_to else 1.5)[part]
+        return 100.0 * place + (0.0, 1.0, 1.0 + self.seconds(rows))[part]
 
 
-@pytest.mark.parametrize("most", [0, 1, 4, 32])
-def test_up_to_how_many_rows_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "faster"),
+    [(lambda rows: 1.1, True), (lambda rows: 0.9, False), (lambda rows: 3.0 if rows == 1 else 0.9, True)],
+)
+def test_the_faster_way_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], faster: bool
+) -> None:
+    """Over all widths: the way is the same for all of them."""
     stack = make_stack(tmp_path, "llama")
     together, layers = stack.at_once, list(stack.layers)
     assert isinstance(together, LayersAtOnce)
-    assert together.measure(layers) == at_once.WIDTHS[-1]  # so small that nothing is measured
+    assert together.is_faster(layers)  # so small that nothing is measured
     monkeypatch.setattr(at_once, "SMALL", 0)
-    assert together.measure(layers, Ticks(most)) == most == together.rows
+    assert together.is_faster(layers, Ticks(seconds)) == faster
 
 
-@pytest.mark.parametrize("most", [0, 4])
-def test_where_it_is_never_faster_its_weights_are_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+@pytest.mark.parametrize("faster", [True, False])
+def test_where_it_is_not_faster_its_weights_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
 ) -> None:
-    monkeypatch.setattr(LayersAtOnce, "measure", lambda self, layers: most)
-    path = save_target(tmp_path, kv_heads=2)
+    monkeypatch.setattr(LayersAtOnce, "is_faster", lambda self, layers: faster)
+    path = save_target(tmp_path, kv_heads=2, vocab_size=VOCABULARY)
     stack, drafter = open_stack(path)[1], make_drafter(path, 1)
     prepare(stack, {"early_exit": Calibrated(drafter)})
-    assert {stack.at_once is None, drafter.layer.at_once is None} == {most == 0}
+    assert {stack.at_once is not None, drafter.layer.at_once is not None} == {faster}
+    assert isinstance(stack.head, PanelLinear) or not faster
 
 
 def test_what_is_prepared_again_goes_on_as_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from draft_models.target.int8 import Int8Linear, quantise_rows
 from inference.cpu import by_amx, layout
-from inference.cpu.at_once import PanelLinear, fits_panels
+from inference.cpu.at_once import TOGETHER, PanelLinear, fits_panels
 from inference.cpu.by_amx import BLOCK, STEP, has_amx
 from inference.cpu.by_vectors import TILE
 from inference.cpu.linear import PANEL
@@ -98,10 +98,13 @@ def test_only_bfloat16s_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_fastest_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMX wherever it is, without a clock."""
     linear = make_linear("bfloat16", torch.bfloat16, inputs=WHOLE)
-    for fastest in layout.ways():
-        monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept, best=fastest: 2.0 - (tried == best))
-        assert layout.Layout.of([linear], torch.bfloat16).way == fastest
+    for ways, taken in ((("floats", "pairs"), None), (("floats", "pairs", "amx"), "amx")):
+        monkeypatch.setattr(layout, "ways", lambda ways=ways: ways)
+        for fastest in ways:
+            monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept, best=fastest: 2.0 - (tried == best))
+            assert layout.Layout.of([linear], torch.bfloat16).way == (taken or fastest)
 
 
 def test_products_are_timed_without_a_fault() -> None:
@@ -170,7 +173,9 @@ def test_after_a_norm(kind: str, dtype: torch.dtype, way: str) -> None:
     assert together.shape == (1, 2 * BLOCK, OUT)
     for rows in range(1, 2 * BLOCK):
         assert torch.equal(panels.after(weight, 0.1, x[:, :rows]), together[:, :rows])
-    assert panels.after(weight, 0.1, normal(1, 2 * BLOCK + 1, WHOLE, dtype=dtype)) is None
+    many = normal(1, 2 * TOGETHER + 1, WHOLE, dtype=dtype)
+    apart = torch.cat([panels.after(weight, 0.1, many[:, row : row + 1]) for row in range(many.shape[1])], dim=1)
+    assert torch.equal(panels.after(weight, 0.1, many), apart)
     assert panels.after(weight.double(), 0.1, x) is None
 
 

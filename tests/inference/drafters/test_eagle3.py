@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from draft_models.eagle3.checkpoint import load_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.target.stack import LayerStack
-from inference import cuda_graphs, fused_layers
+from inference import cuda_graphs, packing
 from inference.drafters.eagle3 import Eagle3Source
 from inference.runtime import Eager, Runtime
 from inference.tree import ROOT, DraftTree
@@ -165,7 +165,7 @@ def test_drafts_are_those_of_a_loop_without_a_cache(
 def test_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str) -> None:
     """As on a GPU (tests/test_gpu.py), with passes that are recorded."""
     monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
-    monkeypatch.setattr(fused_layers, "can_pack", lambda *_: False)  # a recording has no place for packed weights
+    monkeypatch.setattr(packing, "can_pack", lambda *_: False)  # a recording has no place for packed weights
     record_graphs(monkeypatch)
     require_same_texts(save_target(tmp_path, "mistral", kv_heads=2, peak=6.0), structure, torch.device("cpu"))
 

@@ -17,7 +17,9 @@ from draft_models.target.fingerprint import fingerprint_target
 from draft_models.target.open_target import load_tokenizer
 from draft_models.target.stack import LayerStack
 from draft_models.target.tensor_files import open_tensors
+from inference import packing
 from inference.attention_kernels import attention_shape
+from inference.cpu.at_once import LayersAtOnce
 from inference.cuda_graphs import Graphed
 from inference.evaluate import compare
 from inference.method_settings import MethodConfig, StopConfig
@@ -196,3 +198,67 @@ def test_kernels_are_chosen_once_for_a_run(
     evaluate(replace(made, resume=True), QUESTIONS[:2])
     assert used[-1] == first
     assert next(found) == "fused"  # nobody asked again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_clock_chooses_no_kernel_of_a_resumed_run(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """Half of a run in bfloat16 with a clock that is for layers at once, or against; then the contrary."""
+    ran: list[int] = []
+    run = LayersAtOnce.run
+    monkeypatch.setattr(LayersAtOnce, "run", lambda self, *given: ran.append(1) or run(self, *given))
+    made = config("clocks", dtype="bfloat16", methods={"chain": METHODS["chain"]})
+    monkeypatch.setattr(LayersAtOnce, "is_faster", lambda self, layers: begun)
+    evaluate(made, QUESTIONS[:2])
+    whole, report = tokens(made), json.loads((Path(made.out_dir) / "report.json").read_text())
+    assert bool(ran) == begun
+    (results,) = Path(made.out_dir).glob("results-*.jsonl")
+    results.write_bytes(results.read_bytes().splitlines(keepends=True)[0])
+    ran.clear()
+    monkeypatch.setattr(LayersAtOnce, "is_faster", lambda self, layers: not begun)
+    evaluate(replace(made, resume=True), QUESTIONS[:2])
+    assert bool(ran) == begun
+    assert tokens(made) == whole
+    kernels = json.loads((Path(made.out_dir) / "report.json").read_text())["kernels"]
+    assert kernels == report["kernels"]
+    (layers,) = {name for name in kernels if name.startswith(f"{LAYERS} layers of")}
+    assert kernels[layers] == ("at once" if begun else "one by one")
+    assert f"kernel: {layers}" in (Path(made.out_dir) / "report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not packing.can_halve(torch.float32), reason="needs FBGEMM")
+def test_a_kernel_that_is_not_here_is_refused(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, models: Path, tmp_path: Path
+) -> None:
+    """A run that multiplied by float16 weights, resumed where these cannot be multiplied by."""
+    target, stored = shutil.copytree(models / "target", tmp_path / "half"), "model.safetensors"
+    weights = {name: tensor.half().float() for name, tensor in load_file(target / stored).items()}
+    save_file(weights, target / stored, metadata={"format": "pt"})
+    methods = {"lookup": MethodConfig(source="prompt_lookup")}
+    made = config("halved", checkpoint=None, target=str(target), methods=methods)
+    monkeypatch.setattr(packing, "fastest_layout", lambda linears, panels: "halved")
+    evaluate(made, QUESTIONS[:1])
+    (results,) = Path(made.out_dir).glob("results-*.jsonl")
+    results.unlink()
+    monkeypatch.setattr(packing, "can_halve", lambda dtype: False)
+    with pytest.raises(UserError, match=r"by the kernel 'halved', which this machine does not have"):
+        evaluate(replace(made, resume=True), QUESTIONS[:1])
+
+
+@pytest.mark.slow
+def test_processes_of_a_run_have_one_choice_of_kernels(config: Callable[..., EvaluateConfig]) -> None:
+    """The first one's: the others are not asked."""
+
+    def choose(rank: int) -> None:  # in a fork
+        def is_faster(*_: object) -> bool:
+            assert rank == 0
+            return False
+
+        LayersAtOnce.is_faster = is_faster  # type: ignore[method-assign]
+
+    made = config("together", methods={"chain": METHODS["chain"]})
+    assert together(made, 2, choose) == [0, 0]
+    assert "one by one" in json.loads((Path(made.out_dir) / "report.json").read_text())["kernels"].values()

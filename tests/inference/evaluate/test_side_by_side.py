@@ -54,8 +54,18 @@ def compared(tmp_path: Path, *folders: str, **options: Any) -> Any:
 
 def test_a_slow_day_does_not_count(run: Callable[..., str], tmp_path: Path) -> None:
     """All of the second run took three times as long; over its own baseline the method is twice as fast as before."""
-    first = run("a", [result(f"p{n}", 4.0 + n, 2.0 + n / 2, 2) for n in range(6)], dtype="float32")
-    second = run("b", [result(f"p{n}", 3 * (4.0 + n), 3 * (1.0 + n / 4), 1) for n in range(5)], dtype="bfloat16")
+    first = run(
+        "a",
+        [result(f"p{n}", 4.0 + n, 2.0 + n / 2, 2) for n in range(6)],
+        dtype="float32",
+        kernels={"layers": "at once"},
+    )
+    second = run(
+        "b",
+        [result(f"p{n}", 3 * (4.0 + n), 3 * (1.0 + n / 4), 1) for n in range(5)],
+        dtype="bfloat16",
+        kernels={"layers": "one by one"},
+    )
     found = compared(tmp_path, first, second)
     assert found["prompts"] == [6, 5, 5]
     [row] = found["methods"]
@@ -63,8 +73,10 @@ def test_a_slow_day_does_not_count(run: Callable[..., str], tmp_path: Path) -> N
     assert row["seconds"]["median"] == pytest.approx(2 / 3)
     assert row["tau"]["median"] == pytest.approx(2.0)
     assert (row["same_text"], row["verdict"]) == (5, "faster")
-    assert found["differences"] == {"dtype": ["float32", "bfloat16"]}
+    kernels = [{"layers": "at once"}, {"layers": "one by one"}]
+    assert found["differences"] == {"dtype": ["float32", "bfloat16"], "kernels": kernels}
     table = (tmp_path / "out/compare.md").read_text()
+    assert "Not the same in both: dtype, kernels." in table
     assert "| m | m | 2.00 [2.00, 2.00] | 0.67 [0.67, 0.67] | 2.00 [2.00, 2.00] | 5/5 | faster |" in table
     assert json.loads((tmp_path / "out/compare.json").read_text()) == found
     with pytest.raises(UserError, match="resume=true makes it anew"):

@@ -1,0 +1,57 @@
+"""Which kernels multiply on a CPU: chosen by a clock once for a run, and then a matter of record.
+
+Kernels round differently, so in 16 bits the choice may decide a token: it must not depend on a timing of the moment.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from outrider.errors import UserError
+from outrider.settings import listed
+
+_current: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
+_imposed: ContextVar[bool] = ContextVar("imposed", default=False)
+
+
+@contextmanager
+def recorded(known: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
+    """Models that are laid out inside choose as `known` says, or, where that is None, by the clock.
+
+    Gives the choices, by question, which grow meanwhile: one question has one answer, whoever asks it. Inside another
+    such context it is that one. Raises `UserError` inside where a known choice is not possible here.
+    """
+    outer = _current.get()
+    if outer is not None:
+        yield outer
+        return
+    made = dict(known or {})
+    tokens = _current.set(made), _imposed.set(known is not None)
+    try:
+        yield made
+    finally:
+        _current.reset(tokens[0])
+        _imposed.reset(tokens[1])
+
+
+def settle(question: str, able: Sequence[str], choose: Callable[[], str]) -> str:
+    """The answer to `question` that is recorded; else that of `choose`, which is recorded.
+
+    able: the answers that are possible here. They may differ between machines, but not between those who ask.
+    """
+    made = _current.get()
+    if made is None:
+        return choose()
+    if question not in made:
+        if _imposed.get():
+            raise UserError(f"resume=true: the run does not record by what kernel it multiplied {question}; {_REMEDY}")
+        made[question] = choose()
+    if made[question] not in able:
+        raise UserError(
+            f"resume=true: the run multiplied {question} by the kernel {made[question]!r}, which this machine does not "
+            f"have (expected one of {listed(able)}); {_REMEDY}"
+        )
+    return made[question]
+
+
+_REMEDY = "go on where it began, or give another out_dir"
