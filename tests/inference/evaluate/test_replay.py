@@ -136,7 +136,9 @@ def run(files: dict[str, str], out_dir: Path, monkeypatch: pytest.MonkeyPatch, *
     main()
 
 
-def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     threads = torch.get_num_threads()
     try:
         methods = "method=[aded,aded_best_first,ngrams,prompt_lookup]"
@@ -144,6 +146,7 @@ def test_the_command(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.
         assert torch.get_num_threads() == threads + 1
     finally:
         torch.set_num_threads(threads)
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.md'}"
     report = json.loads((tmp_path / "report.json").read_text())
     taus = {r["method"]: r["tau"] for r in report["reports"]}
     assert list(taus) == ["aded", "aded_best_first", "ngrams", "prompt_lookup"]
