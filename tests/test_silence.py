@@ -122,7 +122,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         [*DEBUG, f"checkpoint={EARLY_EXIT}"],
         {
             "train.calibration:speculative": "calibrate > continuing texts 0/1 shards of 8 > shard 0/",
-            "train.calibration:load_stack": "calibrate > continuing texts 0/1 shards of 8; ",
+            "train.calibration:load_stack": "progress: calibrate; ",
             "train.calibration:plot_reliability": "progress: calibrate; ",
         },
     ),
