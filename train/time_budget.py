@@ -84,7 +84,7 @@ class StepBudget:
         """Another number of steps, which is then on file; None: the number stays."""
         assert self.limit.minutes is not None
         spent, before, time = self.spent(), self.total(done), 60 * self.limit.minutes
-        first, latest = not self._decided, time
+        first, one_more = not self._decided, 0
         if first:
             # The first step alone tells little, unless it has taken much of the time.
             enough = spent >= SHARE * time and (len(self._times) > 1 or spent >= time / 4)
@@ -92,18 +92,17 @@ class StepBudget:
                 return None
             self._pace = max(1e-9, statistics.median(self._times[len(self._times) // 2 :]))
         elif spent + (before - done) * self._pace > (1 + LATE) * time:
-            latest = (1 + TOO_LATE) * time
+            one_more = int(spent < (1 + TOO_LATE) * time)  # in which the schedule comes to its end
         else:
             return None
-        one_more = done + (spent < latest)  # in which the schedule comes to its end
-        found = min(before, max(one_more, done + int(max(0.0, time - spent) / self._pace)))
+        found = min(before, done + max(one_more, int(max(0.0, time - spent) / self._pace)))
         if found == before and not first:
             return None
         record = _Steps(self.limit.minutes, self._pace, found, (*self._decided, (done, found)))
         write_json(self._file, asdict(record))
         why = "" if first else f" (before: {before}), as steps take longer than at first"
         print(f"minutes={self.limit.minutes:g} seconds_per_step={self._pace:.4f} steps={found}{why}", flush=True)
-        if first and self._pace >= time:
+        if first and found == 1 < before:
             shorter = "a smaller fit.batch_rows or seq_len makes steps shorter"
-            warn(f"minutes={self.limit.minutes:g}: one step takes {self._pace:.3g} s; {shorter}")
+            warn(f"minutes={self.limit.minutes:g}: one step takes {self._pace:.3g} s, so there is one; {shorter}")
         return found

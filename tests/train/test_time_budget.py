@@ -177,6 +177,8 @@ def test_evaluations_before_the_last_step_count(tmp_path: Path, evaluation: floa
 
 
 def test_a_step_longer_than_the_time_is_done_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert timed(tmp_path / "nearly", lambda *_: 55.0).model.now == 55
+    assert "minutes=1" in capsys.readouterr().err
     assert timed(tmp_path, lambda *_: 100.0).result.steps == 1
     said = capsys.readouterr()
     assert "minutes=1" in said.err
