@@ -22,6 +22,7 @@ import numpy as np
 
 from data_prep.text.pieces import PIECE, batches, spans
 from data_prep.text.records import Record
+from draft_models.target.gguf_file import is_gguf
 from outrider.errors import UserError
 from outrider.files import write_atomically
 from outrider.progress import Stage
@@ -73,8 +74,8 @@ class Shards(NamedTuple):
 
 
 def open_encoder(source: str, revision: str | None) -> Encoder:
-    """A SentencePiece model file, or a Hugging Face tokenizer (directory or Hub name). Raises `UserError`."""
-    if Path(source).is_file():
+    """A SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
+    if Path(source).is_file() and not is_gguf(Path(source)):
         return _sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     from draft_models.target.fingerprint import tokenizer_digest
@@ -84,7 +85,8 @@ def open_encoder(source: str, revision: str | None) -> Encoder:
         tokenizer = load_tokenizer(source, revision, role="tokenizer")
     except UserError as error:
         raise UserError(
-            f"{error}; expected a SentencePiece .model file, or the directory or Hub name of a Hugging Face tokenizer"
+            f"{error}; expected a SentencePiece .model file, a GGUF file, or the directory or Hub name of a Hugging "
+            "Face tokenizer"
         ) from None
 
     def encode(texts: list[str]) -> Any:
@@ -290,8 +292,8 @@ def _sentencepiece(source: str) -> Encoder:
         processor.load(source)
     except (OSError, RuntimeError):
         raise UserError(
-            f"tokenizer={source}: not a SentencePiece model; expected one, or the directory or Hub name of a "
-            "Hugging Face tokenizer"
+            f"tokenizer={source}: not a SentencePiece model; expected one, a GGUF file, or the directory or Hub name "
+            "of a Hugging Face tokenizer"
         ) from None
 
     def encode(texts: list[str]) -> Any:

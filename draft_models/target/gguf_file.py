@@ -73,8 +73,10 @@ def find_gguf(source: str) -> Path | None:
     """
     path = Path(source)
     if path.is_file():
-        if not _begins_right(path):
-            raise UserError(f"{source}: a file, but not a GGUF file; give one, a model directory or a Hub name")
+        if not is_gguf(path):
+            raise UserError(
+                f"{source}: a file, but not a GGUF file; give one, a Hugging Face model directory or a Hub name"
+            )
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
@@ -96,13 +98,14 @@ def open_gguf(path: Path) -> GgufFile:
 
 @lru_cache(maxsize=4)
 def _parsed(path: Path, _modified: int, size: int) -> GgufFile:
-    if size < 24 or not _begins_right(path):
+    if size < 24 or not is_gguf(path):
         raise UserError(f"{path}: not a GGUF file (it does not begin with {MAGIC.decode()}); {_DAMAGED}")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return _Parser(path, content).file()
 
 
-def _begins_right(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
+    """Whether the file `path` begins as a GGUF file does."""
     with open(path, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 

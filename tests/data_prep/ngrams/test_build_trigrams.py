@@ -26,6 +26,7 @@ from outrider import files
 from outrider.errors import UserError
 from tests.conf.test_configs import compose_and_build
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences
+from tests.gguf_files import save_plain_target, write_gguf
 
 ROOT = Path(__file__).parents[3]
 
@@ -151,6 +152,19 @@ def test_a_hugging_face_tokenizer(config: TrigramConfig, tmp_path: Path, tokeniz
     table = TrigramTable.open(config.out_dir)
     require_same_counts(table, TrigramTable.from_documents(documents, (2, 3, 4), len(tokenizer), ""))
     assert table.tokenizer == vocabulary_digest(tokenizer.get_vocab())
+
+
+def test_the_tokenizer_of_a_gguf_file(config: TrigramConfig, tmp_path: Path) -> None:
+    """The table is that of the model which the file was made of."""
+    source = save_plain_target(tmp_path / "target")
+    tokens = {}
+    for tokenizer in (source, write_gguf(source, tmp_path / "model.gguf")):
+        made = replace(config, tokenizer=str(tokenizer), out_dir=f"{tokenizer}.table")
+        build_table(made)
+        table = TrigramTable.open(made.out_dir)
+        tokens[tokenizer] = (content(made.out_dir).keys(), table.tokenizer, table.facts["tokens"])
+        require_same_counts(table, TrigramTable.open(f"{source}.table"))
+    assert len({str(found) for found in tokens.values()}) == 1
 
 
 def test_text_that_utf8_cannot_hold(config: TrigramConfig) -> None:
