@@ -16,6 +16,7 @@ from inference.auto.policy import Tuning
 from inference.auto.probe import NEW_TOKENS, tune
 from inference.drafters.registry import KINDS
 from inference.evaluate.arms import Arm, Choosing, MakeArms, make_arms, measure, measure_deviations, show_rounds
+from inference.evaluate.busy import CpuWatch
 from inference.evaluate.lossless import HALF
 from inference.evaluate.results import AUTOREGRESSIVE, PromptResult, Skipped
 from inference.evaluate.subject import Models, Subject, context_length
@@ -106,6 +107,7 @@ class Bench:
     judged: the positions of the prompts that are judged besides those with a mismatch (see `lossless`).
     judge: makes the arms for that; None where equal texts are all that counts.
     shown: the positions of the prompts whose first turn the arms that `show` makes decode once more, to be shown.
+    watch: of plain decoding, where that runs on the CPU, in one process: several wait for each other.
     """
 
     arms: dict[str, Arm]
@@ -114,6 +116,7 @@ class Bench:
     judge: MakeArms | None
     shown: frozenset[int]
     show: MakeArms
+    watch: CpuWatch
 
 
 def make_bench(
@@ -149,7 +152,10 @@ def make_bench(
     shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
     # Of an int8 model's arm that ran the floats it is made from, a text may be the same by chance.
     judge = arms_with if sampled or subject.dtype in HALF or subject.int8 else None
-    return Bench(arms_for(config.max_new_tokens), profilers, judged, judge, shown, arms_with)
+    arms, watch = arms_for(config.max_new_tokens), CpuWatch()
+    if subject.device.type == "cpu" and subject.group.size == 1:
+        arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
+    return Bench(arms, profilers, judged, judge, shown, arms_with, watch)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -4,6 +4,7 @@ Results are kept prompt by prompt (`prompt_results`) and the report is made of w
 goes on where it was, with as many processes as it then has.
 """
 
+import os
 import sys
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from inference.evaluate.bench import (
     render,
     require_fits,
 )
+from inference.evaluate.busy import load_average, machine_load
 from inference.evaluate.drafter_facts import digests, draft_vocabularies, trained_seconds
 from inference.evaluate.lossless_report import is_lossless
 from inference.evaluate.overlap import overlaps
@@ -163,8 +165,9 @@ def _evaluate(
             group.require_same([[g.tokens for g in r.generations.values()] for r in results], "the tokens they chose")
             spent, taken = group.agreed(limit.spent()), taken + 1
             if group.leads:
+                peak, got = peak_memory(subject.device), bench.watch.take()
                 measured = Measured(
-                    position, state.num_processes, results, skipped, threads, spent, peak_memory(subject.device)
+                    position, state.num_processes, results, skipped, threads, spent, peak, got, load_average()
                 )
                 append_result(out_dir, number + group.index, measured)
         finish(models.drafters)
@@ -236,6 +239,9 @@ def report(
         "prompts_given": len(prompts),
         "template": subject.chat_template if any(prompt.chat for prompt in prompts) else None,
         "peak_memory_bytes": max((measured.peak_bytes for measured in done.values()), default=0),
+        "load": machine_load(
+            (m.cpu_share for m in done.values()), (m.load for m in done.values()), os.cpu_count() or 1
+        ),
         "minutes": config.minutes,
         "trained_seconds": trained_seconds(config),
         "max_new_tokens": config.max_new_tokens,

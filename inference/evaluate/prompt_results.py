@@ -32,7 +32,8 @@ class Measured:
 
     position: the prompt's in the run's list, by which results are found again. threads: of the CPU, used for it; 0: not
     recorded. spent: seconds that all runs had taken when it was done. peak_bytes: the most memory that its process had
-    had by then, of the GPU where it ran on one; 0: not recorded.
+    had by then, of the GPU where it ran on one; 0: not recorded. cpu_share, load: for
+    `machine_load`; None: not recorded.
     """
 
     position: int
@@ -42,6 +43,8 @@ class Measured:
     threads: int = 0
     spent: float = 0.0
     peak_bytes: int = 0
+    cpu_share: float | None = None
+    load: float | None = None
 
 
 def open_run(folder: Path, settings: Mapping[str, Any], resume: bool, config: Settings | None = None) -> Any:

@@ -16,7 +16,6 @@ from inference.evaluate.lossless_report import is_lossless, judgement_lines, los
 from inference.evaluate.prompt_results import REPORT_FILE
 from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.evaluate.speed import (
-    MIN_PROMPTS,
     answers_per_second,
     break_even,
     by_prompt_tokens,
@@ -29,6 +28,7 @@ from inference.evaluate.speed import (
     speedups_over_baselines,
     time_of_a_plain_token,
     tokens_per_second,
+    verdict,
 )
 from inference.evaluate.statistics import (
     acceptance_by_candidates,
@@ -40,6 +40,7 @@ from inference.evaluate.statistics import (
     structure_statistics,
 )
 from inference.evaluate.wording import (
+    busy_sentences,
     conditions,
     identical_text,
     identical_with_ties,
@@ -163,6 +164,7 @@ def markdown(reports: Sequence[Report]) -> str:
     lines = [
         f"# {first['drafter']} on {first['target']}",
         "",
+        *(f"**{busy}**\n" for busy in busy_sentences(first)),
         conditions(reports),
         "",
         "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
@@ -253,10 +255,7 @@ def plot_acceptance(reports: Sequence[Report]) -> Figure:
 def _verdict(report: Report) -> str:
     if not is_lossless(report):
         return "not lossless"
-    interval = report["speedup"]["ci95"]
-    if interval is None or report["speedup"]["prompts"] < MIN_PROMPTS or interval[0] <= 1.0 <= interval[1]:
-        return "undecided"
-    return "faster" if interval[0] > 1.0 else "slower"
+    return verdict(report["speedup"], (report.get("load") or {}).get("busy"))
 
 
 def _prefill_table(reports: Sequence[Report]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from inference.evaluate.compare_settings import CompareConfig
 from inference.evaluate.prompt_results import REPORT_FILE, read_results
 from inference.evaluate.results import AUTOREGRESSIVE, PromptResult
-from inference.evaluate.speed import MIN_PROMPTS, decoding, timed
+from inference.evaluate.speed import decoding, timed, verdict
 from inference.evaluate.statistics import bootstrap_median
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_atomically, write_json
@@ -36,6 +36,12 @@ class Evaluation:
     def facts(self) -> Mapping[str, Any]:
         """What holds for all of its methods."""
         return next(iter(self.reports.values()))
+
+    @property
+    def busy(self) -> str | None:
+        """Why its speeds mean little, None where they do not."""
+        busy: str | None = (self.facts.get("load") or {}).get("busy")
+        return busy
 
 
 def compare_reports(config: CompareConfig) -> dict[str, Any]:
@@ -70,6 +76,7 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
         "compare": [before.folder, after.folder],
         "prompts": [len(before.results), len(after.results), len(shared)],
         "differences": differences(before, after),
+        "busy": {run.folder: run.busy for run in (before, after) if run.busy},
         "methods": [
             {"pair": [one, other], **compare_methods(before, after, shared, one, other, streams.within(one, other))}
             for one, other in pairs.items()
@@ -145,7 +152,7 @@ def compare_methods(
             before.results[name].generations[one].tokens == after.results[name].generations[other].tokens
             for name in shared
         ),
-        "verdict": _verdict(gain),
+        "verdict": verdict(gain, next(filter(None, (run.busy for run in (before, after))), None)),
     }
 
 
@@ -162,12 +169,6 @@ def _tau(result: PromptResult, method: str) -> float:
     return sum(len(r.tokens) for r in rounds) / len(rounds)
 
 
-def _verdict(gain: Mapping[str, Any]) -> str:
-    if gain["prompts"] < MIN_PROMPTS or gain["ci95"][0] <= 1.0 <= gain["ci95"][1]:
-        return "undecided"
-    return "faster" if gain["ci95"][0] > 1.0 else "slower"
-
-
 def comparison_table(found: Mapping[str, Any]) -> str:
     """The comparison for people, as Markdown."""
     (first, second), (one, other, shared) = found["compare"], found["prompts"]
@@ -182,6 +183,7 @@ def comparison_table(found: Mapping[str, Any]) -> str:
     for row in found["methods"]:
         cells = [*row["pair"], *(_ratio(row[key]) for key in ("gain", "seconds", "tau"))]
         lines.append(f"| {' | '.join(cells)} | {row['same_text']}/{shared} | {row['verdict']} |")
+    lines += [f"\n**{folder}: {why} So no speed is judged.**" for folder, why in found["busy"].items()]
     if found["differences"]:
         lines += ["", f"Not the same in both: {listed(sorted(found['differences']))}."]
     return "\n".join(lines) + "\n"

@@ -4,7 +4,7 @@ An interval resamples conversations, whole with all their turns. The turns of on
 as if each of them were news. What is said of a baseline is measured like the rest, so that it can be doubted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
@@ -13,6 +13,20 @@ from inference.generation import Generation
 from outrider.streams import Streams
 
 MIN_PROMPTS = 5  # conversations, however many turns they have; fewer have no interval worth the name, so no verdict
+# What all prompts of a run have in common moves all of its speed-ups together: where memory lies, which kernels a load
+# chose, how warm the machine is. An interval over prompts does not know of it.
+MARGIN = 0.02
+
+
+def verdict(speedup: Mapping[str, Any], busy: str | None = None) -> str:
+    """faster or slower where the whole interval says so by more than `MARGIN`, else undecided.
+
+    speedup: its ci95, and of how many prompts. busy: why a speed measured then means little (see `busy_machine`).
+    """
+    if busy or speedup["ci95"] is None or speedup["prompts"] < MIN_PROMPTS:
+        return "undecided"
+    low, high = speedup["ci95"]
+    return "faster" if low > 1 + MARGIN else "slower" if high < 1 - MARGIN else "undecided"
 
 
 def decoding(generation: Generation) -> float:

@@ -22,9 +22,14 @@ REPEATS = 24  # of each number of threads, in turn; about 50 ms in all on an idl
 LEAD = 0.9  # more threads are taken where they need less than this share of the time
 
 
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def thread_counts() -> list[int]:
     """The numbers worth trying: powers of two up to the cores of this process, and all of them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return sorted({1 << power for power in range(cores.bit_length()) if 1 << power <= cores} | {cores})
 
 

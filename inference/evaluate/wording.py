@@ -15,6 +15,12 @@ INT8 = (
 )
 
 
+def busy_sentences(report: Report) -> list[str]:
+    """For the top: that the machine was busy, where it was."""
+    busy = (report.get("load") or {}).get("busy")
+    return [f"{busy} So no speed is judged."] if busy else []
+
+
 def conditions(reports: Sequence[Report]) -> str:
     """What was measured, and how."""
     first = reports[0]

@@ -11,7 +11,9 @@ from inference.evaluate.page.plots import acceptance, legend, speedups, time_spl
 from inference.evaluate.page.proof import proof_section
 from inference.evaluate.page.texts import Decode, texts_section
 from inference.evaluate.results import TRANSFORMERS, PromptResult
+from inference.evaluate.speed import MARGIN
 from inference.evaluate.wording import (
+    busy_sentences,
     conditions,
     identical_text,
     identical_with_ties,
@@ -37,7 +39,7 @@ COLUMNS = {  # of the table: what each says in plain words
     "vs transformers": "the same over transformers' own generate",
     "prefill ms": "milliseconds before the first token",
     "whole answer": "the speed-up with the prefill counted",
-    "verdict": "faster or slower where the whole interval says so",
+    "verdict": f"faster or slower where the whole interval says so by more than {MARGIN:.0%}",
 }
 
 Report = Mapping[str, Any]
@@ -58,6 +60,7 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
     )
     body = (
         tag("h1", title),
+        *(tag("p", busy, class_="wrong") for busy in busy_sentences(first)),
         tag("p", conditions(reports)),
         *_section("What each method gains", _table(reports), _columns(), _counted(reports)),
         *_section("Plots", legend(reports), speedups(reports), acceptance(reports), time_split(reports)),

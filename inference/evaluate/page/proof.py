@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.evaluate.lossless import BULK, GAP, PEAK
-from inference.evaluate.lossless_report import is_lossless
+from inference.evaluate.lossless_report import is_lossless, resolution
 from inference.evaluate.page.markup import Markup, tag
 
 Report = Mapping[str, Any]
@@ -29,7 +29,7 @@ def proof_section(reports: Sequence[Report]) -> list[Markup]:
             "In half precision, and when sampling, two correct programs may part where two tokens are nearly as "
             "likely; and the text of an int8 model may be that of the floats it is made from. So every method was "
             "taken through the reference's text again, and all that it computed on the way was compared with the "
-            "target in twice the precision. The unit is what transformers rounds there."
+            "target in twice the precision. The unit is what transformers rounds there. " + resolution(reports[0])
         )
     paragraphs = [tag("p", text, class_="wrong" if wrong and text == said[0] else None) for text in said]
     return paragraphs + ([_judged(judged)] if judged else [])
@@ -79,5 +79,6 @@ def _judged(judged: Mapping[str, Mapping[str, Any]]) -> Markup:
             f"{one['peak']:.1f}: {one['peak_at']}",
         )
         cells += (f"{one['largest_gap']:.1f}", f"{one['ties']} of {one['positions']} ({one['own_ties']})")
-        rows.append(tag("tr", *(tag("td", cell) for cell in (*cells, "; ".join(one["faults"]) or "none"))))
+        cells += ("; ".join(one["faults"]) or "none above rounding",)
+        rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
     return tag("div", tag("table", *rows), class_="scroll")

@@ -3,9 +3,10 @@
 import copy
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,8 +40,14 @@ SAMPLING = SamplingConfig(temperature=0.9)
 class Subject:
     """A target, a drafter, and references of a few prompts."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, runtime: str = "eager", prompts: int = 2, seed: int = 0):
+    def __init__(
+        self, path: Path, dtype: torch.dtype, runtime: str = "eager", prompts: int = 2, seed: int = 0,
+        spoilt: Callable[[Any], object] = lambda layer: None,
+    ):  # fmt: skip
+        """spoilt: what is done to each layer of the runtime before it is prepared."""
         self.model, self.stack = open_stack(path, dtype)
+        for layer in self.stack.layers:
+            spoilt(layer)
         self.drafter = make_drafter(path, LAYERS - 1, noise=0.15, dtype=dtype)
         prepare(self.stack, {"early_exit": Calibrated(self.drafter)})
         self.runtime = make_runtime(runtime, torch.device("cpu"))
@@ -101,6 +108,23 @@ def test_planted_faults_are_found(subject: Subject, fault: str) -> None:
     """In every arm that the fault can reach; and not in the others."""
     reached = {arm for arm in ARMS if subject.judgement(arm, fault).faults}
     assert reached == set(REACHED[FAULTS[fault].reaches])
+
+
+SMALL = {  # what passes in bfloat16, where it is below rounding
+    "attention scale × 1.005": lambda layer: layer.self_attn.q_proj.weight.mul_(1.005),
+    "a row of v × 1.01": lambda layer: layer.self_attn.v_proj.weight[7].mul_(1.01),
+    "eps × 10": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 1e-5),
+}
+
+
+@pytest.mark.parametrize("fault", SMALL)
+def test_faults_below_the_rounding_of_half_precision_show_in_float32(tmp_path: Path, fault: str) -> None:
+    """The check that a report of a judgement in half precision offers."""
+    path = save_target(tmp_path, kv_heads=2)
+    right, wrong = Subject(path, torch.float32), Subject(path, torch.float32, spoilt=SMALL[fault])
+    for arm in ARMS:
+        assert right.judgement(arm, sampled=True).faults == ()
+        assert wrong.judgement(arm, sampled=True).faults != ()
 
 
 @pytest.mark.slow

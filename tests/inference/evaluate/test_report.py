@@ -1,5 +1,8 @@
 """From what was measured to the report: every figure by hand."""
 
+import itertools
+import os
+import re
 import statistics
 import warnings
 from collections.abc import Sequence
@@ -13,10 +16,14 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 
 from inference.decode import Round
+from inference.evaluate import busy
+from inference.evaluate.busy import CpuWatch, machine_load
 from inference.evaluate.lossless import WORST, Deviation
 from inference.evaluate.lossless_report import is_lossless
+from inference.evaluate.page.build import make_page
 from inference.evaluate.report import build_report, markdown, plot_acceptance, plot_speedups, relate_to_chain
 from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from inference.evaluate.speed import verdict
 from inference.evaluate.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
@@ -31,6 +38,7 @@ from inference.generation import Generation
 from inference.method_settings import MethodConfig
 from inference.sampling_settings import SamplingConfig
 from outrider.machine import describe_machine
+from outrider.streams import Streams
 
 
 def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generation:
@@ -355,6 +363,58 @@ def test_verdict(seconds: list[float], prompts: int, verdict: str) -> None:
     report = build_report("m", made, facts(), seed=0)
     assert report["verdict"] == verdict
     assert ("Undecided with fewer than 5 prompts." in markdown([report])) == (prompts < 5)
+
+
+def test_what_a_whole_run_has_in_common_makes_no_verdict() -> None:
+    """A method of exactly 1.00 times plain decoding, runs that differ by 1 % as a whole, and 2 % of noise a prompt."""
+    rng, verdicts = np.random.default_rng(0), []
+    for _ in range(300):
+        speedups = (1 + 0.01 * rng.standard_normal()) * (1 + 0.02 * rng.standard_t(4, 12))
+        median, interval = bootstrap_median(speedups.tolist(), rng, 500)
+        verdicts.append(verdict({"median": median, "ci95": interval, "prompts": 12}))
+    assert verdicts.count("undecided") >= 0.95 * len(verdicts)
+    margins = [([1.021, 1.1], "faster"), ([1.01, 1.1], "undecided"), ([0.9, 0.979], "slower")]
+    for interval, expected in margins:
+        assert verdict({"ci95": interval, "prompts": 5}) == expected
+
+
+def test_on_a_busy_machine_no_speed_is_judged_and_the_report_begins_with_it() -> None:
+    load = machine_load([0.5, None, 0.7], [4.0, 4.5], cores=2)
+    assert (load["cpu_share"], load["load_average"]) == (pytest.approx(0.6), 4.25)
+    report = build_report("m", results(), {**facts(), "load": load}, seed=0)
+    assert report["verdict"] == "undecided"
+    page = make_page([report], results(), str)
+    for text in (markdown([report]), re.sub("<style>.*?</style>", "", page, flags=re.DOTALL)):
+        assert text.index("The machine was busy") < text.index("6 prompts")
+    quiet = machine_load([0.97, 1.0], [2.2, 1.0], cores=2)
+    unknown = machine_load([None], [None], cores=2)
+    assert quiet["busy"] is unknown["busy"] is None
+    assert build_report("m", results(), {**facts(), "load": quiet}, seed=0)["verdict"] == "faster"
+    for signs in ([[0.5], [None]], [[None], [4.0]], [[0.5], [1.0]], [[1.0], [4.0]]):
+        assert machine_load(*signs, cores=2)["busy"]
+
+
+def test_a_process_that_waits_for_its_cores_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(busy, "usable_cores", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)  # of which no more than two run at once
+    got, wall = itertools.count(0, 3), itertools.count(0, 2)
+    watch = CpuWatch(lambda: next(got), lambda: next(wall))
+    arm = watch.around(lambda prompt, streams: generation([(1, 1)], 1.0))
+    assert watch.take() is None
+    assert arm([1], Streams(0)) == arm([2], Streams(0))
+    assert watch.take() == 3 / 4  # of two cores' time, twice
+    assert watch.take() is None
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError])
+def test_without_a_load_average_none_is_said(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def missing() -> None:
+        raise error
+
+    monkeypatch.setattr(os, "getloadavg", missing)
+    assert busy.load_average() is None
+    monkeypatch.delattr(os, "getloadavg")
+    assert busy.load_average() is None
 
 
 def test_plots_of_a_method_that_drafted_nothing() -> None:
