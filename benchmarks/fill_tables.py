@@ -10,14 +10,11 @@ A page marks its table with two comments, and the table's own header says which 
     <!-- demo table: end -->
 
 Every row under the header is written anew, baselines first. So is every figure of the form "`eesd_beta` τ 3.64"
-elsewhere on the page. The tables of the record (benchmarks/bench_real.py) stand between "float32 table: begin" and
-"float32 table: end", and so for each entry's dtype; between those of "float32 summary" without categories. That of
-ngram_memory.json stands between "memory table: begin" and "memory table: end", those of benchmarks/compare_stopping.py
-between "NAME stopping: begin" and "NAME stopping: end", and so those of bench_layouts.py between "NAME layouts: begin"
-and "NAME layouts: end". What became of a paper's claims (benchmarks/paper.py) stands
-between "gsd tables: begin" and "gsd tables: end", and so for each paper. Those of benchmarks/compare_fused.py and
-compare_drafters.py go by the name of their file: "fused_amx table: begin". --check writes nothing, and ends with status
-1 where a page differs from the report.
+elsewhere on the page. The tables of the record (bench_real.py) stand between "float32 table: begin" and "float32 table:
+end", and so for each entry's dtype; between those of "float32 summary" without categories. Those of bench_layouts.py
+stand between "NAME layouts: begin" and "NAME layouts: end". What became of a paper's claims (paper.py) stands between
+"gsd tables: begin" and "gsd tables: end", and so for each paper. --check writes nothing, and ends with status 1 where a
+page differs from the report.
 """
 
 import argparse
@@ -29,12 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from papers.writing import markdown
-from record_tables import drafters_table, fused_table, interval, layouts, summary, tables
-from stopping_tables import stopping
+from record_tables import interval, layouts, summary, tables
 
 Report = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
-MEMORY = re.compile(r"(<!-- memory table: begin -->\n)(.*?)(<!-- memory table: end -->)", re.DOTALL)
 TAU = re.compile(r"`(\w+)` τ \d+\.\d\d")
 
 
@@ -57,23 +52,12 @@ def fill(page: str, reports: Sequence[Report]) -> str:
 
 def fill_record(page: str, entries: Mapping[str, Any]) -> str:
     """`page` with the tables of every entry that it has a place for. Raises `ValueError` where there is none."""
-    shapes = {"table": tables, "summary": summary, "stopping": stopping, "layouts": layouts}
+    shapes = {"table": tables, "summary": summary, "layouts": layouts}
     names = "|".join(map(re.escape, entries))
     places = re.compile(rf"(<!-- ({names}) ({'|'.join(shapes)}): begin -->\n)(.*?)(<!-- \2 \3: end -->)", re.DOTALL)
     filled, count = places.subn(lambda found: found[1] + shapes[found[3]](entries[found[2]]) + found[5], page)
     if not count:
         raise ValueError(f"no place for {', '.join(entries)}; expected <!-- {next(iter(entries))} table: begin -->")
-    return filled
-
-
-def fill_memory(page: str, results: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """`page` with the table of ngram_memory.json. Raises `ValueError` where it has no place."""
-    lines = ["| beside | memory | 1st | 2nd | 3rd | 4th quarter |", "|---" * 6 + "|"]
-    for beside, arms in results.items():
-        lines += [f"| {beside} | {arm} | {' | '.join(f'{tau:.2f}' for tau in taus)} |" for arm, taus in arms.items()]
-    filled, count = MEMORY.subn(lambda found: found[1] + "\n".join(lines) + "\n" + found[3], page)
-    if not count:
-        raise ValueError("no place for the memory table; expected <!-- memory table: begin -->")
     return filled
 
 
@@ -129,29 +113,12 @@ def cells_of(report: Report) -> dict[str, str]:
     }
 
 
-def fill_named(page: str, name: str, table: str) -> str:
-    """`page` with `table` in the place of that name. Raises `ValueError` where it has none."""
-    place = re.compile(rf"(<!-- {name} table: begin -->\n)(.*?)(<!-- {name} table: end -->)", re.DOTALL)
-    filled, count = place.subn(lambda found: found[1] + table + found[3], page)
-    if not count:
-        raise ValueError(f"no place for it; expected <!-- {name} table: begin -->")
-    return filled
-
-
-def filled_from(content: Mapping[str, Any], page: str, name: str) -> str:
-    """`page` with the tables of a JSON file of that name, which has this content. Raises `ValueError` where it has no
-    place for them.
-    """
+def filled_from(content: Mapping[str, Any], page: str) -> str:
+    """`page` with the tables of a JSON file of this content. Raises `ValueError` where it has no place for them."""
     if "paper" in content:
         return fill_paper(page, content)
     if "entries" in content:
         return fill_record(page, content["entries"])
-    if "gains" in content:
-        return fill_named(page, name, fused_table(content["gains"]))
-    if "drafters" in content:
-        return fill_named(page, name, drafters_table(content["drafters"]))
-    if "results" in content:
-        return fill_memory(page, content["results"])
     return fill(page, content.get("reports", [content]))
 
 
@@ -164,7 +131,7 @@ def main(arguments: Sequence[str]) -> None:
     content, differ = json.loads(options.report.read_text()), []
     for page in options.pages:
         old = page.read_text()
-        new = filled_from(content, old, options.report.stem)
+        new = filled_from(content, old)
         if new != old:
             differ.append(str(page))
             if not options.check:

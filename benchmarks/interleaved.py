@@ -95,14 +95,11 @@ class Field:
     plain: PreTrainedModel
 
 
-def add_options(parser: argparse.ArgumentParser, work: str, *, prompts: bool = True) -> None:
-    """The options that say on what is measured, and for how long.
-
-    work: where the results of prompts are kept. prompts: they must be given.
-    """
+def add_options(parser: argparse.ArgumentParser, work: str) -> None:
+    """The options that say on what is measured, and for how long. work: where the results of prompts are kept."""
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="options of evaluate-checkpoint")
     which = "a category and its prompts, in any layout that evaluate-checkpoint reads; several times"
-    parser.add_argument("--prompts", action="append", metavar="NAME=FILE", required=prompts, help=which)
+    parser.add_argument("--prompts", action="append", metavar="NAME=FILE", required=True, help=which)
     parser.add_argument("--per-category", type=int, default=16, help="prompts of each category, evenly spread")
     parser.add_argument("--minutes", type=float, help="begin no prompt after so many; the same command goes on")
     parser.add_argument("--work", type=Path, default=Path(work), help="where the results of every prompt are kept")
@@ -137,11 +134,8 @@ def but_for_prompts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: {key: value for key, value in own.items() if key != "prompts"} for name, own in settings.items()}
 
 
-def evaluation(options: Sequence[str], *, sampled: bool = False) -> EvaluateConfig:
-    """The settings of evaluate-checkpoint with `options`. Raises `UserError` for those that would do nothing here.
-
-    sampled: whether texts may be drawn, and so need not be the same.
-    """
+def evaluation(options: Sequence[str]) -> EvaluateConfig:
+    """The settings of evaluate-checkpoint with `options`. Raises `UserError` for those that would do nothing here."""
     for option in options:
         key = option.partition("=")[0].lstrip("+~")
         if key.partition(".")[0] in SAID_OTHERWISE:
@@ -151,8 +145,7 @@ def evaluation(options: Sequence[str], *, sampled: bool = False) -> EvaluateConf
         config = build(EvaluateConfig, compose_defaults("evaluate_checkpoint", list(options)))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, EvaluateConfig)) from None
-    greedy = config.sampling.temperature == 0
-    require(greedy or sampled, "sampling.temperature", config.sampling.temperature, "0: texts compare")
+    require(config.sampling.temperature == 0, "sampling.temperature", config.sampling.temperature, "0: texts compare")
     require(config.target != "replay", "target", config.target, "a model: a recording has no speed")
     return config
 

@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", help="an early exit for it")
     parser.add_argument("--eagle3", help="an EAGLE-3 head for it")
     parser.add_argument("--table", action="append", help="an n-gram table; aded: several, of growing corpora")
-    parser.add_argument("--ablation", help="eesd: --out of ablate_eesd.py, for its no_layer and open_data")
+    parser.add_argument("--ablation", help="eesd: a folder with the drafters no_layer and open_data")
     parser.add_argument("--exits", nargs="+", help="eesd: early exits of several shapes, for Figs. 4 and 5")
     parser.add_argument("--train-steps", type=int, help="eesd: train them here, so many steps each")
     parser.add_argument("--train", nargs="+", default=[], metavar="KEY=VALUE", help="with options of train/eesd.py")

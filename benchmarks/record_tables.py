@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 Figures = Mapping[str, Any]
-SHAPES = ("chain", "tree")  # in which benchmarks/compare_drafters.py has every drafter decode
 
 
 def tables(entry: Mapping[str, Any]) -> str:
@@ -91,39 +90,6 @@ def interval(ratio: Mapping[str, Any] | None) -> str:
         return "–"
     low, high = ratio["ci95"]
     return f"{ratio['median']:.2f}× [{low:.2f}, {high:.2f}]"
-
-
-def fused_table(found: Mapping[str, Any]) -> str:
-    """What benchmarks/compare_fused.py gained, as Markdown."""
-    arms = [arm for arm, tau in found["all"]["tau"].items() if tau is not None and arm != "autoregressive"]
-    head = ["prompts", *arms, "fused over the better part [95 %]"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for name, row in found.items():
-        cells = [f"{number(row['tau'][arm], 2)}, {interval(row['speedup'][arm])}" for arm in arms]
-        lines.append(f"| {name} ({row['prompts']}) | {' | '.join(cells)} | {interval(row['over_better_part'])} |")
-    return "\n".join([*lines, "", "τ, then the speed-up over plain decoding."]) + "\n"
-
-
-def drafters_table(rows: Mapping[str, Any]) -> str:
-    """What benchmarks/compare_drafters.py found of every drafter, as Markdown."""
-    lines = [
-        "| drafter | 10⁶ parameters | tokens seen | minutes | agreement 1, 2, 3 | as | identical | τ | tokens/s "
-        "| over plain decoding [95 %] | GB, host | GB, device |",
-        "|---" * 12 + "|",
-    ]
-    for row in rows.values():
-        known = row["trained"]
-        agreed = ", ".join(f"{place['accepted']:.2f}" for place in row["agreement_by_position"][:3])
-        size = number(known["parameters"] and known["parameters"] / 1e6, 2)
-        for shape in SHAPES:
-            arm, taken = row[shape], row["memory"][shape]
-            held = (number(taken[name] and taken[name] / 1e9, 2) for name in ("host_bytes", "device_bytes"))
-            lines.append(
-                f"| {row['drafter']} | {size} | {known['tokens']} | {number(known['minutes'], 2)} | {agreed} | {shape} "
-                f"| {arm['identical']}/{arm['prompts']} | {number(arm['tau'], 2)} "
-                f"| {number(arm['tokens_per_second'], 1)} | {interval(arm['speedup'])} | {' | '.join(held)} |"
-            )
-    return "\n".join(lines) + "\n"
 
 
 def layouts(entry: Mapping[str, Any]) -> str:

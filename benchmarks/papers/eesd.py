@@ -2,9 +2,9 @@
 
 Speed-ups need --timed. Without, v_d, r_d and their harmonic mean HM are judged, which the paper has beside them.
 Self-speculation leaves out the layers that `choose_skip.py` chooses, on other prompts. Table 4's rows without an exit
-layer and without self-distillation need drafters of their own: `ablate_eesd.py` trains them, and with its --out
-runs/ablation give --checkpoint runs/ablation/self_distilled --ablation runs/ablation. Figs. 4 and 5 are of the early
-exits in --exits, for example those that `compare_shapes.py` trained, and of those that --train-steps trains here.
+layer and without self-distillation need two more drafters of train/eesd.py, trained as that of --checkpoint but for
+one option: `train_layer=false` in the folder no_layer, and the open data alone in the folder open_data of --ablation.
+Figs. 4 and 5 are of the early exits in --exits and of those that --train-steps trains here.
 """
 
 import json
@@ -24,7 +24,7 @@ SOURCES = ("early_exit",)
 FIXED = 10  # K of Tables 4 and 5, and the longest draft of every rule
 LENGTHS = (2, 3, 4, 5, 6, 8, 10)  # K of Fig. 3
 NO_HEAD = "the drafter has no calibration head; run train/calibrate.py checkpoint=E"
-NO_ABLATION = "needs --ablation, drafters that benchmarks/ablate_eesd.py trains"
+NO_ABLATION = "needs --ablation, a folder with drafters of train/eesd.py: no_layer (train_layer=false) and open_data"
 NO_CHECKPOINT = "self-speculation has no checkpoint that a calibration head could lie in"
 SHOWN = ("hm", "acceptance", "draft_share", "tau", "per_round", "speedup")
 

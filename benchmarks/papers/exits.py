@@ -1,19 +1,30 @@
 """Early exits of several shapes: trained alike, and told apart by what their checkpoints say (EESD, Figs. 4 and 5)."""
 
 import argparse
+import gc
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from trainings import KINDS, require_same, train
 
-from draft_models.checkpoint import DrafterMeta, read_meta
+from conf import build, register
+from conf.options import compose_defaults
+from draft_models.checkpoint import META_FILE, DrafterMeta, read_meta
 from draft_models.target.architectures import read_config
 from draft_models.target.empty_models import decoder_layers, empty_model
+from outrider.files import require_writable, write_json
 from papers.claims import Claim, Row, Table
+from train.early_exit import train_early_exit
+from train.settings import EesdConfig
 
+# No step is chosen by an evaluation: a training ends with its steps.
+COMMON = ["fit.epochs=null", "fit.eval_every=null", "fit.save_every=null", "fit.wandb.mode=disabled", "fit.warmup=0",
+          "fit.schedule=linear", "fit.optimizer=muon", "fit.muon_lr=0.02", "fit.lr=4e-3", "fit.batch_rows=8",
+          "seq_len=256", "decode_prompts=16", "decode_tokens=64", "resume=true"]  # fmt: skip
 SHOWN = ("hm", "alpha_1", "tau", "per_round", "step_share", "gain_by_weights", "trained_steps", "speedup")
 NEEDS = "needs --exits, or --train-steps to train them"
 
@@ -34,17 +45,32 @@ def train_exits(options: argparse.Namespace) -> list[str]:
     Returns where they lie. All are trained by the same data, in the same order, for the same number of steps.
     """
     folder = options.work / "exits"
-    require_same(folder, {"target": options.target, "steps": options.train_steps, "told": options.train})
+    asked = {"target": options.target, "steps": options.train_steps, "told": options.train, "common": COMMON}
+    made_for = require_writable(folder) / "settings.json"
+    if made_for.exists() and json.loads(made_for.read_text()) != asked:
+        sys.exit(f"error: {folder}: holds drafters of other settings; choose another --work")
+    write_json(made_for, asked)
     first = options.first_layers[0]
     shapes = dict.fromkeys([*((n, 1) for n in options.first_layers), *((first, depth) for depth in options.depths)])
     found = []
     for n, depth in shapes:
         where = folder / f"first_{n}_exit_{depth}"
         told = [f"target={options.target}", *options.train, f"exit_layer={n}", f"exit_depth={depth}"]
-        with torch.enable_grad():
-            train(KINDS["eesd"], where, *told, f"fit.steps={options.train_steps}")
+        train_exit(where, [*told, f"fit.steps={options.train_steps}"])
         found.append(str(where))
     return found
+
+
+def train_exit(out_dir: Path, overrides: Sequence[str]) -> None:
+    """Train an early exit as train/eesd.py does, unless that is done. Of overrides of one key the last one counts."""
+    if (out_dir / META_FILE).exists():
+        return
+    register("eesd", EesdConfig)
+    given = list({one.partition("=")[0]: one for one in (*COMMON, *overrides)}.values())
+    print("+ eesd", *given, f"out_dir={out_dir}", flush=True)
+    with torch.enable_grad():
+        train_early_exit(build(EesdConfig, compose_defaults("eesd", [*given, f"out_dir={out_dir}"])))
+    gc.collect()  # what trains is part of cycles, and holds the models
 
 
 def tables_of_exits(target: str | None, exits: Sequence[str], method: Any) -> dict[str, Table]:

@@ -13,7 +13,7 @@ from inference.method_settings import MOST_NODES
 
 BANDS = 8  # of how sure the n-grams are of what follows a node
 # What a unit of path probability that is fed brings, by band, before a generation has said anything. It was fitted with
-# an EAGLE-3 head of a 135M chat model and drafts of 24 nodes (benchmarks/fit_fused.py).
+# an EAGLE-3 head of a 135M chat model and drafts of 24 nodes (`git show 5a060c4:benchmarks/fit_fused.py`).
 GAINS = (0.4, 0.2, 0.15, 0.1, 0.08, 0.06, 0.04, 0.02)
 MOST_FED = 48  # rows that a drafter is fed in a round, besides the root
 _OWN = 6.0  # worth of nodes fed that the prior of a gain counts for
@@ -30,11 +30,6 @@ class Gains:
 
     def __init__(self) -> None:
         self._gained, self._fed = [0.0] * BANDS, [0.0] * BANDS
-
-    @property
-    def counts(self) -> tuple[list[float], list[float]]:
-        """What passes brought and what was fed to them, by band; later ones count more."""
-        return self._gained, self._fed
 
     def shares(self) -> list[float]:
         """The estimate for every band."""

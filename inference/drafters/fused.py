@@ -167,11 +167,5 @@ class Fused(Drafter):
             following = np.array([*tokens, root], np.int64)
             learn(self._pool, np.array(nodes, np.int64), following, self._weights, self.config.strength)
 
-    def learnt(self) -> dict[str, np.ndarray]:
-        """What this generation was counted for, to fit what another one begins with (benchmarks/fit_fused.py): hits
-        and trials of λ by class, what passes brought and what was fed to them by band."""
-        gained, fed = map(np.array, self._gains.counts)
-        return {"hits": self._weights.hits, "trials": self._weights.trials, "gained": gained, "fed": fed}
-
     def _add(self, name: str, value: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + value

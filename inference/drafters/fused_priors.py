@@ -2,8 +2,8 @@
 
 SHARES: λ, the share of q, by class: BANDS of how sure q is of its likeliest token, times BANDS of how sure the n-grams
 are of theirs. It was fitted on a 135M chat model's greedy answers to questions, sums, code and texts to sum up, with an
-early exit and a small LM as drafters. What one of them says fits the other as well. `benchmarks/fit_fused.py` fits it
-to other drafters.
+early exit and a small LM as drafters. What one of them says fits the other as well. The script that fitted
+it: `git show 5a060c4:benchmarks/fit_fused.py`.
 """
 
 import numpy as np

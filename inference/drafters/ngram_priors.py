@@ -2,8 +2,9 @@
 
 In percent: 10 classes of how often a context was seen, from once to 512 times and more, times 7 of how sure it is. They
 were fitted on one model's recorded answers, Vicuna-7B to MT-Bench, by three rounds of expectation–maximisation with
-depth=30 (`benchmarks/ngram_sources.py fit`). Of contexts by their number of tokens, the last row is also that of all
-longer ones. A recording has no logits, so what recycled ones begin with is a formula that was chosen.
+depth=30 (`git show 5a060c4:benchmarks/ngram_sources.py`, its command `fit`). Of contexts by their number of tokens, the
+last row is also that of all longer ones. A recording has no logits, so what recycled ones begin with is a formula that
+was chosen.
 """
 
 import numpy as np

@@ -1,14 +1,12 @@
 """Replay against the live target, what is read from recordings, and the command."""
 
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from sentencepiece import SentencePieceTrainer
 
-from benchmarks import bench_aded
 from data_prep.text.chat import VICUNA_SYSTEM
 from data_prep.text.prompts import Prompt
 from draft_models.ngrams.table import TrigramTable
@@ -228,16 +226,6 @@ def test_prompts_of_other_transcripts() -> None:
     for answers in ((), ("a",), ("a", "b", "c")):
         with pytest.raises(UserError, match=f"prompt 7: 2 turns, but {len(answers)} answers"):
             recordings([asked("7", "q", "r")], {"7": answers}, Vocabulary(characters, None, 2, "d"))
-
-
-def test_the_benchmark(files: dict[str, str]) -> None:
-    turns = [Recording("1", "c", (1, 2, 3), (1, 2, 3, 1, 2, 3, 4))]
-    args = Namespace(tokenizer=files["pieces.model"], table=[files["other_table"]])
-    with pytest.raises(UserError, match="other_table: the n-gram table was built with another tokenizer"):
-        bench_aded.corpus(TrigramTable.open(files["table"]), turns, args)
-    found = bench_aded.times(TrigramTable.open(files["table"]), turns, args)
-    for parts in found.values():  # a single turn; the prompt's adaptation is not a round's
-        assert parts["search"]["calls"] <= parts["adaptation"]["calls"] == parts["round"]["calls"] > 0
 
 
 def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
