@@ -130,7 +130,7 @@ def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
     if "WORLD_SIZE" in os.environ:
         return ["go on with the same command and resume=true"] if os.environ.get("RANK", "0") == "0" else []
     script, *words = arguments
-    start = ["python", script] if script.endswith(".py") else [os.path.basename(script)]
+    start = ["python", script] if script.endswith(".py") else os.path.basename(script).split()
     words = [word for word in words if not word.startswith("resume=")]
     return [f"go on with: {shlex.join([*start, *words, 'resume=true'])}"]
 

@@ -12,7 +12,7 @@ import textwrap
 import tokenize
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from outrider.cli import Command
 from outrider.settings import Limit, conditions
 
 CONF_DIR = Path(__file__).resolve().parent
@@ -54,15 +55,16 @@ def help_text(name: str, schema: type, overrides: list[str]) -> str:
     )
 
 
-def markdown(commands: dict[str, tuple[str, type]]) -> str:
-    """docs/options.md: the options of all commands; commands: script and settings by the name of their YAML."""
+def markdown(commands: Mapping[str, Command]) -> str:
+    """docs/options.md: the options of all commands, by the name of their YAML."""
     parts = [
         "# Options",
         "Every command takes `key=value`. This page is made from the settings by `python docs/make_options.py`; "
         "`--help` prints the same of one command.",
     ]
-    for name, (script, schema) in commands.items():
-        parts += [f"## {script}", first_sentence(schema)]
+    for name, command in commands.items():
+        schema = command.load_settings()
+        parts += [f"## {command.typed}", first_sentence(schema), f"`outrider {command.typed}` or `{command.script}`"]
         groups = [f"- `{group}`: {', '.join(choices)}" for group, choices in groups_of(name).items()]
         if groups:
             parts.append("Groups, chosen with `group=choice`:\n\n" + "\n".join(groups))

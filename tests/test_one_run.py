@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 
 from draft_models.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
+from outrider.cli import COMMANDS
 from outrider.errors import UserError
 from outrider.run_dirs import only_run
 
-ROOT = Path(__file__).parent.parent
-ENTRIES = {
-    path.stem: f"{path.parent.name}.{path.stem}"
-    for package in ("conf", "data_prep", "draft_models", "inference", "train")
-    for path in (ROOT / package).rglob("*.py")
-    if "\n@entry(" in path.read_text()
-}
+ENTRIES = {name: command.module for name, command in COMMANDS.items() if name != "chat"}  # which has no out_dir
 # What each needs to be able to run, beside where its out_dir is.
 OPTIONS = {
     "build_trigrams": [f"tokenizer={TARGET}"],
@@ -110,6 +105,7 @@ def test_a_rehearsal_is_not_cleared_by_another(
 
 def test_a_replay_is_a_run_too(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     (out / "out").mkdir()
+    (out / "t").touch()
     monkeypatch.setitem(OPTIONS, "evaluate_checkpoint", ["target=replay", "transcripts=t", f"tokenizer={TARGET}"])
     with only_run(out / "out", "something"):
         assert run(monkeypatch, "evaluate_checkpoint", "method=prompt_lookup", "prompt_text=[hello]") == 2

@@ -8,27 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from outrider.cli import COMMANDS
 from outrider.versions import PACKAGES
 
 ROOT = Path(__file__).parent.parent
-ENTRIES = {
-    "data_prep/build_trigrams.py",
-    "data_prep/convert_target.py",
-    "data_prep/fetch_target.py",
-    "data_prep/generate_responses.py",
-    "data_prep/write_prompts.py",
-    "inference/compare_reports.py",
-    "inference/evaluate_checkpoint.py",
-    "outrider/chat.py",
-    "train/calibrate.py",
-    "train/eagle3.py",
-    "train/eesd.py",
-    "train/export_eagle3.py",
-    "train/finetune_drafter.py",
-    "train/pipeline.py",
-    "train/ship_drafters.py",
-    "train/toy_target.py",
-}
+ENTRIES = {command.script for command in COMMANDS.values()}
 API = "outrider/api.py"  # stands on everything; `import outrider` reaches it only when it is asked for
 ABOVE = {API, "outrider/chat.py"}  # in the package that all others stand on
 # What each part of the source may import besides itself. Text is below the runtime, generated text above it.
@@ -106,6 +90,11 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = {name: imports_of(path, typing=False) & known.keys() - {name} for name, path in known.items()}
     assert sum(map(len, graph.values())) > 400
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_command_is_forgotten() -> None:
+    entries = {str(path) for path in modules() if "\n@entry(" in (ROOT / path).read_text()}
+    assert entries == ENTRIES
 
 
 def test_entries_are_leaves() -> None:

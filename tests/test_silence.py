@@ -16,8 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from draft_models.settings import EAGLE3, EARLY_EXIT, TARGET
-from outrider import progress
-from tests.test_one_run import ENTRIES
+from outrider import cli, progress
 
 LINES = 2  # that are to come while one thing is slow
 PATIENCE = 20.0  # seconds that they may take, many times `INTERVAL`: the machine may be busy
@@ -87,7 +86,7 @@ def ears(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def run(monkeypatch: pytest.MonkeyPatch, ears: Ears, command: str, *options: str) -> None:
     monkeypatch.setattr(sys, "argv", [command, *options])
     with redirect_stdout(ears), redirect_stderr(ears):
-        import_module(ENTRIES.get(command, f"outrider.{command}")).main()
+        import_module(cli.COMMANDS[command].module).main()
 
 
 DEBUG = ["debug=true", "out_dir=out"]

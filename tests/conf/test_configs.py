@@ -14,40 +14,26 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
-from data_prep.python_docs.settings import PromptsConfig
-from data_prep.responses.settings import GenerateConfig
-from data_prep.settings import ConvertConfig, FetchConfig, TrigramConfig
 from inference.chat.settings import ChatConfig
-from inference.evaluate.compare_settings import CompareConfig
 from inference.settings import EvaluateConfig
+from outrider import cli
 from outrider.errors import UserError
 from tests.tiers import quick_where
-from train.eagle3_settings import Eagle3Config, ExportHeadConfig
-from train.pipeline_settings import PipelineConfig
-from train.settings import CalibrateConfig, EesdConfig, FinetuneConfig, ShipConfig, ToyTargetConfig
+from train.settings import EesdConfig
 
 ROOT = Path(__file__).parent.parent.parent
+# What each command must be told.
+MANDATORY = {
+    "build_trigrams": ["tokenizer=t"],
+    "evaluate_checkpoint": ["checkpoint=c", "small_lm=d", "eagle3=e", "table=t"],
+    "calibrate": ["checkpoint=c"],
+    "export_eagle3": ["head=h", "target=t"],
+    "compare_reports": ["compare=[a,b]"],
+    **{name: ["target=t"] for name in ("eesd", "finetune_drafter", "eagle3", "generate_responses", "convert_target")},
+    "chat": ["target=t"],
+}
 COMMANDS: dict[str, tuple[type, str, list[str]]] = {
-    "build_trigrams": (TrigramConfig, "data_prep/build_trigrams.py", ["tokenizer=t"]),
-    "evaluate_checkpoint": (
-        EvaluateConfig,
-        "inference/evaluate_checkpoint.py",
-        ["checkpoint=c", "small_lm=d", "eagle3=e", "table=t"],
-    ),
-    "eesd": (EesdConfig, "train/eesd.py", ["target=t"]),
-    "calibrate": (CalibrateConfig, "train/calibrate.py", ["checkpoint=c"]),
-    "finetune_drafter": (FinetuneConfig, "train/finetune_drafter.py", ["target=t"]),
-    "eagle3": (Eagle3Config, "train/eagle3.py", ["target=t"]),
-    "toy_target": (ToyTargetConfig, "train/toy_target.py", []),
-    "generate_responses": (GenerateConfig, "data_prep/generate_responses.py", ["target=t"]),
-    "write_prompts": (PromptsConfig, "data_prep/write_prompts.py", []),
-    "convert_target": (ConvertConfig, "data_prep/convert_target.py", ["target=t"]),
-    "fetch_target": (FetchConfig, "data_prep/fetch_target.py", []),
-    "export_eagle3": (ExportHeadConfig, "train/export_eagle3.py", ["head=h", "target=t"]),
-    "ship_drafters": (ShipConfig, "train/ship_drafters.py", []),
-    "pipeline": (PipelineConfig, "train/pipeline.py", []),
-    "chat": (ChatConfig, "outrider/chat.py", ["target=t"]),
-    "compare_reports": (CompareConfig, "inference/compare_reports.py", ["compare=[a,b]"]),
+    name: (command.load_settings(), command.script, MANDATORY.get(name, [])) for name, command in cli.COMMANDS.items()
 }
 GROUPS = {
     p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in CONF_DIR.iterdir() if p.is_dir() and p.name[0] != "_"

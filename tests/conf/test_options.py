@@ -22,7 +22,7 @@ def test_the_page_is_current() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_a_meaning(name: str) -> None:
-    _, schema = COMMANDS[name]
+    schema = COMMANDS[name].load_settings()
     register(name, schema)
     options = list(options_of(schema, compose_defaults(name, [])))
     assert [option.key for option in options if not option.meaning] == []

