@@ -145,7 +145,7 @@ class EvaluateConfig(RehearsedConfig):
             ("resume", self.resume, "false for target=replay: it takes seconds and starts over"),
         ):
             require(not replayed or not setting, key, setting, expected)
-        read = self.where(KINDS["eagle3"]) is not None or not self.reading.given()
+        read = self.where(KINDS["eagle3"]) is not None or not self.reading.stated()
         require(read, "reading", str(self.reading), "nothing without an EAGLE-3 head, which it is about")
         whole = self.dtype != "int8" or self.tensor_parallel == 1
         expected = "1 for dtype=int8: a row's scale is that of the whole row, and a split layer has parts of rows"

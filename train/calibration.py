@@ -80,7 +80,7 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
             f"checkpoint={config.checkpoint}: {found}; expected the directory of one of {known}. Fetch one that is on "
             "the Hub: hf download NAME --local-dir FOLDER"
         )
-    if kind != KINDS["eagle3"] and config.reading.given():
+    if kind != KINDS["eagle3"] and config.reading.stated():
         raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
     if kind != KINDS["early_exit"] and config.target is None:
         raise UserError(

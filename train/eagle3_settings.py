@@ -65,7 +65,7 @@ class Eagle3Config(TargetConfig):
         super().__post_init__()
         for name in OF_A_NEW_HEAD if self.start is not None else ():
             require_default(self, name, f"start={self.start} has decided it")
-        started = self.start is not None or not self.reading.given()
+        started = self.start is not None or not self.reading.stated()
         require(started, "reading", str(self.reading), "nothing without start=, which it is about")
         ascending = all(low < high for low, high in zip(self.taps, self.taps[1:], strict=False))
         require(ascending, "taps", self.taps, "boundaries in ascending order, or none")

@@ -38,7 +38,7 @@ def _export(config: ExportHeadConfig, out_dir: Path) -> None:
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     reading = stored.reading
     head = make_head(reading, stored.weights(dtype), config.head)
-    made_here = stored.made_here and not config.reading.given()
+    made_here = stored.made_here and not config.reading.stated()
     save_head(out_dir, head, config.dialect, target, config.target, made_here=made_here)
     facts: dict[str, Any] = {
         "head": config.head,

@@ -26,13 +26,13 @@ class ReadingChanges(Settings):
     own_embedding: bool | None = None  # false: the target's embedding, whatever the head's file has
     own_head: bool | None = None  # false: the target's head
 
-    def given(self) -> dict[str, Any]:
+    def stated(self) -> dict[str, Any]:
         """Those that are not null."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
         """As a user gives them: "reading.taps=[2,4,5]"."""
-        return " ".join(f"reading.{name}={_shown(value)}" for name, value in self.given().items())
+        return " ".join(f"reading.{name}={_shown(value)}" for name, value in self.stated().items())
 
 
 def _shown(value: Any) -> str:

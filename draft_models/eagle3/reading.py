@@ -79,7 +79,7 @@ class Reading(Settings):
 
 def changed(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:
     """`reading` with `changes`, for a target of that config. Raises `UserError` where the result is impossible."""
-    given = changes.given()
+    given = changes.stated()
     rope, theta = given.pop("rope", None), given.pop("rope_theta", None)
     found = dict(reading.rope)
     if rope == "plain":

@@ -147,7 +147,7 @@ class Eagle3Maker(Maker):
         return {"eagle3": weights, "eagle3_calibration": head_identity("eagle3", where)}
 
     def digest(self, where: str) -> str:
-        return drafter_digest(open_tensors(where), self.changes.given())
+        return drafter_digest(open_tensors(where), self.changes.stated())
 
     def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Model:
         asked = head_asked("eagle3", self, where, target, methods, placed["device"])  # before any weights
