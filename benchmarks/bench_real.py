@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from figures import all_figures
-from interleaved import ArmsFor, Contest, add_beside, add_options, evaluation, joined, measure_all, read_categories
+from interleaved import ArmsFor, Contest, add_options, evaluation, measure_all, read_categories
 from peer_llamacpp import llama_server, llama_version
 from record_tables import tables
 from subjects import as_model
@@ -159,10 +159,7 @@ def record(options: argparse.Namespace) -> None:
             arms_for = peers(subject, models, positions)
             return lambda count: left_of(arms_for(count), options.without)
 
-        contest = measure_all(
-            [config], prompts, folder, options.minutes, peers=wanted, identity=identity, judged=JUDGED
-        )
-    contest = joined(contest, [work / config.dtype for work in options.beside])
+        contest = measure_all(config, prompts, folder, options.minutes, peers=wanted, identity=identity, judged=JUDGED)
     entry = entry_of(contest, config, options, identity)
     out = options.out or options.work / "record.json"
     write_entry(out, entry)
@@ -177,7 +174,6 @@ def main() -> None:
     parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--without", action="append", default=[], metavar="ARM", help="a peer that takes no part")
     parser.add_argument("--out", type=Path, help="the JSON file; default: record.json in --work")
-    add_beside(parser)
     parser.add_argument("--note", default="", help="kept in the entry, e.g. what else the machine was doing")
     with reported(goes_on=True):
         record(parser.parse_args())

@@ -1,6 +1,6 @@
 """Arms on prompts in turn, kept prompt by prompt: a measurement that is cut goes on with the same command.
 
-What evaluate-checkpoint does for one set of drafters, for several sets and for peers, in one process.
+What evaluate-checkpoint does for its methods, and for peers beside them, in one process.
 """
 
 import argparse
@@ -32,9 +32,7 @@ from inference.evaluate.bench import (
     render,
     require_fits,
 )
-from inference.evaluate.lossless import Deviation
 from inference.evaluate.prompt_results import (
-    RUN_FILE,
     Measured,
     append_result,
     begin_run,
@@ -53,12 +51,11 @@ from inference.evaluate.subject import (
     run_settings,
 )
 from inference.evaluate.threads import use_threads
-from inference.loading.drafters import prepare
 from inference.method_settings import MethodConfig
 from inference.settings import EvaluateConfig
 from outrider.errors import UserError, require
-from outrider.files import read_sealed, require_writable
-from outrider.run_dirs import check_identity, only_run
+from outrider.files import require_writable
+from outrider.run_dirs import only_run
 from outrider.settings import construct
 from outrider.streams import Streams
 
@@ -74,7 +71,7 @@ class Contest:
     """What was measured so far.
 
     methods: as they ran, by name. results: of the finished prompts. asked: how many prompts there are in all.
-    threads: of the CPU, and how many prompts were measured with each number. settings: what decided the results.
+    threads: of the CPU, and how many prompts were measured with each number.
     """
 
     subject: Subject
@@ -82,16 +79,15 @@ class Contest:
     results: Sequence[PromptResult]
     asked: int
     threads: Mapping[int, int]
-    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Field:
-    """All arms by name; of each config its own, and what was prepared for it; the target as transformers runs it."""
+    """All arms by name; ours among them, and what was prepared for them; the target as transformers runs it."""
 
     arms: Mapping[str, Arm]
-    benches: Sequence[Bench]
-    prepared: Sequence[Prepared]
+    bench: Bench
+    prepared: Prepared
     plain: PreTrainedModel
 
 
@@ -103,35 +99,6 @@ def add_options(parser: argparse.ArgumentParser, work: str) -> None:
     parser.add_argument("--per-category", type=int, default=16, help="prompts of each category, evenly spread")
     parser.add_argument("--minutes", type=float, help="begin no prompt after so many; the same command goes on")
     parser.add_argument("--work", type=Path, default=Path(work), help="where the results of every prompt are kept")
-
-
-def add_beside(parser: argparse.ArgumentParser) -> None:
-    """The option of several processes that measure at a time."""
-    which = "--work of the same command on other prompts at the same time, on other cores: its results count as well"
-    parser.add_argument("--beside", type=Path, nargs="+", default=[], metavar="DIR", help=which)
-
-
-def joined(contest: Contest, folders: Sequence[Path]) -> Contest:
-    """`contest` and the results in `folders`. Raises `UserError` for those of the same prompts, or made otherwise."""
-    for folder in folders:
-        run = read_sealed(folder / RUN_FILE, "record of a run", "measure again in another --work")
-        check_identity(but_for_prompts(run["settings"]), but_for_prompts(contest.settings), folder)
-        found = [measured for _, measured in sorted(read_results(folder).items())]
-        results = [result for measured in found for result in measured.turns]
-        arms = sorted(contest.results[0].generations)
-        theirs = sorted({name for result in results for name in result.generations})
-        require(theirs == arms, f"beside={folder}: arms", theirs, f"those of this command, {arms}")
-        twice = {result.prompt_id for result in contest.results} & {result.prompt_id for result in results}
-        require(not twice, f"beside={folder}: prompts", sorted(twice), "prompts that were not measured yet")
-        threads = Counter(contest.threads) + Counter(measured.threads for measured in found)
-        known = [*contest.results, *results]
-        contest = replace(contest, results=known, asked=contest.asked + len(results), threads=dict(threads))
-    return contest
-
-
-def but_for_prompts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of every set of drafters without what says which prompts were asked."""
-    return {name: {key: value for key, value in own.items() if key != "prompts"} for name, own in settings.items()}
 
 
 def evaluation(options: Sequence[str]) -> EvaluateConfig:
@@ -166,18 +133,17 @@ def read_categories(named: Sequence[str], per_category: int) -> list[Prompt]:
 
 
 def measure_all(
-    configs: Sequence[EvaluateConfig],
+    config: EvaluateConfig,
     prompts: Sequence[Prompt],
     folder: Path,
-    minutes: float | None = None,
+    minutes: float | None,
     *,
-    peers: MakePeers | None = None,
-    identity: Mapping[str, Any] | None = None,
-    judged: int = 0,
+    peers: MakePeers,
+    identity: Mapping[str, Any],
+    judged: int,
 ) -> Contest:
-    """Every method of every config, both baselines and the peers, prompt by prompt in turn.
+    """Every method of `config`, both baselines and the peers, prompt by prompt in turn.
 
-    configs: one a set of drafters, alike but for those and for their methods, whose names differ.
     folder: keeps the result of every prompt; those that it has are not measured again.
     minutes: no prompt begins later, but for one.
     peers: further arms, made once the models are loaded. identity: of those; results with other ones do not mix.
@@ -186,89 +152,65 @@ def measure_all(
     Raises `UserError` for bad input, and where `folder` holds results that were made otherwise.
     """
     began = time.monotonic()
-    first = configs[0]
-    subject = find_subject(first)
-    ids = [render(first, subject, prompt, prompt.turns) for prompt in prompts]
-    settings = {str(number): run_settings(each, subject, prompts) for number, each in enumerate(configs)}
-    settings["peers"] = dict(identity or {})
+    subject = find_subject(config)
+    ids = [render(subject, prompt, prompt.turns) for prompt in prompts]
+    settings = {"evaluation": run_settings(config, subject, prompts), "peers": dict(identity)}
     with only_run(require_writable(folder), "results"):
         known = open_run(folder, settings, resume=True)
         done, number = read_results(folder), next_number(folder)
         todo = [position for position in range(len(prompts)) if position not in done]
         if todo:
-            use_threads(first.threads)
-            field = enter(configs, subject, prompts, ids, known, peers)
+            use_threads(config.threads)
+            field = enter(config, subject, prompts, ids, known, peers)
             if known is None:
-                known = [asdict(each) for each in field.prepared]
+                known = asdict(field.prepared)
                 begin_run(folder, settings, known)
             for position in tqdm(todo, desc="measure", unit="prompt", disable=None):
                 if minutes is not None and position != todo[0] and time.monotonic() - began > 60 * minutes:
                     break
-                threads = use_threads(first.threads)
+                threads = use_threads(config.threads)
                 prompt = prompts[position]
                 result = measure(
-                    field.arms, ids[position], prompt_id=prompt.id, category=prompt.category, repeats=first.repeats,
-                    turn=position, seed=first.seed,
+                    field.arms, ids[position], prompt_id=prompt.id, category=prompt.category, repeats=config.repeats,
+                    turn=position, seed=config.seed,
                 )  # fmt: skip
                 if position < judged:
-                    result = judge(result, field, first.seed)
+                    result = judge(result, field, config.seed)
                 append_result(folder, number, Measured(position, 1, (result,), threads=threads))
             done = read_results(folder)
-    methods = {name: method for each in known for name, method in construct(Prepared, each).methods.items()}
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
     threads_used = Counter(measured.threads for measured in done.values())
-    return Contest(subject, methods, results, len(prompts), dict(threads_used), settings)
+    return Contest(subject, construct(Prepared, known).methods, results, len(prompts), dict(threads_used))
 
 
 def enter(
-    configs: Sequence[EvaluateConfig],
+    config: EvaluateConfig,
     subject: Subject,
     prompts: Sequence[Prompt],
     ids: Sequence[Sequence[int]],
-    known: Sequence[Any] | None,
-    peers: MakePeers | None,
+    known: Any,
+    peers: MakePeers,
 ) -> Field:
     """All arms, warm. ids: of the prompts. known: what an earlier run has prepared (see `Prepared`), or None."""
-    first = configs[0]
-    earlier = None if known is None else [construct(Prepared, each) for each in known]
-    teams = load_teams(configs, subject, None if earlier is None else earlier[0].products)
-    context = min(context_length(subject, models.drafters) for models in teams)
-    require_fits(prompts, ids, context - first.max_new_tokens)
-    positions = longest_text([[each] for each in ids], first.max_new_tokens, context)
-    if earlier is None:
-        pairs = zip(configs, teams, strict=True)
-        prepared = [prepare_methods(config, subject, models, ids[0], positions) for config, models in pairs]
-    else:
-        prepared = earlier
-    teams[0].runtime.prepare(positions, prepared[0].kernels)
-    teamed = zip(configs, teams, prepared, strict=True)
-    benches = [make_bench(config, subject, models, made, ids[0], len(ids)) for config, models, made in teamed]
-    arms = {name: arm for bench in benches for name, arm in bench.arms.items()}
-    if peers is not None:
-        others = peers(subject, teams[0], positions)
-        for arm in others(WARM_UP_TOKENS).values():
-            arm(ids[0], Streams(first.seed).within("warm-up"))
-        arms |= others(first.max_new_tokens)
-    return Field(arms, benches, prepared, teams[0].plain)
-
-
-def load_teams(
-    configs: Sequence[EvaluateConfig], subject: Subject, products: Mapping[str, str] | None = None
-) -> list[Models]:
-    """The target with the drafters of each config, ready to decode. It is loaded once. products: see `load_models`."""
-    placed = {"dtype": subject.dtype, "device": subject.device}
-    drafters = [load_drafters(config, subject.target, **placed) for config in configs]
-    with recorded(products):
-        models = load_models(configs[0], subject, drafters[0])
-        for others in drafters[1:]:
-            prepare(models.stack, others)
-    return [replace(models, drafters=each) for each in drafters]
+    earlier = None if known is None else construct(Prepared, known)
+    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
+    with recorded(None if earlier is None else earlier.products):
+        models = load_models(config, subject, drafters)
+    context = context_length(subject, models.drafters)
+    require_fits(prompts, ids, context - config.max_new_tokens)
+    positions = longest_text([[each] for each in ids], config.max_new_tokens, context)
+    prepared = earlier or prepare_methods(config, subject, models, ids[0], positions)
+    models.runtime.prepare(positions, prepared.kernels)
+    bench = make_bench(config, subject, models, prepared, ids[0], len(ids))
+    others = peers(subject, models, positions)
+    for arm in others(WARM_UP_TOKENS).values():
+        arm(ids[0], Streams(config.seed).within("warm-up"))
+    return Field({**bench.arms, **others(config.max_new_tokens)}, bench, prepared, models.plain)
 
 
 def judge(result: PromptResult, field: Field, seed: int) -> PromptResult:
     """`result` with the rounding errors of our arms on the reference's text, where equal texts do not decide."""
-    found: dict[str, Deviation] = {}
-    for bench in field.benches:
-        if bench.judge is not None:
-            found |= measure_deviations(field.plain, result, bench.judge, Streams(seed, result.prompt_id))
-    return replace(result, deviations=found)
+    if field.bench.judge is None:
+        return result
+    streams = Streams(seed, result.prompt_id)
+    return replace(result, deviations=measure_deviations(field.plain, result, field.bench.judge, streams))

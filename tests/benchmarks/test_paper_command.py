@@ -1,4 +1,4 @@
-"""paper.py on tiny models: every row is measured or says why not, and the same command goes on."""
+"""paper.py on tiny models: every row is measured or says why not."""
 
 import json
 import sys
@@ -48,29 +48,20 @@ SOME = {"gsd": ["table_1", "figure_3"], "opt_tree": ["figure_6"], "mcsd": ["tabl
 
 @pytest.mark.parametrize("name", SOME)
 def test_every_row_is_measured_or_says_why_not(
-    paper: Callable[..., Any], tiny_models: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Table by table, and nothing twice."""
+    paper: Callable[..., Any], tiny_models: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import papers.opt_tree
 
     monkeypatch.setattr(papers.opt_tree, "SIZES", (3, 6, 150, 500))  # of which claims name two
     monkeypatch.setattr(papers.opt_tree, "DEPTH", 3)
     options = [*drafters(tiny_models), *(["--skip", "2"] if name == "eesd" else [])]
-    for key in SOME[name]:
-        entry = paper(name, *options, "--tables", key)
+    entry = paper(name, *options, "--tables", *SOME[name])
     assert list(entry["tables"]) == SOME[name]
     for table in entry["tables"].values():
         for label, row in table["rows"].items():
             known = [value for key, value in row["here"].items() if key not in TIMES]
             assert row["never"] or any(value is not None for value in known), label
         assert all(claim["verdict"] in ("undecided", "not run") for claim in table["claims"])  # of one prompt
-    before = (tmp_path / "work/counts.jsonl").read_text()
-    assert paper(name, *options, "--tables", *SOME[name])["tables"] == entry["tables"]
-    assert (tmp_path / "work/counts.jsonl").read_text() == before
-    with pytest.raises(SystemExit):
-        paper(name, *options, "--tokens", "6")
-    assert "has counts of another --tokens; choose another --work" in capsys.readouterr().err
 
 
 def test_times_are_taken_when_asked_for(paper: Callable[..., Any], tiny_models: Path) -> None:
@@ -79,13 +70,9 @@ def test_times_are_taken_when_asked_for(paper: Callable[..., Any], tiny_models: 
     entry = paper("eesd", *options, "--timed", "1", "--num-prompts", "2")
     assert (entry["prompts"], entry["timed"]) == (2, 1)
     assert all(value > 0 for value in entry["tables"]["table_8"]["rows"]["EESD, Beta-TS"]["here"].values())
-    later = paper("eesd", *drafters(tiny_models), "--tables", "tables_1_3", "--num-prompts", "2")
-    assert (later["timed"], later["tables"]["table_8"]) == (1, entry["tables"]["table_8"])
 
 
-def test_exits_of_every_shape_are_compared(
-    paper: Callable[..., Any], tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exits_of_every_shape_are_compared(paper: Callable[..., Any], tiny_models: Path, tmp_path: Path) -> None:
     """Each drafts for its own rows, and what a step costs is what its layers and the head weigh."""
     from draft_models.checkpoint import save_pretrained
     from draft_models.early_exit import EarlyExit, exit_layers
@@ -96,7 +83,6 @@ def test_exits_of_every_shape_are_compared(
         model = target.layers(exit_layers(target.config, n), dtype=torch.float32)
         exits = EarlyExit.from_model(model, n, own_head=True, depth=depth)
         save_pretrained(tmp_path / name, exits, target.fingerprint, {"steps": 7}, torch.float32)
-    assert paper("eesd", "--tables", "figure_4")["tables"]["figure_4"]["never"].startswith("needs --exits")
     given = ["--exits", *(str(tmp_path / name) for name in "abc"), "--tables", "figure_4", "figure_5"]
     tables = paper("eesd", *given)["tables"]
     shown = {name: row["here"] for key in ("figure_4", "figure_5") for name, row in tables[key]["rows"].items()}
@@ -127,16 +113,14 @@ def test_exits_are_trained_alike(paper: Callable[..., Any], tmp_path: Path) -> N
     tables = paper("eesd", *given, "--train", *told)["tables"]
     assert list(tables["figure_4"]["rows"]) == ["N = 1", "N = 2"]
     assert list(tables["figure_5"]["rows"]) == ["1 exit layer", "2 exit layers"]
-    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "work" / "exits").rglob("drafter.safetensors")}
+    files = (tmp_path / "work" / "exits").rglob("drafter.safetensors")
     assert {file.parent.name for file in files} == {"first_2_exit_1", "first_1_exit_1", "first_2_exit_2"}
     for table in tables.values():
         assert all(row["here"]["trained_steps"] == 2 for row in table["rows"].values())
-    assert paper("eesd", *given, "--train", *told)["tables"] == tables
-    assert all(file.stat().st_mtime_ns == at for file, at in files.items())
 
 
 def test_pairs_are_entries_of_one_table(
-    paper: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    paper: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OPT and Llama pairs, each a target and a small LM with its tokenizer."""
     import paper as script
@@ -157,24 +141,14 @@ def test_pairs_are_entries_of_one_table(
         assert all(
             0 <= row["here"]["alpha_1"] <= row["here"]["alpha_4"] for row in entry["tables"]["table_5"]["rows"].values()
         )
-    assert "llama: α, k = 4 | opt: α, k = 1" in capsys.readouterr().out
-    for wrong, said in (
-        (["--pair", "a=t"], "pair='a=t': expected NAME=TARGET,DRAFTER"),
-        (["--pair", "a=t,d", "--target", "t"], "expected without --target, which it names"),
-        (["--pair", "a=t,d", "--pair", "a=u,e"], "a name of its own for every pair"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["paper.py", "mcsd", *wrong])
+    for wrong in (["a=t"], ["a=t,d", "--target", "t"], ["a=t,d", "--pair", "a=u,e"]):
+        monkeypatch.setattr(sys, "argv", ["paper.py", "mcsd", "--pair", *wrong])
         with pytest.raises(SystemExit):
             script.main()
-        assert said in capsys.readouterr().err
 
 
 def test_bad_input_is_named(paper: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for options, said in (
-        (["--tables", "table_99"], "tables=['table_99']: expected some of table_1"),
-        (["--transcripts", "a.jsonl"], "either --target or --transcripts"),
-        (["--tokens", "1"], "tokens=1: expected at least 2"),
-    ):
+    for option, value in (("tables", "table_99"), ("transcripts", "a.jsonl"), ("tokens", "1")):
         with pytest.raises(SystemExit):
-            paper("gsd", *options)
-        assert said in capsys.readouterr().err
+            paper("gsd", f"--{option}", value)
+        assert option in capsys.readouterr().err
