@@ -130,7 +130,7 @@ def test_pairs_are_entries_of_one_table(
         models = [save_target(tmp_path / f"{name}_{role}", name, seed=seed) for seed, role in enumerate("td")]
         pairs += ["--pair", f"{name}={models[0]},{models[1]}"]
     given = ["paper.py", "mcsd", *pairs, "--prompts", f"code={tmp_path}/prompts.jsonl", "--num-prompts", "1",
-             "--tokens", "4", "--ignore-eos", "--device", "cpu", "--tables", "table_5", "--work",
+             "--tokens", "4", "--ignore-eos", "--template", "none", "--device", "cpu", "--tables", "table_5", "--work",
              str(tmp_path / "pairs"), "--out", str(tmp_path / "pairs.json")]  # fmt: skip
     monkeypatch.setattr(sys, "argv", given)
     script.main()
