@@ -15,6 +15,8 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
@@ -24,7 +26,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from conf.options import CONF_DIR, groups_of, help_text
+from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
 from outrider.errors import UserError
 from outrider.progress import command
 from outrider.settings import Settings, construct, listed
@@ -32,6 +34,7 @@ from outrider.words import did_you_mean
 
 Config = TypeVar("Config")
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
+_ENTRIES: dict[str, tuple[type, Callable[[Sequence[str]], list[str]]]] = {}  # the commands of this process, by name
 _STORAGE_ERRORS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -58,6 +61,7 @@ def entry(
     message on stderr and status 2, Ctrl-C with status 130. Everything else keeps its traceback.
     """
     register(name, schema)
+    _ENTRIES[name] = (schema, complete)
 
     def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
         def job(composed: DictConfig) -> None:
@@ -93,6 +97,21 @@ def entry(
     return decorate
 
 
+def config_for(script: str, words: Sequence[str]) -> Any:
+    """The config that the command of the entry `script`, "train/eesd.py", would run with the options `words`.
+
+    Raises `UserError`.
+    """
+    import_module(script.removesuffix(".py").replace("/", "."))
+    name = Path(script).stem
+    schema, complete = _ENTRIES[name]
+    overrides = complete(words)
+    try:
+        return build(schema, compose_defaults(name, overrides), overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, schema)) from None
+
+
 def refuse_flags(name: str, schema: type, words: Sequence[str]) -> None:
     """Raise `UserError` for an option of the command that is written as a flag, "--target X"."""
     if not any(word.startswith("--") for word in words):
@@ -114,8 +133,8 @@ def look_for_places(config: Settings) -> None:
     debug, plan = getattr(config, "debug", False), getattr(config, "plan", False)
 
     def wanted(key: str) -> bool:
-        given = any(key == one or key.startswith(f"{one}.") for one in config.given)
-        return (given or not debug) and not (plan and key.partition(".")[0] in ("data", "prompts"))
+        read = not (plan and key.partition(".")[0] in ("data", "prompts"))
+        return read and (config.gives(key) or not debug)
 
     config.require_places(wanted)
 

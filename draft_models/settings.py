@@ -27,10 +27,11 @@ HEAD_FOLDER = "calibration"  # of a calibration head, in the directory of a draf
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedConfig(RunConfig, ABC):
-    """A command that can be rehearsed (see `draft_models.rehearsal`)."""
+    """A command that can be rehearsed (see `data_prep.text.rehearsal`)."""
 
-    debug: bool = free(False)  # a rehearsal in <out_dir>-debug: tiny random models of this architecture, little data
-    debug_architecture: Architecture = free("llama")  # of those tiny models
+    # a rehearsal in <out_dir>-debug: target, data and prompts that the command line gives are looked at, then all runs
+    debug: bool = free(False)  # on tiny random models and little data
+    debug_architecture: Architecture = free("llama")  # of those tiny models; without it that of a target that is given
 
     @abstractmethod
     def small(self, models: Path) -> Self:

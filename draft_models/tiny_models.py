@@ -1,5 +1,6 @@
 """Random models so small that a command can be rehearsed with them, made without a network."""
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -22,22 +23,62 @@ from draft_models.target.model_identity import model_identity
 from draft_models.target.open_target import open_target
 from draft_models.target.tensor_files import open_tensors
 from draft_models.target.vocabulary import vocabulary_digest
-from draft_models.tiny_architectures import tiny_settings
+from draft_models.tiny_architectures import TINY_ARCHITECTURES, WINDOW, tiny_settings
+from outrider.errors import reason
 
 VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
 
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
+}  # fmt: skip
+_OTHER_SIZES = {  # that some architectures have besides
+    "head_dim": 16, "sliding_window": WINDOW, "max_window_layers": 2, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+}  # fmt: skip
 
-def save_tiny_models(folder: Path, architecture: str) -> None:
-    """Random models in `folder`, always the same ones: `TARGET`, and what can draft for it.
+
+def save_tiny_models(folder: Path, architecture: str, like: PreTrainedConfig | None = None) -> str:
+    """Random models in `folder`, always the same ones: `TARGET`, and what can draft for it. Returns their architecture.
+
+    like: the config of a model whose architecture they have, if it can be made tiny and run by layers.
 
     `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with one tokenizer, `EARLY_EXIT` is an early-exit
     drafter's, `EAGLE3` an EAGLE-3 head's, `TABLE` an n-gram table's. Those three that draft by hidden states have
     calibration heads.
     """
     transformers_logging.disable_progress_bar()
+    if like is not None:
+        try:
+            _save_tiny_models(folder, like.model_type, shrunk(like))
+            return str(like.model_type)
+        except Exception as error:  # whatever an architecture makes of sizes that its authors never saw
+            print(f"debug architecture={like.model_type} cannot be made tiny: {reason(error)}", flush=True)
+    _save_tiny_models(folder, architecture, None)
+    return architecture
+
+
+def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy at tiny size; what else it says of the model's architecture stays."""
+    small = copy.deepcopy(config)
+    for name, value in {**_SIZES, **_OTHER_SIZES, **TINY_ARCHITECTURES.get(config.model_type, {})}.items():
+        if getattr(small, name, None) is not None:
+            setattr(small, name, value)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # of every layer: each kind once
+            kinds = list(dict.fromkeys(value))
+            setattr(small, name, (kinds * small.num_hidden_layers)[: small.num_hidden_layers])
+    small.dtype = torch.float32
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    return small
+
+
+def _save_tiny_models(folder: Path, architecture: str, config: PreTrainedConfig | None) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for seed, name in enumerate((TARGET, SMALL_LM)):
-        save_tiny_model(folder / name, architecture, seed)
+        save_tiny_model(folder / name, architecture, seed, config=config)
     target = open_target(str(folder / TARGET))
     config, tokenizer = target.config, target.tokenizer
     layers = target.layers(exit_layers(config, 1), dtype=torch.float32)
@@ -57,21 +98,23 @@ def save_tiny_models(folder: Path, architecture: str) -> None:
 
 
 def save_tiny_model(
-    path: Path, architecture: str, seed: int = 0, *, context: int = 256, template: str | None = None
+    path: Path,
+    architecture: str,
+    seed: int = 0,
+    *,
+    context: int = 256,
+    template: str | None = None,
+    config: PreTrainedConfig | None = None,
 ) -> None:
     """A causal LM of 4 layers with random weights and a byte-level tokenizer, as a Hugging Face directory.
 
-    context: tokens that it can hold. template: the tokenizer's chat template.
+    context: tokens that it can hold. template: the tokenizer's chat template. config: a tiny one to take.
     """
-    settings = {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": context,
-        "tie_word_embeddings": False, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
-    }  # fmt: skip
+    settings = {**_SIZES, "max_position_embeddings": context, "tie_word_embeddings": False}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(architecture, **{**settings, **tiny_settings(architecture)}),
+            config or AutoConfig.for_model(architecture, **{**settings, **tiny_settings(architecture)}),
             dtype=torch.float32,
             trust_remote_code=False,
         )

@@ -136,6 +136,10 @@ class Settings:
                 if getattr(self, option) not in values:
                     require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
 
+    def gives(self, key: str) -> bool:
+        """Whether the command line gave the option of that dotted key a value, or a group that it is of."""
+        return any(key == one or key.startswith(f"{one}.") for one in self.given)
+
     def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
         """Raise `UserError` for the first `Place`, in here or further in, where nothing lies; no file is opened.
 

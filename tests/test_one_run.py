@@ -18,7 +18,7 @@ ENTRIES = {name: command.module for name, command in COMMANDS.items() if name !=
 OPTIONS = {
     "build_trigrams": [f"tokenizer={TARGET}"],
     "calibrate": [f"checkpoint={EARLY_EXIT}"],
-    "compare_reports": ["compare=[a,b]"],
+    "compare_reports": [f"compare=[{TARGET},{EARLY_EXIT}]"],
     "convert_target": [f"target={TARGET}"],
     "eagle3": [f"target={TARGET}", "seq_len=64"],
     "eesd": [f"target={TARGET}"],
@@ -28,7 +28,7 @@ OPTIONS = {
     "fetch_target": [],
     "generate_responses": [f"target={TARGET}"],
     "pipeline": ["experiment=demo"],
-    "ship_drafters": [],
+    "ship_drafters": [f"run={TARGET}"],
     "toy_target": [],
     "write_prompts": [],
 }

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from data_prep.responses.directory import SECONDS_FILE, seconds_spent
+from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import load_rows
 from data_prep.text.sources import Split
 from draft_models.calibration.checkpoint import save_calibration
 from draft_models.checkpoint import open_target_of
-from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
 from draft_models.target.stack import LayerStack

@@ -11,6 +11,7 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import Rows, load_rows
 from draft_models.acceptance import tau_of_rounds
 from draft_models.card import write_card
@@ -21,7 +22,6 @@ from draft_models.eagle3.export import require_said, save_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.eagle3.reading import Reading, require_target
-from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
 from draft_models.target.empty_models import layer_stack
 from draft_models.target.model_identity import model_identity

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from data_prep.settings import DataConfig
 from draft_models.eagle3.changes import ReadingChanges
@@ -25,6 +25,8 @@ OF_A_NEW_HEAD = ("version", "taps", "intermediate", "draft_vocabulary")  # optio
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(TargetConfig):
     """EAGLE-3: train a head on hidden states of `target`, which runs along, by training-time test."""
+
+    by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
     data: DataConfig
     fit: FitConfig

@@ -11,12 +11,12 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import Rows
 from draft_models.acceptance import Law
 from draft_models.card import CARD_FILE, write_card
 from draft_models.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
 from draft_models.early_exit import USE, EarlyExit, EarlyExitStudent, exit_layers
-from draft_models.rehearsal import rehearsable
 from draft_models.target.anatomy import context_limit
 from draft_models.target.fingerprint import Fingerprint
 from draft_models.target.open_target import OpenTarget, open_target, pick_dtype

@@ -6,14 +6,16 @@ python train/pipeline.py experiment=smollm2            # a real chat model on a 
 python train/pipeline.py experiment=gpu_validation     # one GPU, 25 minutes
 """
 
-from conf import entry
+from conf import config_for, entry
 from train.pipeline_settings import PipelineConfig
 
 
 @entry("pipeline", PipelineConfig)
 def main(config: PipelineConfig) -> None:
+    from train.pipeline_checks import check_steps
     from train.pipeline_run import run_pipeline
 
+    check_steps(config, config_for)
     run_pipeline(config)
 
 

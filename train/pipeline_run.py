@@ -17,9 +17,8 @@ from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder,
 from outrider.settings import read_as
 from outrider.words import in_words
 from train.pipeline_bar import Pace, step_stage
-from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig
+from train.pipeline_settings import ROOT, STEPS, PipelineConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 LOGS = "logs"  # <step>.log: what the step has said; .json: the record that it is done; .seconds.json: of cut runs of it
 SUMMARY = "pipeline.json"
 FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
@@ -120,8 +119,7 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record], 
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
     (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
-    placed = [option.replace(HERE, str(out_dir)).replace(REPOSITORY, str(ROOT)) for option in options]
-    command = [sys.executable, str(ROOT / step.script), *placed]
+    command = [sys.executable, str(ROOT / step.script), *config.placed(options)]
     command += [f"out_dir={out_dir / name}", "resume=true"]
     print(f"pipeline step={name} state=started log={log} left={pace.words()!r}", flush=True)
     began, cut = time.time(), out_dir / LOGS / f"{name}.seconds.json"

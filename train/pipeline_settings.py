@@ -1,12 +1,14 @@
 """Config of the pipeline: which commands it runs, in which order, with which options."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from draft_models.settings import Model
 from outrider.errors import require, require_choice
 from outrider.settings import Positive, RunConfig, Settings, free
 
+ROOT = Path(__file__).resolve().parent.parent
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
 REPOSITORY = "{repository}"  # in a step's options: the directory of this project
 TARGET = "{target}"  # in a step's options: the target, which `target` names or one of MAKERS leaves
@@ -193,6 +195,10 @@ class PipelineConfig(RunConfig):
             else:
                 kept[key_of(option)] = option
         return [option.replace(TARGET, target) for option in kept.values()]
+
+    def placed(self, options: Sequence[str]) -> list[str]:
+        """`options` of a step with the directories that `HERE` and `REPOSITORY` stand for."""
+        return [option.replace(HERE, self.out_dir).replace(REPOSITORY, str(ROOT)) for option in options]
 
 
 def key_of(option: str) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from data_prep.settings import DataConfig
 from draft_models.eagle3.changes import ReadingChanges
@@ -80,6 +80,8 @@ OF_A_NEW_EXIT = ("exit_layer", "exit_depth", "train_head", "train_layer", "draft
 @dataclass(frozen=True, kw_only=True)
 class EesdConfig(TargetConfig):
     """EESD: train an early-exit drafter on the first layers of `target`."""
+
+    by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
     target: Model = free()  # model directory or Hub name; only the layers needed are read
     data: DataConfig

@@ -20,12 +20,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import Rows, load_rows
 from draft_models.acceptance import Law
 from draft_models.card import write_card
 from draft_models.checkpoint import provenance
 from draft_models.draft_vocabulary import narrow, narrow_config, read_own_tokens
-from draft_models.rehearsal import rehearsable
 from draft_models.small_lm import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
 from draft_models.target.anatomy import context_limit
 from draft_models.target.architectures import load_config

@@ -22,7 +22,7 @@ import numpy as np
 
 from data_prep.text.pieces import PIECE, batches, spans
 from data_prep.text.records import Record
-from draft_models.target.gguf_file import is_gguf
+from draft_models.target.sentencepiece_file import is_sentencepiece, open_sentencepiece
 from outrider.errors import UserError
 from outrider.files import write_atomically
 from outrider.progress import Stage
@@ -75,7 +75,7 @@ class Shards(NamedTuple):
 
 def open_encoder(source: str, revision: str | None) -> Encoder:
     """A SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
-    if Path(source).is_file() and not is_gguf(Path(source)):
+    if is_sentencepiece(source):
         return _sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     from draft_models.target.fingerprint import tokenizer_digest
@@ -285,16 +285,7 @@ def _digest(identity: str, batch: list[Passage]) -> str:
 
 
 def _sentencepiece(source: str) -> Encoder:
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        processor.load(source)
-    except (OSError, RuntimeError):
-        raise UserError(
-            f"tokenizer={source}: not a SentencePiece model; expected one, a GGUF file, or the directory or Hub name "
-            "of a Hugging Face tokenizer"
-        ) from None
+    processor = open_sentencepiece(source)
 
     def encode(texts: list[str]) -> Any:
         return processor.encode(texts, out_type=int, num_threads=1)

@@ -25,7 +25,7 @@ from data_prep.responses.directory import (
 )
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Task, Todo, read_tasks, render
-from draft_models.rehearsal import rehearsable
+from data_prep.text.rehearsal import rehearsable
 from draft_models.target.fingerprint import tokenizer_digest
 from draft_models.target.model_files import load_causal_lm
 from draft_models.target.model_identity import model_identity

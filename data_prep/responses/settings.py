@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from data_prep.settings import DataConfig
 from draft_models.settings import TARGET, Model, RunDtype, TargetConfig
@@ -16,6 +16,8 @@ NotNegative = Annotated[int, at_least(0)]
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(TargetConfig):
     """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
+
+    asks: ClassVar[bool] = True  # its records are prompts
 
     # model directory or Hub name: a causal LM of transformers whose forward takes past_key_values
     target: Model = free()

@@ -1,7 +1,7 @@
 """evaluate-checkpoint: the prompts are read, then methods are compared on them, or replayed over recorded answers."""
 
 from data_prep.text.prompts import read_prompts
-from draft_models.rehearsal import rehearsable
+from data_prep.text.rehearsal import rehearsable
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.evaluate.replay import evaluate_replay
 from inference.evaluate.subject import find_target, heldout_fraction

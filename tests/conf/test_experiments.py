@@ -2,20 +2,24 @@
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from conf import CONF_DIR
+from conf import CONF_DIR, build, register
+from conf.options import compose_defaults
 from data_prep.settings import DataConfig, MixPart
-from draft_models.rehearsal import MODELS
+from data_prep.text.rehearsal import MODELS
 from draft_models.settings import TARGET, Architecture
 from draft_models.tiny_architectures import TINY_ARCHITECTURES
+from draft_models.tiny_models import save_tiny_model, save_tiny_models
 from outrider.errors import UserError
 from outrider.wandb_config import WandbConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
+from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from train.fit_settings import FitConfig
 
@@ -160,6 +164,80 @@ def test_a_rehearsal_is_repeated_or_resumed_and_deletes_only_its_own(tmp_path: P
             composed("generate_responses/llama2_13b", "debug=true", f"out_dir={tmp_path / 'other'}"),
         )
     assert (foreign / "thesis").exists()
+
+
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+
+
+def commanded(command: str, *overrides: str) -> Any:
+    """The config that the command line with these overrides has, which knows what it was given."""
+    schema = COMMANDS[command][0]
+    register(command, schema)
+    return build(schema, compose_defaults(command, [*overrides]), overrides)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model, one without a template, one without a tokenizer; conversations, prompts, and no text."""
+    folder = tmp_path_factory.mktemp("given")
+    for name, template in (("chat", TEMPLATE), ("bare", None), ("mute", TEMPLATE)):
+        save_tiny_model(folder / name, "qwen2", template=template)
+    (folder / "mute/tokenizer.json").write_text("{}")
+    says = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    lines = {"talk": {"messages": says}, "asked": {"turns": ["hi"]}, "odd": {"messages": 3}}
+    for name, line in lines.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(line))
+    (folder / "nothing.jsonl").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        ("eesd", "target=nobody/nothing", "target=nobody/nothing: .*not to be had from the Hub"),
+        ("eesd", "target=HERE/mute", "target=.*mute: no usable tokenizer"),
+        ("eesd", "target=HERE/bare data=local data.path=HERE/talk.jsonl", "bare' has no chat template"),
+        ("eesd", "target=HERE/chat data=local data.path=HERE/odd.jsonl", r"odd\.jsonl:1: cannot tell the layout"),
+        ("eesd", "target=HERE/chat data=local data.path=HERE/nothing.jsonl", "data: no record in it"),
+        ("finetune_drafter", "target=HERE/bare data=local data.path=HERE/talk.jsonl", "bare' has no chat template"),
+        ("generate_responses", "target=HERE/bare data=local data.path=HERE/asked.jsonl", "bare' has no chat template"),
+        ("evaluate_checkpoint", "target=HERE/bare method=prompt_lookup prompts=HERE/asked.jsonl", "no chat template"),
+        ("evaluate_checkpoint", "target=HERE/chat method=prompt_lookup prompts=HERE/odd.jsonl", r"odd\.jsonl"),
+        ("build_trigrams", "tokenizer=HERE/talk.jsonl", "talk.jsonl: not a SentencePiece model"),
+        ("build_trigrams", "tokenizer=HERE/mute", "tokenizer=.*mute: no usable tokenizer"),
+    ],
+)
+def test_a_rehearsal_refuses_what_the_run_would(
+    given: Path, tmp_path: Path, command: str, words: str, said: str
+) -> None:
+    options = words.replace("HERE", str(given)).split()
+    with pytest.raises(UserError, match=said):
+        run(command, commanded(command, *options, "debug=true", f"out_dir={tmp_path / 'run'}"))
+    assert not list(tmp_path.glob("*/run"))
+
+
+def test_a_rehearsal_is_of_the_targets_architecture(
+    given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At tiny size, with what else its config says."""
+    described = json.loads((given / "chat/config.json").read_text()) | {
+        "rms_norm_eps": 0.125,
+        "max_position_embeddings": 4096,
+    }
+    shutil.copytree(given / "chat", tmp_path / "mine")
+    (tmp_path / "mine/config.json").write_text(json.dumps(described))
+    words = [f"target={tmp_path / 'mine'}", "data=local", f"data.path={given / 'talk.jsonl'}"]
+    run("eesd", commanded("eesd", *words, "debug=true", f"out_dir={tmp_path / 'run'}"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run-debug" / MODELS / TARGET)
+    small = model.config
+    assert (small.model_type, small.rms_norm_eps, small.max_position_embeddings) == ("qwen2", 0.125, 256)
+    assert (tmp_path / "run-debug/run/drafter.json").exists()
+
+
+@pytest.mark.parametrize("family", typical_where(TYPICAL.__contains__, sorted(FAMILIES)))
+def test_every_family_can_be_made_tiny(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(save_family(tmp_path / "target", family))
+    assert save_tiny_models(tmp_path / "tiny", "llama", config) == config.model_type
 
 
 def test_impossible_rehearsals_fail_with_their_key() -> None:

@@ -15,12 +15,15 @@ from unittest.mock import patch
 import pytest
 from filelock import FileLock
 
+from conf import config_for
+from draft_models.settings import TARGET
 from outrider.errors import UserError
 from outrider.run_dirs import only_run
 from tests.conf.test_configs import compose_and_build
 from tests.tiers import typical_where
-from tests.train.test_pipeline_options import steps_of
+from tests.train.test_pipeline_options import EXPERIMENTS, steps_of
 from train import pipeline_run
+from train.pipeline_checks import check_steps
 from train.pipeline_run import give_report, run_pipeline
 from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
 
@@ -124,6 +127,37 @@ def check_own_report(out_dir: Path, method: str) -> None:
     for drafter in ("eesd", "small_lm"):
         _, _, measured = (out_dir / drafter / "README.md").read_text().partition("## Measured")
         assert f"| {method} |" in measured
+
+
+# ------------------------------------------------------------------------------------------ before the first step
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_what_steps_leave_for_others_need_not_be_there(tmp_path: Path, experiment: str) -> None:
+    check_steps(compose_and_build("pipeline", [f"experiment={experiment}", f"out_dir={tmp_path / 'run'}"]), config_for)
+
+
+@pytest.mark.parametrize(
+    ("words", "step", "said"),
+    [
+        (['steps.report.more=["prompts=nowhere.jsonl"]'], "report", "prompts=nowhere.jsonl: no such"),
+        (['steps.trigrams.more=["orders=[7]"]'], "trigrams", r"orders\[0\]=7: expected"),
+        (['steps.report.more=["max_new=7"]'], "report", "max_new: no such option"),
+        (['steps.eesd.more=["data=local","data.path=nowhere"]'], "eesd", "data.path='nowhere': expected"),
+        (["target=nobody/nothing"], "responses", "target=nobody/nothing: "),
+        (["target=BARE"], "responses", "has no chat template"),
+        (["target=BARE", "~steps.responses", "~steps.eesd", "~steps.small_lm", "~steps.calibrate", "own_report=null",
+          'steps.trigrams.more=["tokenizer=BARE/config.json"]'], "trigrams", "not a SentencePiece model"),
+    ],
+)  # fmt: skip
+def test_no_step_starts_where_a_later_one_could_not(
+    tmp_path: Path, tiny_models: Path, words: list[str], step: str, said: str
+) -> None:
+    given = [word.replace("BARE", str(tiny_models / TARGET)) for word in words]
+    config = compose_and_build("pipeline", ["experiment=smollm2", f"out_dir={tmp_path / 'run'}", *given])
+    with pytest.raises(UserError, match=f"step {step}, before any has run: .*{said}"):
+        import_module("train.pipeline").main.__wrapped__(config)
+    assert not (tmp_path / "run").exists()
 
 
 # ------------------------------------------------------------------------------------------ order, skipping, failing

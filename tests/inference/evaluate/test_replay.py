@@ -167,7 +167,7 @@ def test_a_table_is_a_checkpoint_too(files: dict[str, str], tmp_path: Path, monk
     ("overrides", "message"),
     [
         (["method=ngrams", "table={other_table}"], "built with another tokenizer"),
-        (["method=ngrams", "table=nowhere"], "no readable n-gram table"),
+        (["method=ngrams", "table=nowhere"], "table=nowhere: no such directory or file"),
         (["method=ngrams", "table=null"], "table=None: expected an n-gram table directory (data_prep/build_trig"),
         (["method=ngrams", "sampling.temperature=1"], "sampling.temperature=1.0: expected 0 for target=replay"),
         (
@@ -180,8 +180,8 @@ def test_a_table_is_a_checkpoint_too(files: dict[str, str], tmp_path: Path, monk
         (["method=ngrams", "card=true"], "card=True: expected false for target=replay"),
         (["method=ngrams", "debug=true"], "debug=True: expected false for target=replay"),
         (["method=ngrams", "tokenizer=null"], "tokenizer=None: expected a file for target=replay"),
-        (["method=ngrams", "tokenizer=none.model"], "no such file"),
-        (["method=ngrams", "transcripts=none.jsonl"], "no such file"),
+        (["method=ngrams", "tokenizer=none.model"], "no such directory or file"),
+        (["method=ngrams", "transcripts=none.jsonl"], "no such directory or file"),
         (["method=eesd_fixed", "checkpoint=x"], "target='replay': expected a model"),
         (["method=prompt_lookup", "small_lm=x"], "small_lm='x': expected null for target=replay: no model runs"),
         (["method=prompt_lookup", "checkpoint=x"], "checkpoint='x': expected null for target=replay: no model runs"),

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
+from data_prep.text.given import read_some
 from draft_models.settings import TARGET, RehearsedConfig
 from outrider.files import require_writable
 from outrider.run_dirs import clear, rehearsal_folder, require_rehearsal
@@ -31,10 +32,11 @@ def rehearsable(run: Callable[[Config], None]) -> Callable[[Config], None]:
 def _rehearsal(config: Config) -> Iterator[Config]:
     """The small one of `config`, once the models for it are there.
 
-    Everything lies in `<out_dir>-debug`, which is kept from other runs meanwhile. It is emptied first, unless
-    resume=true. The run's own out_dir in it is `run`. All processes of a launcher call this.
+    What the command line gives to read is looked at first (see `read_some`). The tiny models are of the architecture of
+    the target that it gives. Everything lies in `<out_dir>-debug`, which is kept from other runs meanwhile. It is
+    emptied first, unless resume=true. The run's own out_dir in it is `run`. All processes of a launcher call this.
 
-    Raises `UserError` where that place holds something else, or is another run's.
+    Raises `UserError` where that place holds something else, or is another run's, and for what is given and unusable.
     """
     from draft_models.tiny_models import save_tiny_models  # torch, which some commands do without
     from outrider.processes import from_main, join_processes, only_run_of
@@ -44,10 +46,12 @@ def _rehearsal(config: Config) -> Iterator[Config]:
     models, out_dir = folder / MODELS, folder / "run"
 
     def prepare() -> None:
+        target = read_some(config, config.gives)
         if not config.resume:
             clear(folder)
-        save_tiny_models(models, config.debug_architecture)
-        print(f"debug target={models / TARGET} architecture={config.debug_architecture} out_dir={out_dir}", flush=True)
+        like = None if config.gives("debug_architecture") else target
+        architecture = save_tiny_models(models, config.debug_architecture, like)
+        print(f"debug target={models / TARGET} architecture={architecture} out_dir={out_dir}", flush=True)
 
     with only_run_of(state, require_writable(folder), "a debug run"):
         from_main(state, prepare)

@@ -1,0 +1,78 @@
+"""What a command is given to read, looked at before its work begins: target, tokenizer, one record and one prompt."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from data_prep.settings import DataConfig
+from data_prep.text.chat import encode, render_prompt
+from data_prep.text.prompts import read_prompts
+from data_prep.text.records import Record
+from data_prep.text.sources import read_records
+from draft_models.target.sentencepiece_file import is_sentencepiece, open_sentencepiece
+from outrider.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+DRAFTERS = ("checkpoint", "small_lm", "eagle3")  # whose records may say by which template prompts are rendered
+
+
+def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig | None":
+    """The config of the target of a command's settings; None where they have none, or it is not wanted.
+
+    Its tokenizer is read as well, and of the data and the prompts one record each, which is rendered as the command
+    would do it. wanted: whether the option of that dotted key is looked at. Raises `UserError` for what is unusable.
+    """
+    target, tokenizer = None, None
+    if getattr(config, "target", None) not in (None, "replay") and wanted("target"):
+        from draft_models.target.open_target import open_target  # torch, which not every command needs
+
+        target = open_target(config.target, config.revision, by_layers=getattr(config, "by_layers", False))
+        tokenizer = target.tokenizer
+    named = getattr(config, "tokenizer", None)
+    if named is not None and wanted("tokenizer"):
+        if is_sentencepiece(named):
+            open_sentencepiece(named)
+        else:
+            from draft_models.target.open_target import load_tokenizer
+
+            load_tokenizer(named, config.revision, role="tokenizer")
+    for key, data in _sources(config):
+        if wanted(f"{key}.path"):
+            _read_record(key, data, tokenizer, asking=getattr(config, "asks", False))
+        elif tokenizer is not None and data.layout not in ("auto", "text", "code"):  # conversations, not there yet
+            render_prompt(("a question",), tokenizer, data.template)
+    prompts = getattr(config, "prompts", None)  # of a calibration it is a number
+    if isinstance(prompts, str) and prompts != "python_stdlib" and wanted("prompts"):
+        _read_prompt(config, tokenizer)
+    return None if target is None else target.config
+
+
+def _sources(config: Any) -> Iterator[tuple[str, DataConfig]]:
+    """(key, data) of each source that is read."""
+    data = getattr(config, "data", None)
+    if data is not None:
+        parts = [(f"data.mix.{name}", part) for name, _, part in data.parts()]
+        yield from parts or [("data", data)]
+
+
+def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None", *, asking: bool) -> None:
+    both = (read_records(data, split, asking=asking) for split in ("train", "heldout"))
+    record: Record | None = next(chain.from_iterable(both), None)
+    if record is None:
+        raise UserError(f"{key}: no record in it (source={data.source} path={list(data.path)})")
+    if tokenizer is None:
+        return
+    if asking and "messages" in record:
+        users = [place for place, message in enumerate(record["messages"]) if message["role"] == "user"]
+        render_prompt(record["messages"][: users[0] + 1], tokenizer, data.template)
+    else:
+        encode([record], tokenizer, data.template)
+
+
+def _read_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    (prompt,) = read_prompts(config.prompts, limit=1)
+    by_record = config.template == "auto" and any(getattr(config, key) for key in DRAFTERS)
+    if tokenizer is not None and prompt.chat and (tokenizer.chat_template or not by_record):
+        render_prompt(prompt.turns[:1], tokenizer, config.template)
