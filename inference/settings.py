@@ -42,7 +42,8 @@ class EvaluateConfig(RehearsedConfig):
     target: Annotated[str, Place(MODEL, hub=True, besides=("replay",))] | None = None
     # target=replay: recorded greedy answers to `prompts`
     transcripts: Annotated[str, Place("a file of recorded answers")] | None = free(None)
-    tokenizer: str | None = free(None)  # target=replay: a Hugging Face directory or a SentencePiece .model
+    # target=replay: a Hugging Face directory or a SentencePiece .model
+    tokenizer: Annotated[str, Place("a tokenizer directory or a SentencePiece .model", hub=True)] | None = free(None)
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     # the ways of decoding to compare, by name; method=[…] chooses presets
     methods: dict[str, MethodConfig] = field(default_factory=dict)
