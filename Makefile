@@ -20,7 +20,7 @@ install: $(STAMP)
 
 # What numba compiles, once, into __pycache__: workers that start together would each compile the same.
 kernels: $(STAMP)
-	$(RUN)python -m pytest -n0 tests/inference/drafters/test_fused.py tests/inference/drafters/test_ngram_mixing.py tests/inference/cpu
+	$(RUN)python -m pytest -n0 tests/inference/drafters/test_fused.py tests/inference/drafters/test_ngram_mixing.py tests/inference/engines/cpu
 
 # Every subject, every mechanism, every planted fault; of what repeats for further models the typical ones.
 test: $(STAMP)
@@ -62,7 +62,7 @@ smollm2: $(STAMP)
 # Talk to that chat model in the terminal, one of its drafters before it: /off and /on to feel the difference.
 chat: $(STAMP)
 	$(RUN)python data_prep/fetch_target.py out_dir=runs/smollm2_demo/fetch resume=true
-	$(RUN)python -m outrider.chat target=runs/smollm2_demo/fetch checkpoint=drafters/smollm2/eesd small_lm=drafters/smollm2/small_lm table=drafters/smollm2/trigrams dtype=fast method=vanilla $(OPTIONS)
+	$(RUN)outrider chat target=runs/smollm2_demo/fetch checkpoint=drafters/smollm2/eesd small_lm=drafters/smollm2/small_lm table=drafters/smollm2/trigrams dtype=fast method=vanilla $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -16,11 +16,11 @@ from typing import Any
 from round_parts import profile, summarise
 from subjects import Subject, add_options, load_subjects, parse
 
-from draft_models.target.open_target import pick_device
-from inference.auto.probe import tune
+from draft_models.targets.open_target import pick_device
+from inference.core.stopwatch import synchronized_clock
 from inference.engines.choose import make_runtime
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.stopwatch import synchronized_clock
+from inference.measure.probe import tune
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.files import write_json
 from outrider.machine import describe_machine
 

@@ -30,18 +30,18 @@ from floor_shapes import SHAPES, Target, free_bytes, make_target, needed_bytes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from draft_models.target.open_target import pick_device
-from draft_models.target.stack import LayerStack
-from inference.decode import autoregressive, speculative
+from draft_models.targets.open_target import pick_device
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import autoregressive, speculative
+from inference.core.runtime import Runtime
+from inference.core.session import TargetSession
+from inference.core.tree import ROOT, chain_parents
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.engines.choose import make_runtime
 from inference.loading.drafters import new_drafter
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.runtime import Runtime
-from inference.session import TargetSession
-from inference.settings import RUNTIMES
-from inference.tree import ROOT, chain_parents
+from inference.settings.evaluate import RUNTIMES
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.files import write_json
 from outrider.machine import describe_machine
 from outrider.streams import Streams

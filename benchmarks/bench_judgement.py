@@ -18,22 +18,22 @@ from tqdm import tqdm
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.checkpoint import from_pretrained, provenance
-from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target.open_target import open_target
-from inference.acceptance import Chooser
-from inference.decode import Round, autoregressive, speculative
+from draft_models.early_exit.checkpoint import from_pretrained, provenance
+from draft_models.early_exit.model import EarlyExit, exit_layers
+from draft_models.targets.open_target import open_target
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.lookup import PromptLookup
+from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import transformers_generate
-from inference.evaluate.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
-from inference.evaluate.results import AUTOREGRESSIVE
-from inference.evaluate.subject import end_tokens, load_plain
 from inference.loading.drafters import prepare
-from inference.method_settings import MethodConfig, StructureConfig
-from inference.structures.factory import make_structure
+from inference.loading.subject import end_tokens, load_plain
+from inference.measure.arms import transformers_generate
+from inference.measure.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
+from inference.measure.results import AUTOREGRESSIVE
+from inference.settings.method import MethodConfig, StructureConfig
+from inference.shapes.factory import make_structure
 from outrider.files import write_json
 from outrider.machine import describe_machine
 from outrider.streams import Streams

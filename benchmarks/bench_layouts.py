@@ -2,11 +2,11 @@
 
     python benchmarks/bench_layouts.py --target runs/smollm2/fetch [--threads 1 2] [--dtype float32]
 
-Loads the target once for each of `inference.packing.LAYOUTS` and once as evaluate-checkpoint does. There all layers of
-a pass of few tokens run in one call, which is left out once: "layer by layer". Times passes over 1 to 32 tokens behind
-a text of `--context` tokens, all in turn. Beside them stand a token of transformers' `generate` and the floor: the
-time that reading the weights takes at the measured bandwidth, as they are stored in `--dtype`. A pass in one call may
-take less, as it reads float32 weights that were bfloat16 once as such.
+Loads the target once for each of `inference.engines.packing.LAYOUTS` and once as evaluate-checkpoint does. There all
+layers of a pass of few tokens run in one call, which is left out once: "layer by layer". Times passes over 1 to 32
+tokens behind a text of `--context` tokens, all in turn. Beside them stand a token of transformers' `generate` and the
+floor: the time that reading the weights takes at the measured bandwidth, as they are stored in `--dtype`. A pass in
+one call may take less, as it reads float32 weights that were bfloat16 once as such.
 
 Beside them stand the passes of the int8 model that `dtype=int8` decodes (another model), laid out as there, and the
 floor of its own bytes: a byte a weight. The products of a pass are timed alone as well: in every layout, and those of
@@ -25,16 +25,16 @@ import torch
 from floor_device import make_clock, measure_device
 from torch import Tensor, nn
 
-from draft_models.target.int8 import Int8Linear
-from draft_models.target.model_files import load_causal_lm
-from draft_models.target.open_target import OpenTarget, open_target
-from draft_models.target.stack import LayerStack
-from inference.cpu.by_amx import has_amx
+from draft_models.targets.int8 import Int8Linear
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import OpenTarget, open_target
+from draft_models.targets.stack import LayerStack
+from inference.core.ops import largest
+from inference.core.tree import chain_parents
 from inference.engines.choose import make_runtime
-from inference.fused_layers import FusedLayer, fuse_layers, lay_out
-from inference.ops import largest
-from inference.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, can_code, can_halve, pack_linears
-from inference.tree import chain_parents
+from inference.engines.cpu.by_amx import has_amx
+from inference.engines.fused_layers import FusedLayer, fuse_layers, lay_out
+from inference.engines.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, can_code, can_halve, pack_linears
 from outrider.files import read_json, write_json
 from outrider.machine import describe_machine
 

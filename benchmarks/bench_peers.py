@@ -30,15 +30,15 @@ from typing import Any
 from subjects import Subject, add_options, load_subjects, parse
 from transformers_arms import MAX_NGRAM, assisted_arms, generate_arm
 
-from draft_models.target.open_target import pick_device
+from draft_models.targets.open_target import pick_device
+from inference.core.generation import Generation
 from inference.engines.choose import make_runtime
-from inference.evaluate.arms import Arm, make_arms, measure
-from inference.evaluate.results import TRANSFORMERS
-from inference.evaluate.statistics import bootstrap_median
-from inference.generation import Generation
-from inference.generation_config import generate_settings
-from inference.method_settings import MethodConfig, StopConfig
-from inference.sampling_settings import SamplingConfig
+from inference.loading.generation_config import generate_settings
+from inference.measure.arms import Arm, make_arms, measure
+from inference.measure.results import TRANSFORMERS
+from inference.measure.statistics import bootstrap_median
+from inference.settings.method import MethodConfig, StopConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.files import write_json
 from outrider.machine import describe_machine
 from outrider.streams import Streams

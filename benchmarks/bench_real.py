@@ -31,15 +31,15 @@ from subjects import as_model
 from transformers_arms import assisted_arms, load_drafter
 
 from conf import reported
-from draft_models.checkpoint import from_pretrained, provenance
-from draft_models.target.model_files import load_causal_lm
-from inference.drafters.registry import KINDS
-from inference.evaluate.arms import Arm
-from inference.evaluate.bench import JUDGED
-from inference.evaluate.drafter_facts import trained_seconds
-from inference.evaluate.subject import Models, Subject
-from inference.generation_config import generate_settings
-from inference.settings import EvaluateConfig
+from draft_models.early_exit.checkpoint import from_pretrained, provenance
+from draft_models.targets.model_files import load_causal_lm
+from inference.loading.generation_config import generate_settings
+from inference.loading.subject import Models, Subject
+from inference.measure.arms import Arm
+from inference.measure.bench import JUDGED
+from inference.report.drafter_facts import trained_seconds
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
 from outrider.errors import require
 from outrider.files import read_json, require_writable, write_json
 from outrider.machine import describe_machine

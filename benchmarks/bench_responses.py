@@ -21,12 +21,12 @@ from data_prep.responses import batch_state
 from data_prep.responses.batch_decoder import Generator, uniforms
 from data_prep.responses.generate import lay_out_for_batches
 from data_prep.text.prompts import read_prompts
-from draft_models.checkpoint import provenance
-from draft_models.target.model_files import load_causal_lm
-from draft_models.target.open_target import open_target
-from inference.evaluate.subject import end_tokens
-from inference.sampling import Sampler
-from inference.sampling_settings import SamplingConfig
+from draft_models.early_exit.checkpoint import provenance
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import open_target
+from inference.core.sampling import Sampler
+from inference.loading.subject import end_tokens
+from inference.settings.sampling import SamplingConfig
 from outrider.files import write_json
 from outrider.machine import describe_machine
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.target.open_target import open_target
+from draft_models.early_exit.model import EarlyExitStudent, exit_layers
+from draft_models.targets.open_target import open_target
 from outrider.machine import describe_machine
 from train.early_exit import default_exit_layer
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from conf import reported
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.target.open_target import open_target, pick_device, pick_dtype
-from draft_models.target.stack import LayerStack
-from inference.decode import autoregressive
-from inference.session import TargetSession
+from draft_models.targets.open_target import open_target, pick_device, pick_dtype
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import autoregressive
+from inference.core.session import TargetSession
 from outrider.files import write_json
 
 LONGEST = 10  # tokens of a draft

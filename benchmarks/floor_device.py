@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inference.packing import PackedLinear, can_pack
+from inference.engines.packing import PackedLinear, can_pack
 
 Clock = Callable[[], float]
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from draft_models.early_exit import EarlyExit
-from draft_models.target.empty_models import empty_model, layer_stack
-from draft_models.target.stack import LayerStack
+from draft_models.early_exit.model import EarlyExit
+from draft_models.targets.empty_models import empty_model, layer_stack
+from draft_models.targets.stack import LayerStack
 from inference.drafters.calibrated import Calibrated
 from inference.loading.drafters import prepare
 from train.early_exit import default_exit_layer

@@ -20,9 +20,18 @@ from transformers import PreTrainedModel
 from conf import build, explain, register
 from conf.options import compose_defaults
 from data_prep.text.prompts import Prompt, read_prompts
-from inference.cpu.recorded import recorded
-from inference.evaluate.arms import Arm, measure, measure_deviations
-from inference.evaluate.bench import (
+from inference.engines.cpu.recorded import recorded
+from inference.loading.subject import (
+    Models,
+    Subject,
+    context_length,
+    find_subject,
+    load_drafters,
+    load_models,
+    run_settings,
+)
+from inference.measure.arms import Arm, measure, measure_deviations
+from inference.measure.bench import (
     WARM_UP_TOKENS,
     Bench,
     Prepared,
@@ -32,27 +41,11 @@ from inference.evaluate.bench import (
     render,
     require_fits,
 )
-from inference.evaluate.prompt_results import (
-    Measured,
-    append_result,
-    begin_run,
-    next_number,
-    open_run,
-    read_results,
-)
-from inference.evaluate.results import PromptResult
-from inference.evaluate.subject import (
-    Models,
-    Subject,
-    context_length,
-    find_subject,
-    load_drafters,
-    load_models,
-    run_settings,
-)
-from inference.evaluate.threads import use_threads
-from inference.method_settings import MethodConfig
-from inference.settings import EvaluateConfig
+from inference.measure.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
+from inference.measure.results import PromptResult
+from inference.measure.threads import use_threads
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.run_dirs import only_run

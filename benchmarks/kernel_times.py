@@ -16,7 +16,7 @@ from floor_device import make_clock, sample
 from floor_shapes import SHAPES, make_target
 from torch.profiler import ProfilerActivity, profile
 
-from draft_models.target.open_target import pick_device
+from draft_models.targets.open_target import pick_device
 from inference.engines.choose import make_runtime
 from outrider.files import write_json
 from outrider.machine import describe_machine

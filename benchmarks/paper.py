@@ -33,10 +33,10 @@ from papers.measuring import Asked, by_row, measure_all, read_counts
 from papers.writing import markdown, plot
 
 from conf import reported
-from data_prep.settings import PromptTemplate
-from draft_models.checkpoint import provenance
-from draft_models.target.open_target import open_target
-from inference.drafters.registry import KINDS
+from data_prep.text.settings import PromptTemplate
+from draft_models.early_exit.checkpoint import provenance
+from draft_models.targets.open_target import open_target
+from inference.settings.kinds import KINDS
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_json
 from outrider.machine import describe_machine

@@ -25,12 +25,12 @@ from transformers_arms import MAX_NGRAM, generation_of
 from conf import reported
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.target.model_files import load_causal_lm
-from draft_models.target.open_target import open_target
-from inference.drafters.registry import KINDS
-from inference.evaluate.arms import Arm, transformers_generate
-from inference.evaluate.subject import end_tokens, load_plain
-from inference.generation import Generation
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import open_target
+from inference.core.generation import Generation
+from inference.loading.subject import end_tokens, load_plain
+from inference.measure.arms import Arm, transformers_generate
+from inference.settings.kinds import KINDS
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.streams import Streams

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from draft_models.target.stack import LayerStack
-from inference.cache import KVCache
-from inference.rows import Layout, Rows
+from draft_models.targets.stack import LayerStack
+from inference.core.cache import KVCache
+from inference.core.rows import Layout, Rows
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def table(arms: Mapping[str, Figures]) -> str:
 
 
 def judgement(arms: Mapping[str, Figures]) -> str:
-    """What judging the arms came to (`inference.evaluate.lossless`); empty where equal texts decide."""
+    """What judging the arms came to (`inference.measure.lossless`); empty where equal texts decide."""
     judged = {name: arm["judged"] for name, arm in arms.items() if arm["judged"]}
     if not judged:
         return ""

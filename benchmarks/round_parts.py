@@ -15,20 +15,20 @@ from unittest.mock import patch
 
 from subjects import Subject
 
-from draft_models.early_exit import EarlyExit
-from draft_models.target.stack import LayerStack
-from draft_models.target.whole_model import PlainLM
-from inference.acceptance import Chooser
-from inference.cuda_graphs import GraphedSession
-from inference.decode import Round, autoregressive, speculative
+from draft_models.early_exit.model import EarlyExit
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.whole_model import PlainLM
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, autoregressive, speculative
+from inference.core.drafter import Drafter
+from inference.core.runtime import Runtime
+from inference.core.session import TargetSession
+from inference.core.stopwatch import Clock
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.interface import Drafter
 from inference.drafters.shaped import Shaped
+from inference.engines.graphs.cuda_graphs import GraphedSession
 from inference.loading.drafters import new_drafter
-from inference.method_settings import MethodConfig
-from inference.runtime import Runtime
-from inference.session import TargetSession
-from inference.stopwatch import Clock
+from inference.settings.method import MethodConfig
 from outrider.streams import Streams
 
 

@@ -14,18 +14,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.checkpoint import from_pretrained
-from draft_models.early_exit import EarlyExit, NoLayer, exit_layers
-from draft_models.small_lm import load_small_lm
-from draft_models.target.empty_models import decoder_layers, final_norm, layer_stack
-from draft_models.target.open_target import open_target
-from draft_models.target.stack import LayerStack
-from inference.decode import autoregressive
+from draft_models.early_exit.checkpoint import from_pretrained
+from draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
+from draft_models.small_lm.model import load_small_lm
+from draft_models.targets.empty_models import decoder_layers, final_norm, layer_stack
+from draft_models.targets.open_target import open_target
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import autoregressive
 from inference.drafters.calibrated import Calibrated
-from inference.evaluate.subject import load_plain
+from inference.engines.packing import can_pack
 from inference.loading.drafters import Drafters, prepare
-from inference.packing import can_pack
-from inference.settings import RUNTIMES
+from inference.loading.subject import load_plain
+from inference.settings.evaluate import RUNTIMES
 from outrider.errors import UserError
 
 RANDOM: dict[str, Any] = {

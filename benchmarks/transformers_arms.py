@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from draft_models.target.model_files import load_causal_lm
-from inference.decode import Round, cut
-from inference.evaluate.arms import Arm, stock_attention
-from inference.generation import Generation
+from draft_models.targets.model_files import load_causal_lm
+from inference.core.decode import Round, cut
+from inference.core.generation import Generation
+from inference.measure.arms import Arm, stock_attention
 from outrider.streams import Streams
 
 MAX_NGRAM = 3

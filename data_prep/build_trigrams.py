@@ -4,7 +4,7 @@ python data_prep/build_trigrams.py data=ultrachat tokenizer=MODEL out_dir=runs/t
 """
 
 from conf import entry
-from data_prep.settings import TrigramConfig
+from data_prep.ngrams.settings import TrigramConfig
 
 
 @entry("build_trigrams", TrigramConfig)

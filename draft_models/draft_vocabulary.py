@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.losses import IGNORE
-from draft_models.target.model_files import CONFIG_FILE
-from draft_models.target.narrowed import MARK, OwnTokens, is_narrowed
-from draft_models.target.tensor_files import find_file
+from draft_models.targets.model_files import CONFIG_FILE
+from draft_models.targets.narrowed import MARK, OwnTokens, is_narrowed
+from draft_models.targets.tensor_files import find_file
 from outrider.errors import UserError
 from outrider.files import write_atomically
 

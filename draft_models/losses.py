@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_models.acceptance import acceptance, top_k_logs
-from draft_models.settings import Divergence
-from draft_models.target.anatomy import LogitRule
+from draft_models.targets.anatomy import LogitRule
+from draft_models.targets.settings import Divergence
 
 PLAIN = LogitRule()
 IGNORE = -100  # label of a position that is not supervised

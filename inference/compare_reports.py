@@ -4,13 +4,13 @@ python inference/compare_reports.py compare=[runs/a,runs/b]
 """
 
 from conf import entry
-from inference.evaluate.compare_settings import CompareConfig
+from inference.settings.compare import CompareConfig
 
 
 @entry("compare_reports", CompareConfig)
 def main(config: CompareConfig) -> None:
     # Imported once the config is known to be good: torch takes seconds.
-    from inference.evaluate.side_by_side import compare_reports
+    from inference.report.side_by_side import compare_reports
 
     compare_reports(config)
 

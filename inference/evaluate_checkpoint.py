@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 
 from conf import entry
-from inference.drafters.registry import presets_of
-from inference.settings import EvaluateConfig
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import presets_of
 
 
 def with_methods(options: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import UserError
 
 if TYPE_CHECKING:
-    from outrider.api import Model, load
+    from outrider.api.model import Model, load
 
 __all__ = ["Model", "UserError", "load"]
 
@@ -17,6 +17,6 @@ __all__ = ["Model", "UserError", "load"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    from outrider import api
+    from outrider.api import model as api
 
     return getattr(api, name)

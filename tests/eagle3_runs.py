@@ -4,14 +4,14 @@ from pathlib import Path
 
 import torch
 
-from draft_models.target.open_target import open_target
-from inference.cuda_graphs import Graphed
-from inference.decode import autoregressive, speculative
+from draft_models.targets.open_target import open_target
+from inference.core.decode import autoregressive, speculative
+from inference.core.runtime import Eager
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.shaped import Shaped
+from inference.engines.graphs.cuda_graphs import Graphed
 from inference.loading.drafters import prepare
-from inference.runtime import Eager
-from inference.structures.factory import make_structure
+from inference.shapes.factory import make_structure
 from outrider.streams import Streams
 from tests.fitted_heads import fitted_head
 from tests.tiny import STRUCTURES, method_of, random_prompt

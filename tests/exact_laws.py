@@ -12,8 +12,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from inference.tree import ROOT
-from inference.verify import Chance, NodeRule, Rows, verify_sampled
+from inference.core.tree import ROOT
+from inference.core.verify import Chance, NodeRule, Rows, verify_sampled
 
 Law = dict[Hashable, Fraction]
 Text = tuple[int, ...]

@@ -8,10 +8,10 @@ from torch import Tensor
 from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
-from draft_models.target.stack import LayerStack
+from draft_models.targets.stack import LayerStack
+from inference.core.session import TargetSession
+from inference.core.tree import ROOT
 from inference.drafters.eagle3 import Eagle3Source
-from inference.session import TargetSession
-from inference.tree import ROOT
 
 STEPS = 3  # of a draft that are fitted
 SURE = 4.0  # how far the logit of a token that is right is above the others

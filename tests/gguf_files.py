@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from draft_models.target.gguf_config import llama3_factors
-from draft_models.target.open_target import open_target
+from draft_models.targets.gguf_config import llama3_factors
+from draft_models.targets.open_target import open_target
 from tests.tiny import save_target
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

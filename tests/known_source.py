@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.tree import ROOT, DraftTree
+from inference.core.tree import ROOT, DraftTree
 
 Path_ = tuple[int, ...]
 Q = Callable[[Path_], Sequence[float]]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.sampling import successors
-from inference.session import TargetSession
+from inference.core.sampling import successors
+from inference.core.session import TargetSession
 
 CPU = torch.device("cpu")
 

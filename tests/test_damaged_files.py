@@ -17,13 +17,11 @@ import torch
 from data_prep.responses.directory import answered, check_run, read_shard, summarise
 from data_prep.text.chat import render_prompt
 from draft_models.calibration.checkpoint import load_calibration
-from draft_models.checkpoint import read_meta
+from draft_models.early_exit.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
-from draft_models.settings import EARLY_EXIT, TABLE, TARGET
-from draft_models.target.open_target import load_tokenizer, open_target
-from inference.evaluate import bench
-from inference.evaluate.prompt_results import append_result, begin_run, open_run, read_results
-from inference.evaluate.subject import (
+from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
+from inference.loading.subject import (
     find_subject,
     heldout_fraction,
     load_drafters,
@@ -31,9 +29,11 @@ from inference.evaluate.subject import (
     load_plain,
     run_settings,
 )
-from inference.evaluate.time_limit import TimeLimit
-from inference.method_settings import MethodConfig
-from inference.settings import EvaluateConfig
+from inference.measure import bench
+from inference.measure.prompt_results import append_result, begin_run, open_run, read_results
+from inference.measure.time_limit import TimeLimit
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.settings import construct

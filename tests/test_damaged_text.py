@@ -7,15 +7,15 @@ import pytest
 
 from conf import reported
 from data_prep.ngrams.token_shards import open_encoder, passages, tokenise
-from data_prep.settings import DataConfig
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
 from data_prep.text.rows import load_rows
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
-from draft_models.settings import TARGET
-from draft_models.target.open_target import load_tokenizer
-from inference.evaluate.replay import read_transcripts
-from inference.structures.shapes import read_shape
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.settings import TARGET
+from inference.measure.replay import read_transcripts
+from inference.shapes.shapes import read_shape
 from outrider.files import require_writable
 from tests.mutants import mutants, require_named
 

@@ -10,36 +10,36 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data_prep.settings import DataConfig
-from draft_models.checkpoint import from_pretrained
-from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target.architectures import load_config
-from draft_models.target.attention import KERNELS, SPLIT
-from draft_models.target.empty_models import layer_stack
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.load_layers import load_layers
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_files import open_tensors
-from inference import cuda_graphs
-from inference.attention_kernels import attention_shape
-from inference.decode import autoregressive, speculative
+from data_prep.text.settings import DataConfig
+from draft_models.early_exit.checkpoint import from_pretrained
+from draft_models.early_exit.model import EarlyExit, exit_layers
+from draft_models.targets.architectures import load_config
+from draft_models.targets.attention import KERNELS, SPLIT
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import open_tensors
+from inference.core.decode import autoregressive, speculative
+from inference.core.rows import Rows
+from inference.core.runtime import KernelChoice
+from inference.core.stopwatch import synchronized_clock
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.arms import Arm, Choosing, make_arms, measure, measure_deviations
-from inference.evaluate.lossless import judge
-from inference.evaluate.results import AUTOREGRESSIVE
-from inference.fixed_shapes import UPLOADS, Upload
+from inference.engines.graphs import cuda_graphs
+from inference.engines.graphs.attention_kernels import attention_shape
+from inference.engines.graphs.fixed_shapes import UPLOADS, Upload
 from inference.loading.drafters import prepare
-from inference.method_settings import MethodConfig, StopConfig
-from inference.rows import Rows
-from inference.runtime import KernelChoice
-from inference.sampling_settings import SamplingConfig
+from inference.measure.arms import Arm, Choosing, make_arms, measure, measure_deviations
+from inference.measure.lossless import judge
+from inference.measure.results import AUTOREGRESSIVE
+from inference.settings.method import MethodConfig, StopConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes.factory import Chain, make_structure
 from inference.stopping.fixed import FixedLength
-from inference.stopwatch import synchronized_clock
-from inference.structures.factory import Chain, make_structure
 from outrider.streams import Streams
 from outrider.wandb_config import WandbConfig
 from tests.eagle3_runs import require_same_texts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
 from outrider.cli import COMMANDS
 from outrider.errors import UserError
 from outrider.run_dirs import only_run

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from draft_models.settings import EAGLE3, EARLY_EXIT, TARGET
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
 from outrider import cli, progress
 
 LINES = 2  # that are to come while one thing is slow
@@ -97,7 +97,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         [*DEBUG, f"target={TARGET}", "decode_prompts=2"],
         {
             "train.early_exit:open_target": "progress: eesd; ",
-            "draft_models.target.tensor_files:TensorFiles._read": f"> reading out-debug/tiny_models/{TARGET} 0/",
+            "draft_models.targets.tensor_files:TensorFiles._read": f"> reading out-debug/tiny_models/{TARGET} 0/",
             "train.loop:load_share": "progress: eesd > training 0/2 steps; ",
             "train.watch:collect": " > evaluating after step 1 > decoding held-out prompts 0/2 prompts; ",
         },
@@ -153,18 +153,18 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "convert_target": (
         [f"target={TARGET}", "out_dir=out"],
         {
-            "draft_models.target.tensor_files:_hash": f"convert_target > hashing {TARGET} ",
-            "draft_models.target.tensor_files:TensorFiles._read": f"> writing 0/1 files > reading {TARGET} 0/",
+            "draft_models.targets.tensor_files:_hash": f"convert_target > hashing {TARGET} ",
+            "draft_models.targets.tensor_files:TensorFiles._read": f"> writing 0/1 files > reading {TARGET} 0/",
         },
     ),
     "evaluate_checkpoint": (
         [*DEBUG, f"checkpoint={EARLY_EXIT}", "method=[eesd_fixed,eesd_survival]", "sampling.temperature=1.0"],
         {
-            "inference.evaluate.subject:load_causal_lm": "progress: evaluate_checkpoint; ",
-            "inference.fused_layers:run_at_once": "> laying out weights, compiling what is new; ",
-            "inference.auto.probe:measure": "evaluate_checkpoint > measuring the sizes of eesd_survival; ",
-            "inference.evaluate.bench:measure": "evaluate_checkpoint > measuring 0/",
-            "inference.evaluate.bench:measure_deviations": " > judging prompt ",
+            "inference.loading.subject:load_causal_lm": "progress: evaluate_checkpoint; ",
+            "inference.engines.fused_layers:run_at_once": "> laying out weights, compiling what is new; ",
+            "inference.measure.probe:measure": "evaluate_checkpoint > measuring the sizes of eesd_survival; ",
+            "inference.measure.bench:measure": "evaluate_checkpoint > measuring 0/",
+            "inference.measure.bench:measure_deviations": " > judging prompt ",
             "inference.evaluate.compare:make_page": "evaluate_checkpoint > writing the report; ",
         },
     ),
@@ -174,7 +174,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "chat": (
         [f"target={TARGET}"],
-        {"outrider.api:load_stack": "progress: loading; "},
+        {"outrider.api.model:load_stack": "progress: loading; "},
     ),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from hydra import compose, initialize_config_dir
 
 from conf import CONF_DIR, build, register
-from inference.settings import EvaluateConfig
+from inference.settings.evaluate import EvaluateConfig
 from slurm import sweep_evaluate
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from train.settings import EesdConfig

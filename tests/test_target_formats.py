@@ -11,14 +11,14 @@ import outrider
 from data_prep.responses.directory import answered
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.settings import GenerateConfig
-from data_prep.settings import DataConfig
-from draft_models.checkpoint import read_meta
-from draft_models.target.open_target import open_target
-from draft_models.target.stored_tensors import Part
-from inference.method_settings import MethodConfig, StopConfig
-from inference.settings import EvaluateConfig
+from data_prep.text.settings import DataConfig
+from draft_models.early_exit.checkpoint import read_meta
+from draft_models.targets.open_target import open_target
+from draft_models.targets.stored_tensors import Part
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
-from tests.draft_models.target.test_bin_files import as_bin
+from tests.draft_models.targets.test_bin_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import reference_generate

@@ -8,15 +8,15 @@ from unittest.mock import patch
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from draft_models import tiny_models
-from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target.architectures import load_config
-from draft_models.target.empty_models import decoder_layers, layer_stack
-from draft_models.target.load_layers import load_layers
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_files import open_tensors
-from draft_models.tiny_architectures import TINY_ARCHITECTURES, tiny_settings
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from draft_models.early_exit.model import EarlyExit, exit_layers
+from draft_models.targets.architectures import load_config
+from draft_models.targets.empty_models import decoder_layers, layer_stack
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import open_tensors
+from draft_models.tiny import models as tiny_models
+from draft_models.tiny.architectures import TINY_ARCHITECTURES, tiny_settings
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4
 VOCABULARY = tiny_models.VOCABULARY
@@ -102,7 +102,7 @@ def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: b
 @contextmanager
 def unproven() -> Iterator[None]:
     """Targets are taken as they are, so that a planted fault gets past the loading."""
-    with patch("draft_models.target.open_target.prove_layers"), patch("inference.evaluate.subject.prove_layers"):
+    with patch("draft_models.targets.open_target.prove_layers"), patch("inference.loading.subject.prove_layers"):
         yield
 
 

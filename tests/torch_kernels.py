@@ -1,10 +1,10 @@
-"""What `draft_models.target.triton_kernels` computes, by PyTorch's operations: a stand-in where there is no GPU."""
+"""What `draft_models.targets.triton_kernels` computes, by PyTorch's operations: a stand-in where there is no GPU."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_models.target.attention import grouped_attention, use_kernel
+from draft_models.targets.attention import grouped_attention, use_kernel
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -19,21 +19,21 @@ from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import load_rows
 from data_prep.text.sources import Split
 from draft_models.calibration.checkpoint import save_calibration
-from draft_models.checkpoint import open_target_of
-from draft_models.target.anatomy import context_limit
-from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
-from draft_models.target.stack import LayerStack
-from inference.decode import speculative
-from inference.drafters.interface import DraftModel
-from inference.drafters.registry import KINDS, Kind, kind_in
+from draft_models.early_exit.checkpoint import open_target_of
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import speculative
+from inference.core.drafter import DraftModel
 from inference.drafters.shaped import Shaped
-from inference.evaluate.subject import load_stack
-from inference.evaluate.time_limit import TimeLimit, spread_order
 from inference.loading.drafters import prepare
-from inference.memory_plan import plan_capture
-from inference.method_settings import MethodConfig
+from inference.loading.memory_plan import plan_capture
+from inference.loading.subject import load_stack
+from inference.measure.time_limit import TimeLimit, spread_order
+from inference.settings.kinds import KINDS, Kind, kind_in
+from inference.settings.method import MethodConfig
+from inference.shapes.factory import Chain
 from inference.stopping.interface import Step
-from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.groups import Group, join_group

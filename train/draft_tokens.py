@@ -4,8 +4,8 @@ from torch import Tensor
 
 from data_prep.text.rows import Rows
 from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage
-from draft_models.target.open_target import OpenTarget
-from inference.evaluate.subject import end_tokens
+from draft_models.targets.open_target import OpenTarget
+from inference.loading.subject import end_tokens
 from outrider.errors import UserError
 from train.top_k_rows import TopKRows
 

@@ -15,20 +15,20 @@ from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import Rows, load_rows
 from draft_models.acceptance import tau_of_rounds
 from draft_models.card import write_card
-from draft_models.checkpoint import provenance
 from draft_models.eagle3.card import TRAINING_FILE, use_of
 from draft_models.eagle3.checkpoint import StoredHead, make_head, open_head
 from draft_models.eagle3.export import require_said, save_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.eagle3.reading import Reading, require_target
-from draft_models.target.anatomy import context_limit
-from draft_models.target.empty_models import layer_stack
-from draft_models.target.model_identity import model_identity
-from draft_models.target.open_target import OpenTarget, open_target
-from draft_models.target.stack import LayerStack
+from draft_models.early_exit.checkpoint import provenance
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.model_identity import model_identity
+from draft_models.targets.open_target import OpenTarget, open_target
+from draft_models.targets.stack import LayerStack
 from inference.drafters.eagle3 import Eagle3Source
-from inference.evaluate.subject import end_tokens
+from inference.loading.subject import end_tokens
 from outrider.errors import UserError, warn
 from outrider.files import require_writable, write_json
 from outrider.groups import Group, join_group

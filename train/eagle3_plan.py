@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig
 from draft_models.eagle3.checkpoint import head_shapes
 from draft_models.eagle3.reading import Reading
 from draft_models.losses import OVERLAPS
-from draft_models.target.empty_models import empty_model
-from draft_models.target.tensor_parallel import split_model
-from inference.memory_plan import GB, planned_device
+from draft_models.targets.empty_models import empty_model
+from draft_models.targets.tensor_parallel import split_model
+from inference.loading.memory_plan import GB, planned_device
 from outrider.groups import Group
 from train.eagle3_settings import Eagle3Config
 from train.eagle3_student import rows_at_once

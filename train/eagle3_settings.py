@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from data_prep.settings import DataConfig
+from data_prep.text.settings import DataConfig
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, Model, TargetConfig
+from draft_models.targets.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, Model, TargetConfig
 from outrider.errors import require
 from outrider.settings import Count, Positive, RunConfig, Share, at_least, free, require_default
 from train.fit_settings import FitConfig

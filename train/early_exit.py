@@ -15,17 +15,17 @@ from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import Rows
 from draft_models.acceptance import Law
 from draft_models.card import CARD_FILE, write_card
-from draft_models.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
-from draft_models.early_exit import USE, EarlyExit, EarlyExitStudent, exit_layers
-from draft_models.target.anatomy import context_limit
-from draft_models.target.fingerprint import Fingerprint
-from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_files import TensorFiles
+from draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
+from draft_models.early_exit.model import USE, EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.fingerprint import Fingerprint
+from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import TensorFiles
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.evaluate.subject import end_tokens
 from inference.loading.drafters import prepare
+from inference.loading.subject import end_tokens
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.groups import Group, join_group
@@ -55,7 +55,7 @@ from train.watch import (
 
 @rehearsable
 def train_early_exit(config: EesdConfig) -> None:
-    """Train an exit layer as `config` says. The drafter is `config.out_dir` itself (see `draft_models.checkpoint`).
+    """Train an exit layer as `config` says. The drafter is `config.out_dir` itself (see `early_exit.checkpoint`).
 
     With `decode_prompts` it holds the weights with the highest τ of all evaluations, else the last ones. Raises
     `UserError` for an unusable target, data set or directory, before any weight is read.

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.draft_vocabulary import save_tokens
-from draft_models.target.narrowed import own_tokens_of
+from draft_models.targets.narrowed import own_tokens_of
 from outrider.errors import UserError
 from train import run_dir
 

@@ -17,9 +17,9 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import nn
 
-from draft_models.target.open_target import fast_dtype
-from inference.evaluate.time_limit import TimeLimit
-from inference.stopwatch import Clock
+from draft_models.targets.open_target import fast_dtype
+from inference.core.stopwatch import Clock
+from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
 from outrider.files import write_json
 from outrider.groups import Group, each_alone

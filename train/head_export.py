@@ -9,8 +9,8 @@ from draft_models.card import write_card
 from draft_models.eagle3.card import use_of
 from draft_models.eagle3.checkpoint import make_head, open_head
 from draft_models.eagle3.export import save_head
-from draft_models.target.architectures import read_config
-from draft_models.target.model_files import CONFIG_FILE
+from draft_models.targets.architectures import read_config
+from draft_models.targets.model_files import CONFIG_FILE
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.processes import from_main, join_processes, only_run_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from draft_models.target.open_target import fast_dtype
+from draft_models.targets.open_target import fast_dtype
 from outrider.errors import UserError
 from train.fit_settings import FitConfig
 

@@ -242,7 +242,7 @@ def give_report(path: Path, drafter: Path, method: str) -> None:
 
     Raises `UserError` if `method` was not compared.
     """
-    from inference.evaluate.report import markdown  # torch, which the steps before have no use for here
+    from inference.report.report import markdown  # torch, which the steps before have no use for here
 
     mine = [report for report in reports_in(path) if report["method"] == method]
     if not mine:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draft_models.settings import Model
+from draft_models.targets.settings import Model
 from outrider.errors import require, require_choice
 from outrider.settings import Positive, RunConfig, Settings, free
 

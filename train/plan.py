@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draft_models.early_exit import EarlyExitStudent, exit_layers
+from draft_models.early_exit.model import EarlyExitStudent, exit_layers
 from draft_models.losses import OVERLAPS
-from draft_models.target.anatomy import context_limit
-from draft_models.target.empty_models import decoder_layers, empty_layers, empty_model
-from draft_models.target.open_target import fast_dtype, pick_dtype
-from draft_models.target.tensor_parallel import split_model
-from inference.footprint import Place, cache_bytes, weight_bytes
-from inference.memory_plan import GB, planned_device
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.empty_models import decoder_layers, empty_layers, empty_model
+from draft_models.targets.open_target import fast_dtype, pick_dtype
+from draft_models.targets.tensor_parallel import split_model
+from inference.engines.footprint import Place, cache_bytes, weight_bytes
+from inference.loading.memory_plan import GB, planned_device
 from outrider.groups import Group
 from train.optimizers import layer_matrices
 from train.settings import EesdConfig

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from data_prep.settings import DataConfig
+from data_prep.text.settings import DataConfig
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.settings import (
+from draft_models.targets.settings import (
     SMALL_LM,
     TARGET,
     Divergence,
@@ -17,7 +17,7 @@ from draft_models.settings import (
     RunDtype,
     TargetConfig,
 )
-from inference.drafters.registry import KINDS, kind_in
+from inference.settings.kinds import KINDS, kind_in
 from outrider.errors import require
 from outrider.settings import Count, Place, Positive, RunConfig, Settings, Share, at_least, free, require_default
 from train.fit_settings import FitConfig

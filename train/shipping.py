@@ -19,15 +19,15 @@ from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.calibration.checkpoint import drafter_digest, load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
 from draft_models.card import CARD_FILE, TITLE
-from draft_models.checkpoint import read_meta, recast
 from draft_models.draft_vocabulary import read_own_tokens, save_tokens
+from draft_models.early_exit.checkpoint import read_meta, recast
 from draft_models.ngrams.table import TrigramTable
-from draft_models.settings import HEAD_FOLDER
-from draft_models.small_lm import TRAINING_FILE
-from draft_models.target.architectures import read_config
-from draft_models.target.model_files import load_causal_lm
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.tensor_files import open_tensors
+from draft_models.small_lm.model import TRAINING_FILE
+from draft_models.targets.architectures import read_config
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.settings import HEAD_FOLDER
+from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable
 from outrider.processes import from_main, join_processes, only_run_of

@@ -24,22 +24,22 @@ from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import Rows, load_rows
 from draft_models.acceptance import Law
 from draft_models.card import write_card
-from draft_models.checkpoint import provenance
 from draft_models.draft_vocabulary import narrow, narrow_config, read_own_tokens
-from draft_models.small_lm import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
-from draft_models.target.anatomy import context_limit
-from draft_models.target.architectures import load_config
-from draft_models.target.attention import ATTENTION, stock_name
-from draft_models.target.empty_models import layer_stack
-from draft_models.target.load_layers import load_layers
-from draft_models.target.model_identity import model_identity
-from draft_models.target.narrowed import OwnTokens, is_narrowed
-from draft_models.target.open_target import load_tokenizer, open_target, pick_dtype
-from draft_models.target.proof import prove_layers
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_files import open_tensors
+from draft_models.early_exit.checkpoint import provenance
+from draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.architectures import load_config
+from draft_models.targets.attention import ATTENTION, stock_name
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.model_identity import model_identity
+from draft_models.targets.narrowed import OwnTokens, is_narrowed
+from draft_models.targets.open_target import load_tokenizer, open_target, pick_dtype
+from draft_models.targets.proof import prove_layers
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import open_tensors
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.subject import end_tokens
+from inference.loading.subject import end_tokens
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
 from outrider.groups import join_group

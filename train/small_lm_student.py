@@ -11,11 +11,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from draft_models.draft_vocabulary import places
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
-from draft_models.target.anatomy import LogitRule
-from draft_models.target.empty_models import layer_stack
-from draft_models.target.narrowed import own_tokens_of
-from draft_models.target.stack import LayerStack
-from inference.sampling import invert
+from draft_models.targets.anatomy import LogitRule
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.narrowed import own_tokens_of
+from draft_models.targets.stack import LayerStack
+from inference.core.sampling import invert
 from outrider.errors import UserError
 from outrider.streams import Streams
 from train.sharding import is_shared_out

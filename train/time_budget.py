@@ -4,7 +4,7 @@ import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from inference.evaluate.time_limit import TimeLimit
+from inference.measure.time_limit import TimeLimit
 from outrider.errors import require, warn
 from outrider.files import write_json
 from outrider.processes import from_main, join_processes

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from data_prep.responses.batch_decoder import TopK
 from data_prep.responses.directory import Response, law_document, read_shard
-from data_prep.settings import DataConfig
 from data_prep.text.chat import Document
 from data_prep.text.records import Record, SkipRecordError, find_layout, to_record
 from data_prep.text.rows import Rows, load_rows, pack
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split, content_key, is_heldout, resolve_paths
 from draft_models.losses import IGNORE
 from outrider.errors import UserError

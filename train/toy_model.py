@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from data_prep.text.rows import Rows, load_rows
 from data_prep.text.sources import read_records
 from draft_models.losses import IGNORE, linear_cross_entropy
-from draft_models.target.attention import packed_mask
+from draft_models.targets.attention import packed_mask
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
 from outrider.processes import join_processes, only_run_of

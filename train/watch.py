@@ -9,14 +9,14 @@ from torch.utils.data import default_collate
 from data_prep.text.rows import Rows
 from draft_models.acceptance import Law, analytic_tau, judge, placed, whole_law
 from draft_models.losses import IGNORE
-from draft_models.target.stack import LayerStack
-from inference.decode import speculative
-from inference.drafters.interface import DraftModel
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import speculative
+from inference.core.drafter import DraftModel
+from inference.core.generation import collect
 from inference.drafters.shaped import Shaped
-from inference.evaluate.statistics import acceptance_by_position, decode_statistics
-from inference.generation import collect
+from inference.measure.statistics import acceptance_by_position, decode_statistics
+from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
-from inference.structures.factory import Chain
 from outrider.progress import counted
 from train.top_k_rows import TopKRows
 from train.trained_weights import trained_parameters

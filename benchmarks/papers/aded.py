@@ -13,13 +13,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from inference.drafters.ngram_memory import close, open_memory
-from inference.drafters.ngrams import make_ngram_drafter
-from inference.evaluate.replay import RecordedChooser, RecordedSession
+from inference.core.stopwatch import Stopwatch
+from inference.drafters.ngram.ngram_memory import close, open_memory
+from inference.drafters.ngram.ngrams import make_ngram_drafter
 from inference.loading.drafters import new_drafter
-from inference.method_settings import MethodConfig, NgramConfig
-from inference.sampling_settings import SamplingConfig
-from inference.stopwatch import Stopwatch
+from inference.measure.replay import RecordedChooser, RecordedSession
+from inference.settings.method import MethodConfig, NgramConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.streams import Streams
 from papers.claims import Claim, Counts, Row, Table
 from papers.measuring import Asked, Bench, counts_of, key_of, replayed

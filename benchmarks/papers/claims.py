@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from inference.method_settings import MethodConfig
-from inference.sampling_settings import SamplingConfig
+from inference.settings.method import MethodConfig
+from inference.settings.sampling import SamplingConfig
 
 DRAWS, MIN_PROMPTS = 2000, 5  # of the bootstrap; fewer prompts decide nothing
 HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "undecided", "not run"

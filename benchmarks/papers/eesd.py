@@ -14,7 +14,7 @@ from typing import Any
 from choose_skip import choose_for
 
 from inference.drafters.calibrated import head_identity
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.files import write_json
 from papers.claims import Claim, Row, Table
 from papers.exits import tables_of_exits

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.core.tree import ROOT, DraftTree
 from inference.drafters.shaped import Shaped
 from inference.loading.drafters import new_drafter
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.sampling_settings import SamplingConfig
-from inference.structures.factory import RoundSource, Structure, WrappedSource
-from inference.structures.token_graph import GraphTree
-from inference.tree import ROOT, DraftTree
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes.factory import RoundSource, Structure, WrappedSource
+from inference.shapes.token_graph import GraphTree
 from outrider.streams import Streams
 from papers.claims import Claim, Counts, Row, Table
 from papers.measuring import Asked, Bench, replayed

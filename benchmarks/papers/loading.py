@@ -11,14 +11,14 @@ from interleaved import read_categories
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt, read_prompts
-from inference.decode import autoregressive
-from inference.drafters.ngrams import open_table
+from inference.core.decode import autoregressive
+from inference.drafters.ngram.ngrams import open_table
 from inference.engines.choose import make_runtime
-from inference.evaluate.replay import load_vocabulary, read_transcripts, recordings
-from inference.evaluate.subject import Subject, find_subject, load_drafters, load_stack
 from inference.loading.drafters import prepare
-from inference.method_settings import MethodConfig
-from inference.settings import EvaluateConfig
+from inference.loading.subject import Subject, find_subject, load_drafters, load_stack
+from inference.measure.replay import load_vocabulary, read_transcripts, recordings
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig
 from outrider.errors import require
 from outrider.files import read_json, write_json
 from papers.claims import Table

@@ -8,8 +8,8 @@ of the k candidates there is accepted. A pair of models is an entry of the resul
 from collections.abc import Sequence
 from typing import Any
 
-from inference.method_settings import MethodConfig, StructureConfig
-from inference.sampling_settings import SamplingConfig
+from inference.settings.method import MethodConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
 from papers.claims import Claim, Row, Table
 
 ARXIV = "2401.06706"
@@ -200,5 +200,5 @@ def naive_bound() -> Table:
             Claim(f"α of {naive} is at most that of {exact} at k = {k}", f"alpha_{k}", (naive, exact))
             for k in (1, 2, 4, 8)
         ),
-        note="A theorem; the tests prove it by enumeration (`inference/verify.py`).",
+        note="A theorem; the tests prove it by enumeration (`inference/core/verify.py`).",
     )

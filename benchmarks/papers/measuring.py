@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from draft_models.target.stack import LayerStack
-from inference.acceptance import Chooser
-from inference.decode import decode_rounds, speculative
-from inference.drafters.interface import Drafter
-from inference.drafters.registry import KINDS
+from draft_models.targets.stack import LayerStack
+from inference.core.acceptance import Chooser
+from inference.core.decode import decode_rounds, speculative
+from inference.core.drafter import Drafter
+from inference.core.generation import Generation, collect
+from inference.core.runtime import Eager, Runtime
+from inference.core.session import TargetSession
 from inference.drafters.shaped import Shaped
-from inference.evaluate.arms import make_arms
-from inference.evaluate.replay import RecordedChooser, RecordedSession
-from inference.evaluate.results import AUTOREGRESSIVE
-from inference.generation import Generation, collect
-from inference.generation_config import generate_settings, make_sampler
 from inference.loading.drafters import Drafters, new_drafter
-from inference.runtime import Eager, Runtime
-from inference.session import TargetSession
+from inference.loading.generation_config import generate_settings, make_sampler
+from inference.measure.arms import make_arms
+from inference.measure.replay import RecordedChooser, RecordedSession
+from inference.measure.results import AUTOREGRESSIVE
+from inference.settings.kinds import KINDS
 from outrider.streams import Streams
 from papers.claims import Counts, Row, Table
 from papers.watching import Watched

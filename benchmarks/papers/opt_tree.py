@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inference.method_settings import MethodConfig, StructureConfig
-from inference.sampling_settings import SamplingConfig
+from inference.settings.method import MethodConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.files import write_json
 from papers.claims import Claim, Row, Table
 from papers.measuring import Asked, Bench

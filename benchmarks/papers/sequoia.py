@@ -4,9 +4,9 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 
-from inference.drafters.registry import KINDS
-from inference.method_settings import MethodConfig, StructureConfig
-from inference.structures.shapes import Shape, parse_shape
+from inference.settings.kinds import KINDS
+from inference.settings.method import MethodConfig, StructureConfig
+from inference.shapes.shapes import Shape, parse_shape
 from papers.claims import Row
 from papers.measuring import Asked, Bench, continued
 

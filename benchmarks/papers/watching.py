@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from inference.auto.policy import outcomes_at_nodes
-from inference.structures.factory import RoundSource, Structure
-from inference.structures.token_graph import GraphTree
-from inference.tree import ROOT, DraftTree, OptimalTree, depths
+from inference.core.tree import ROOT, DraftTree, OptimalTree, depths
+from inference.shapes.factory import RoundSource, Structure
+from inference.shapes.token_graph import GraphTree
+from inference.sizing.policy import outcomes_at_nodes
 
 LONGEST_GRAM, BANDS = 4, 5
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from data_prep.text.pieces import PIECE, batches, spans
 from data_prep.text.records import Record
-from draft_models.target.sentencepiece_file import is_sentencepiece, open_sentencepiece
+from draft_models.targets.sentencepiece_file import is_sentencepiece, open_sentencepiece
 from outrider.errors import UserError
 from outrider.files import write_atomically
 from outrider.progress import Stage
@@ -78,8 +78,8 @@ def open_encoder(source: str, revision: str | None) -> Encoder:
     if is_sentencepiece(source):
         return _sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    from draft_models.target.fingerprint import tokenizer_digest
-    from draft_models.target.open_target import load_tokenizer
+    from draft_models.targets.fingerprint import tokenizer_digest
+    from draft_models.targets.open_target import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(source, revision, role="tokenizer")

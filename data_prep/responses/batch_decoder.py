@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from data_prep.responses.batch_state import Forward, begin_batch
 from data_prep.responses.compiled_batch import CompiledSteps
-from draft_models.target.stack import group_of
-from inference.sampling import Sampler, invert, largest
+from draft_models.targets.stack import group_of
+from inference.core.sampling import Sampler, invert, largest
 from outrider.errors import UserError
 from outrider.progress import counted
 from outrider.streams import Streams

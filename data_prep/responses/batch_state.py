@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps, can_be_compiled
-from draft_models.target.stack import group_of
-from inference.capture import GraphPool, can_capture
+from draft_models.targets.stack import group_of
+from inference.engines.graphs.capture import GraphPool, can_capture
 from outrider.errors import UserError
 
 _ROOM = 256  # cache slots that are added at a time, at most; what is masked is computed as well

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from draft_models.target.anatomy import context_limit
-from draft_models.target.empty_models import layer_stack
-from draft_models.target.stack import LayerStack, group_of
-from inference.cpu.at_once import LayersAtOnce, PanelLinear, fits_panels
-from inference.cpu.by_amx import has_amx
-from inference.fused_layers import FusedLayer, fuse_layers
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.stack import LayerStack, group_of
+from inference.engines.cpu.at_once import LayersAtOnce, PanelLinear, fits_panels
+from inference.engines.cpu.by_amx import has_amx
+from inference.engines.fused_layers import FusedLayer, fuse_layers
 from outrider.errors import UserError
 
 _ROOM = 256  # positions that are added at a time, at most
@@ -66,7 +66,7 @@ class CompiledSteps:
 
     @property
     def way(self) -> str:
-        """As what it multiplies, see `inference.cpu.layout`."""
+        """As what it multiplies, see `inference.engines.cpu.layout`."""
         return self._layers.layout.way
 
     def __call__(self, tokens: Tensor, kept: Tensor, seats: Tensor) -> Tensor:

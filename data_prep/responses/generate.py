@@ -26,15 +26,15 @@ from data_prep.responses.directory import (
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Task, Todo, read_tasks, render
 from data_prep.text.rehearsal import rehearsable
-from draft_models.target.fingerprint import tokenizer_digest
-from draft_models.target.model_files import load_causal_lm
-from draft_models.target.model_identity import model_identity
-from draft_models.target.open_target import OpenTarget, open_target, pick_dtype
-from inference.cpu.by_amx import has_amx
-from inference.evaluate.subject import end_tokens, load_split
-from inference.evaluate.time_limit import TimeLimit
-from inference.packing import can_halve, can_pack, pack_linears
-from inference.sampling import Sampler
+from draft_models.targets.fingerprint import tokenizer_digest
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.model_identity import model_identity
+from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
+from inference.core.sampling import Sampler
+from inference.engines.cpu.by_amx import has_amx
+from inference.engines.packing import can_halve, can_pack, pack_linears
+from inference.loading.subject import end_tokens, load_split
+from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
 from outrider.groups import Group, join_group

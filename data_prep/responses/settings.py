@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from data_prep.settings import DataConfig
-from draft_models.settings import TARGET, Model, RunDtype, TargetConfig
-from inference.sampling_settings import SamplingConfig
+from data_prep.text.settings import DataConfig
+from draft_models.targets.settings import TARGET, Model, RunDtype, TargetConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
 from outrider.settings import Count, Positive, Seed, at_least, free
 

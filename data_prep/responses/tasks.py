@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.responses.batch_decoder import Answer, TopK
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.settings import GenerateConfig
-from data_prep.settings import DataConfig
 from data_prep.text.chat import adds_bos, render_prompt
 from data_prep.text.records import Message, Record
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from outrider.errors import UserError
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from data_prep.settings import ConvertConfig, FetchConfig
+from data_prep.targets.settings import ConvertConfig, FetchConfig
 from data_prep.targets.target_copy import SOURCE_FOLDER, convert
-from draft_models.target.gguf_tensors import load_package
-from draft_models.tiny_models import save_tiny_model
+from draft_models.targets.gguf_tensors import load_package
+from draft_models.tiny.models import save_tiny_model
 from outrider.errors import UserError, reason
 from outrider.files import read_json, require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from data_prep.settings import ConvertConfig
-from draft_models.target.fingerprint import tokenizer_digest
-from draft_models.target.model_files import CONFIG_FILE, load_generation_config
-from draft_models.target.model_identity import model_identity
-from draft_models.target.open_target import OpenTarget, open_target
-from draft_models.target.tensor_files import SAFETENSORS, TensorFiles
+from data_prep.targets.settings import ConvertConfig
+from draft_models.targets.fingerprint import tokenizer_digest
+from draft_models.targets.model_files import CONFIG_FILE, load_generation_config
+from draft_models.targets.model_identity import model_identity
+from draft_models.targets.open_target import OpenTarget, open_target
+from draft_models.targets.tensor_files import SAFETENSORS, TensorFiles
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, only_run_of

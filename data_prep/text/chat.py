@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
-from data_prep.settings import PromptTemplate
 from data_prep.text.pieces import encode_all
 from data_prep.text.records import ChatRecord, Message, Record
+from data_prep.text.settings import PromptTemplate
 from outrider.errors import UserError, reason, require_choice
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from data_prep.settings import DataConfig
 from data_prep.text.chat import encode, render_prompt
 from data_prep.text.prompts import read_prompts
 from data_prep.text.records import Record
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
-from draft_models.target.sentencepiece_file import is_sentencepiece, open_sentencepiece
+from draft_models.targets.sentencepiece_file import is_sentencepiece, open_sentencepiece
 from outrider.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
     """
     target, tokenizer = None, None
     if getattr(config, "target", None) not in (None, "replay") and wanted("target"):
-        from draft_models.target.open_target import open_target  # torch, which not every command needs
+        from draft_models.targets.open_target import open_target  # torch, which not every command needs
 
         target = open_target(config.target, config.revision, by_layers=getattr(config, "by_layers", False))
         tokenizer = target.tokenizer
@@ -35,7 +35,7 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
         if is_sentencepiece(named):
             open_sentencepiece(named)
         else:
-            from draft_models.target.open_target import load_tokenizer
+            from draft_models.targets.open_target import load_tokenizer
 
             load_tokenizer(named, config.revision, role="tokenizer")
     for key, data in _sources(config):

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.settings import DataConfig
 from data_prep.text.prompt_records import Prompt, prompt_text, to_prompt
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_file, read_records
 from outrider.errors import UserError, require
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from data_prep.text.given import read_some
-from draft_models.settings import TARGET, RehearsedConfig
+from draft_models.targets.settings import TARGET, RehearsedConfig
 from outrider.files import require_writable
 from outrider.run_dirs import clear, rehearsal_folder, require_rehearsal
 
@@ -38,7 +38,7 @@ def _rehearsal(config: Config) -> Iterator[Config]:
 
     Raises `UserError` where that place holds something else, or is another run's, and for what is given and unusable.
     """
-    from draft_models.tiny_models import save_tiny_models  # torch, which some commands do without
+    from draft_models.tiny.models import save_tiny_models  # torch, which some commands do without
     from outrider.processes import from_main, join_processes, only_run_of
 
     folder, state = rehearsal_folder(config.out_dir), join_processes()

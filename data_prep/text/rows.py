@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.settings import DataConfig
 from data_prep.text.chat import Document, encode
 from data_prep.text.mixing import interleave, rows_taken
 from data_prep.text.pieces import batches
@@ -34,9 +33,10 @@ from data_prep.text.row_cache import (
     read_meta,
     storage_errors,
 )
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split, content_digest, read_records
 from draft_models.losses import IGNORE
-from draft_models.target.fingerprint import tokenizer_digest
+from draft_models.targets.fingerprint import tokenizer_digest
 from outrider.errors import UserError, require
 from outrider.progress import Stage
 from outrider.settings import keyed

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from data_prep.settings import DataConfig
 from data_prep.text.prompt_records import asked_record, asks, to_prompt
 from data_prep.text.records import Layout, Record, SkipRecordError, content_key, find_layout, text_record, to_record
+from data_prep.text.settings import DataConfig
 from outrider.errors import UserError
 from outrider.files import parse_json
 

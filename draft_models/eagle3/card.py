@@ -1,6 +1,6 @@
 """What a trained EAGLE-3 head's directory says of itself, beside its weights."""
 
-from draft_models.settings import Dialect
+from draft_models.targets.settings import Dialect
 
 TRAINING_FILE = "eagle3.json"  # what a training here leaves beside the weights, last
 

@@ -24,8 +24,8 @@ from draft_models.eagle3.dialects import (
 )
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
-from draft_models.target.model_files import CONFIG_FILE
-from draft_models.target.tensor_files import TensorFiles, find_file, open_tensors
+from draft_models.targets.model_files import CONFIG_FILE
+from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
 from outrider.errors import UserError
 from outrider.files import read_json
 from outrider.settings import listed

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from draft_models.eagle3.reading import Reading
-from draft_models.settings import Dialect
+from draft_models.targets.settings import Dialect
 from outrider.errors import UserError, reason
 
 Shapes = Mapping[str, tuple[int, ...]]

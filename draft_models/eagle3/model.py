@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from draft_models.eagle3.reading import Reading
 from draft_models.eagle3.step_attention import Steps
-from draft_models.target.attention import Band, grouped_attention
-from draft_models.target.narrowed import spread
-from draft_models.target.stack import LayerCache, Rotary
+from draft_models.targets.attention import Band, grouped_attention
+from draft_models.targets.narrowed import spread
+from draft_models.targets.stack import LayerCache, Rotary
 from outrider.errors import UserError, reason
 
 Mask = Tensor | Band | None

@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig
 from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
-from draft_models.target.anatomy import context_limit
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_parallel import whole_head
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_parallel import whole_head
 
 
 def new_reading(

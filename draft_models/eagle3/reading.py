@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.target.anatomy import RESCALING_ROPE
+from draft_models.targets.anatomy import RESCALING_ROPE
 from outrider.errors import UserError, require
 from outrider.settings import Count, Positive, Settings, at_least
 

@@ -60,7 +60,7 @@ def recycle(recycled, ids, stop, tokens, parents, rows, found):  # type: ignore[
     """Keep what the target said after the root, ids[stop − 1], and after the nodes of its draft.
 
     tokens, parents: int64 [n], the draft. rows: int64 [m], the rows that ran: 0 is the root, 1 + i node i.
-    found: float32 [m, 2k] (see `inference.sampling.successors`). A row that is not of finite numbers is passed over.
+    found: float32 [m, 2k] (see `sampling.successors`). A row that is not of finite numbers is passed over.
     """
     width = found.shape[1] // 2
     kept = min(width, recycled.tokens.shape[1])

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, Self
 
 from inference.chat.screen import DRAFTED, OWN, Screen
-from inference.chat.settings import ChatConfig
-from inference.decode import Round
-from inference.stopwatch import Clock
+from inference.core.decode import Round
+from inference.core.stopwatch import Clock
+from inference.settings.chat import ChatConfig
 from outrider.errors import UserError
 
 HELP = "/off and /on: without and with the drafter; /method NAME: another way to draft; /reset: forget; /quit"

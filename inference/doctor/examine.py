@@ -14,10 +14,10 @@ from inference.doctor.patient import Patient, Way
 from inference.doctor.recording import Recording, answer_of, record
 from inference.doctor.scores import Scores, is_apart, is_better, join, relabelled, score
 from inference.doctor.training_data import UNSEEN, training_facts
-from inference.drafters.registry import KINDS
-from inference.evaluate.statistics import coverage
-from inference.evaluate.subject import Models, Subject
-from inference.settings import EvaluateConfig
+from inference.loading.subject import Models, Subject
+from inference.measure.statistics import coverage
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
 from outrider.errors import UserError
 
 ANSWER = 48  # tokens of an answer at most

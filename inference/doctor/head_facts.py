@@ -8,8 +8,8 @@ from torch import Tensor
 
 from draft_models.eagle3.checkpoint import D2T, StoredHead
 from draft_models.eagle3.model import Eagle3
-from draft_models.target.anatomy import context_limit
-from draft_models.target.open_target import OpenTarget
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.open_target import OpenTarget
 from inference.doctor.patient import Fact, numbers
 from inference.doctor.training_data import made_for
 

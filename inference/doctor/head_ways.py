@@ -12,16 +12,16 @@ from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head, open_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
-from draft_models.target.open_target import OpenTarget
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_parallel import whole_head
+from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_parallel import whole_head
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.head_facts import facts_of
 from inference.doctor.patient import Patient, Way
 from inference.doctor.training_data import recorded_settings
 from inference.drafters.calibrated import bare
 from inference.drafters.eagle3 import Eagle3Maker
-from inference.drafters.registry import read_record
+from inference.settings.kinds import read_record
 from outrider.errors import UserError
 
 OLD_THETA = 10000.0  # with which EAGLE trains, whatever its config says

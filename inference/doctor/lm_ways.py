@@ -3,16 +3,16 @@
 from functools import partial
 from typing import Any
 
-from draft_models.checkpoint import read_meta
-from draft_models.early_exit import EarlyExit
-from draft_models.small_lm import TRAINING_FILE
-from draft_models.target.architectures import read_config
-from draft_models.target.open_target import OpenTarget, load_tokenizer
+from draft_models.early_exit.checkpoint import read_meta
+from draft_models.early_exit.model import EarlyExit
+from draft_models.small_lm.model import TRAINING_FILE
+from draft_models.targets.architectures import read_config
+from draft_models.targets.open_target import OpenTarget, load_tokenizer
 from inference.doctor.drafting import draft_by_exit, draft_by_lm
 from inference.doctor.patient import Fact, Patient, Way, numbers
 from inference.doctor.training_data import made_for, recorded_settings
 from inference.drafters.calibrated import Calibrated, bare
-from inference.drafters.registry import Maker, read_record
+from inference.settings.kinds import Maker, read_record
 
 DECLARED = "as declared"
 

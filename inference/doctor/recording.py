@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.decode import autoregressive
-from inference.runtime import Eager
-from inference.tree import chain_parents
+from inference.core.decode import autoregressive
+from inference.core.runtime import Eager
+from inference.core.tree import chain_parents
 
 FIRST = 3  # the first place of a text that a head can draft as its second token
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.settings import DataConfig
 from data_prep.text.chat import encode
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
-from draft_models.target.fingerprint import Fingerprint
-from draft_models.target.open_target import OpenTarget
+from draft_models.targets.fingerprint import Fingerprint
+from draft_models.targets.open_target import OpenTarget
 from inference.doctor.patient import Fact
 from outrider.errors import UserError
 from outrider.settings import construct

@@ -9,9 +9,9 @@ import torch
 
 from draft_models.calibration.checkpoint import META_FILE, load_calibration
 from draft_models.calibration.head import CalibrationHead
-from draft_models.target.open_target import OpenTarget
-from inference.drafters.registry import KINDS, Maker
-from inference.method_settings import MethodConfig
+from draft_models.targets.open_target import OpenTarget
+from inference.settings.kinds import KINDS, Maker
+from inference.settings.method import MethodConfig
 
 
 @dataclass(frozen=True)

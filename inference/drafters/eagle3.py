@@ -13,23 +13,23 @@ from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import AS_DECLARED, head_shapes, holds_head, load_head, open_head, stored_tokens
 from draft_models.eagle3.model import Eagle3
-from draft_models.target.model_identity import model_identity
-from draft_models.target.open_target import OpenTarget
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_files import open_tensors
-from draft_models.target.tensor_parallel import whole_embedding, whole_head
-from inference.auto.policy import Tuning
+from draft_models.targets.model_identity import model_identity
+from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import open_tensors
+from draft_models.targets.tensor_parallel import whole_embedding, whole_head
+from inference.core.drafter import Drafter, DraftModel
+from inference.core.session import TargetSession, View
+from inference.core.tree import chain_parents
 from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
-from inference.drafters.interface import Drafter, DraftModel
-from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped, allowance_of
-from inference.fixed_shapes import WIDTHS
-from inference.footprint import Place
-from inference.fused_layers import lay_out
-from inference.method_settings import MethodConfig
-from inference.session import TargetSession, View
-from inference.structures.factory import make_structure
-from inference.tree import chain_parents
+from inference.engines.footprint import Place
+from inference.engines.fused_layers import lay_out
+from inference.engines.graphs.fixed_shapes import WIDTHS
+from inference.settings.kinds import Maker, read_record, recorded_data, recorded_seconds
+from inference.settings.method import MethodConfig
+from inference.shapes.factory import make_structure
+from inference.sizing.policy import Tuning
 from outrider.streams import Streams
 
 

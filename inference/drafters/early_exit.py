@@ -8,20 +8,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draft_models.checkpoint import empty_drafter, from_pretrained, read_draft_tokens, read_meta
-from draft_models.early_exit import EarlyExit
-from draft_models.target.open_target import OpenTarget
-from draft_models.target.stack import LayerStack
-from inference.auto.policy import Tuning
+from draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_draft_tokens, read_meta
+from draft_models.early_exit.model import EarlyExit
+from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.stack import LayerStack
+from inference.core.drafter import Drafter, DraftModel
+from inference.core.session import TargetSession, View
 from inference.drafters.calibrated import Calibrated, head_asked, head_identity
-from inference.drafters.interface import Drafter, DraftModel
-from inference.drafters.registry import Maker, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped, allowance_of
-from inference.footprint import Place, cache_bytes, count, pass_bytes
-from inference.fused_layers import lay_out
-from inference.method_settings import MethodConfig
-from inference.session import TargetSession, View
-from inference.structures.factory import make_structure
+from inference.engines.footprint import Place, cache_bytes, count, pass_bytes
+from inference.engines.fused_layers import lay_out
+from inference.settings.kinds import Maker, recorded_data, recorded_seconds
+from inference.settings.method import MethodConfig
+from inference.shapes.factory import make_structure
+from inference.sizing.policy import Tuning
 from outrider.streams import Streams
 
 

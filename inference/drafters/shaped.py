@@ -6,15 +6,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draft_models.target.narrowed import spread
-from inference.acceptance import Chooser
-from inference.auto.allowance import Allowance
-from inference.auto.policy import Tuning
-from inference.drafters.interface import Drafter, DraftModel
-from inference.session import TargetSession
-from inference.stopwatch import Stopwatch
-from inference.structures.factory import Structure, WrappedSource
-from inference.tree import DraftTree
+from draft_models.targets.narrowed import spread
+from inference.core.acceptance import Chooser
+from inference.core.drafter import Drafter, DraftModel
+from inference.core.session import TargetSession
+from inference.core.stopwatch import Stopwatch
+from inference.core.tree import DraftTree
+from inference.shapes.factory import Structure, WrappedSource
+from inference.sizing.allowance import Allowance
+from inference.sizing.policy import Tuning
 
 
 class Shaped(Drafter):

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from inference.auto.policy import Tuning
-from inference.drafters.interface import Drafter, DraftModel
-from inference.drafters.registry import Maker
+from inference.core.drafter import Drafter, DraftModel
+from inference.core.session import TargetSession, View
 from inference.drafters.shaped import Shaped, allowance_of
-from inference.method_settings import MethodConfig
-from inference.session import TargetSession, View
-from inference.structures.factory import make_structure
+from inference.settings.kinds import Maker
+from inference.settings.method import MethodConfig
+from inference.shapes.factory import make_structure
+from inference.sizing.policy import Tuning
 from outrider.errors import UserError, require
 from outrider.streams import Streams
 

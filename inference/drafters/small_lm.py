@@ -13,27 +13,27 @@ from transformers import PreTrainedConfig
 from draft_models.calibration.checkpoint import drafter_digest
 from draft_models.draft_vocabulary import read_own_tokens
 from draft_models.eagle3.checkpoint import holds_head
-from draft_models.small_lm import TRAINING_FILE, SmallLM, load_small_lm
-from draft_models.target.architectures import position_limit, read_config
-from draft_models.target.attention import Band
-from draft_models.target.model_identity import model_identity
-from draft_models.target.narrowed import is_narrowed
-from draft_models.target.open_target import OpenTarget
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_files import open_tensors
-from draft_models.target.whole_model import PlainLM, RowCache
-from inference.auto.policy import Tuning
+from draft_models.small_lm.model import TRAINING_FILE, SmallLM, load_small_lm
+from draft_models.targets.architectures import position_limit, read_config
+from draft_models.targets.attention import Band
+from draft_models.targets.model_identity import model_identity
+from draft_models.targets.narrowed import is_narrowed
+from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import open_tensors
+from draft_models.targets.whole_model import PlainLM, RowCache
+from inference.core.drafter import Drafter, DraftModel
+from inference.core.rows import Rows, unpack
+from inference.core.session import TargetSession
+from inference.core.tree import chain_parents
 from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
-from inference.drafters.interface import Drafter, DraftModel
-from inference.drafters.registry import Maker, read_record, recorded_data, recorded_seconds
 from inference.drafters.shaped import Shaped, allowance_of
-from inference.footprint import Place, cache_bytes, pass_bytes, weight_bytes
-from inference.fused_layers import lay_out
-from inference.method_settings import MethodConfig
-from inference.rows import Rows, unpack
-from inference.session import TargetSession
-from inference.structures.factory import make_structure
-from inference.tree import chain_parents
+from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
+from inference.engines.fused_layers import lay_out
+from inference.settings.kinds import Maker, read_record, recorded_data, recorded_seconds
+from inference.settings.method import MethodConfig
+from inference.shapes.factory import make_structure
+from inference.sizing.policy import Tuning
 from outrider.errors import UserError
 from outrider.streams import Streams
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from inference.cuda_graphs import Graphed
-from inference.runtime import Eager, Runtime
+from inference.core.runtime import Eager, Runtime
+from inference.engines.graphs.cuda_graphs import Graphed
 
 
 def make_runtime(name: str, device: torch.device) -> Runtime:

@@ -19,28 +19,11 @@ from accelerate.utils import gather_object
 
 from data_prep.text.prompts import Prompt
 from draft_models.card import add_report
+from inference.core.stopwatch import Clock
 from inference.doctor.examine import examine
 from inference.doctor.table import coloured, refuse, table
-from inference.drafters.registry import KINDS
 from inference.engines.choose import make_runtime
-from inference.evaluate.bench import (
-    Prepared,
-    longest_text,
-    make_bench,
-    measure_prompt,
-    peak_memory,
-    prepare_methods,
-    render,
-    require_fits,
-)
-from inference.evaluate.busy import load_average, machine_load
-from inference.evaluate.drafter_facts import digests, draft_vocabularies, trained_seconds
-from inference.evaluate.lossless_report import is_lossless
-from inference.evaluate.overlap import overlaps
-from inference.evaluate.page.build import make_page
-from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.evaluate.report import build_report, markdown, relate_to_chain, write_reports
-from inference.evaluate.subject import (
+from inference.loading.subject import (
     Models,
     Subject,
     context_length,
@@ -50,11 +33,28 @@ from inference.evaluate.subject import (
     load_models,
     run_settings,
 )
-from inference.evaluate.threads import use_threads
-from inference.evaluate.time_limit import TimeLimit
-from inference.evaluate.to_wandb import log_reports
-from inference.settings import EvaluateConfig
-from inference.stopwatch import Clock
+from inference.measure.bench import (
+    Prepared,
+    longest_text,
+    make_bench,
+    measure_prompt,
+    peak_memory,
+    prepare_methods,
+    render,
+    require_fits,
+)
+from inference.measure.busy import load_average, machine_load
+from inference.measure.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
+from inference.measure.threads import use_threads
+from inference.measure.time_limit import TimeLimit
+from inference.report.drafter_facts import digests, draft_vocabularies, trained_seconds
+from inference.report.lossless_report import is_lossless
+from inference.report.overlap import overlaps
+from inference.report.page.build import make_page
+from inference.report.report import build_report, markdown, relate_to_chain, write_reports
+from inference.report.to_wandb import log_reports
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.groups import Group, join_group

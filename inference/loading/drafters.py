@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from draft_models.target.stack import LayerStack
-from inference.auto.policy import Tuning
-from inference.drafters.fused import Fused
-from inference.drafters.interface import Drafter
-from inference.drafters.registry import KINDS
-from inference.fused_layers import lay_out
-from inference.method_settings import MethodConfig
+from draft_models.targets.stack import LayerStack
+from inference.core.drafter import Drafter
+from inference.drafters.ngram.fused import Fused
+from inference.engines.fused_layers import lay_out
+from inference.settings.kinds import KINDS
+from inference.settings.method import MethodConfig
+from inference.sizing.policy import Tuning
 from outrider.progress import Stage
 from outrider.streams import Streams
 
-Drafters = Mapping[str, Any]  # the loaded model of each kind (see `inference.drafters.registry`) that has one
+Drafters = Mapping[str, Any]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
 
 
 def new_drafter(
@@ -25,7 +25,7 @@ def new_drafter(
 ) -> Drafter:
     """The drafter of `method`, fresh for the one generation that `streams` belong to.
 
-    drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.auto.probe`).
+    drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.measure.probe`).
     """
     kind = KINDS[method.source]
     model, maker = drafters.get(kind.name), kind.load_maker()

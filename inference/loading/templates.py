@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.settings import ChatTemplate, DataConfig, PromptTemplate
-from inference.drafters.registry import KINDS
-from inference.settings import EvaluateConfig
+from data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
 from outrider.errors import UserError
 from outrider.settings import construct
 

@@ -1,7 +1,7 @@
 """max_draft=auto: a chain as long as pays, chosen anew before every round."""
 
-from inference.auto.policy import Evidence, Tuning, best_length, trials_in_chain
-from inference.method_settings import LONGEST_CHAIN
+from inference.settings.method import LONGEST_CHAIN
+from inference.sizing.policy import Evidence, Tuning, best_length, trials_in_chain
 from inference.stopping.interface import Step
 
 

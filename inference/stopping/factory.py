@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draft_models.calibration.head import CalibrationHead
-from inference.auto.policy import Tuning
-from inference.method_settings import AUTO, LONGEST_CHAIN, THRESHOLDS, StopConfig
+from inference.settings.method import AUTO, LONGEST_CHAIN, THRESHOLDS, StopConfig
+from inference.sizing.policy import Tuning
 from inference.stopping.bandit import UCB
 from inference.stopping.best_length import BestLength
 from inference.stopping.beta import BetaThompson
@@ -58,7 +58,7 @@ def make_rule(
 def required(tuning: Tuning | None) -> Tuning:
     """`tuning`, which must be there."""
     if tuning is None:
-        raise ValueError("what is chosen by costs needs measured ones (inference.auto.probe)")
+        raise ValueError("what is chosen by costs needs measured ones (inference.measure.probe)")
     return tuning
 
 

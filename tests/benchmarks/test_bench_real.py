@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_models.checkpoint import save_pretrained
-from draft_models.target.architectures import load_config
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.tensor_files import open_tensors
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.targets.architectures import load_config
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiny import VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 

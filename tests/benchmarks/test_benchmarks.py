@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from draft_models.checkpoint import save_pretrained
-from draft_models.early_exit import EarlyExit, NoLayer
-from draft_models.target.architectures import load_config
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer, open_target
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_files import open_tensors
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.early_exit.model import EarlyExit, NoLayer
+from draft_models.targets.architectures import load_config
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import open_tensors
+from inference.core.session import TargetSession
+from inference.core.tree import ROOT, chain_parents
 from inference.drafters.early_exit import EarlyExitSource
-from inference.session import TargetSession
-from inference.tree import ROOT, chain_parents
 from outrider.errors import UserError
 from tests.families import save_family
 from tests.tiers import typical_where

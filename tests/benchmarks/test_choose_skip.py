@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.decode import autoregressive
+from inference.core.decode import autoregressive
+from inference.core.session import TargetSession
+from inference.core.tree import ROOT
 from inference.drafters.skip_layers import SkipLayersSource
-from inference.session import TargetSession
-from inference.tree import ROOT
 from tests.tiny import open_stack, random_prompt, save_target
 
 

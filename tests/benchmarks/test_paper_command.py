@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.settings import EARLY_EXIT, SMALL_LM, TARGET
+from draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
 from tests.tiny import save_target
 
 
@@ -74,9 +74,9 @@ def test_times_are_taken_when_asked_for(paper: Callable[..., Any], tiny_models: 
 
 def test_exits_of_every_shape_are_compared(paper: Callable[..., Any], tiny_models: Path, tmp_path: Path) -> None:
     """Each drafts for its own rows, and what a step costs is what its layers and the head weigh."""
-    from draft_models.checkpoint import save_pretrained
-    from draft_models.early_exit import EarlyExit, exit_layers
-    from draft_models.target.open_target import open_target
+    from draft_models.early_exit.checkpoint import save_pretrained
+    from draft_models.early_exit.model import EarlyExit, exit_layers
+    from draft_models.targets.open_target import open_target
 
     target = open_target(str(tiny_models / TARGET))
     for name, n, depth in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2)):

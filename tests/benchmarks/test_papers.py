@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.target.stack import LayerStack
-from inference.decode import autoregressive
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.sampling_settings import SamplingConfig
-from inference.structures.token_graph import GraphTree
-from inference.tree import OptimalTree
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import autoregressive
+from inference.core.tree import OptimalTree
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes.token_graph import GraphTree
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, save_target
 
@@ -288,7 +288,7 @@ def test_a_session_knows_the_prompts_before_it(tiny_models: Path) -> None:
     from papers.measuring import Asked, Bench, continued, counts_of
 
     from draft_models.ngrams.table import TrigramTable
-    from draft_models.settings import TABLE
+    from draft_models.targets.settings import TABLE
 
     table = TrigramTable.open(tiny_models / TABLE)
     text = tuple(random_prompt(60, 3))

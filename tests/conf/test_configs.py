@@ -14,8 +14,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
-from inference.chat.settings import ChatConfig
-from inference.settings import EvaluateConfig
+from inference.settings.chat import ChatConfig
+from inference.settings.evaluate import EvaluateConfig
 from outrider import cli
 from outrider.errors import UserError
 from tests.tiers import quick_where
@@ -337,7 +337,7 @@ def test_a_stopped_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) ->
     assert shlex.split(words) == ["train/eesd.py", "target=a b", "data.path=x-*.jsonl", "+drafters.a=1", "resume=true"]
     (said,) = how_to_go_on(EvaluateConfig, ["/usr/bin/evaluate-checkpoint", "checkpoint=c"])
     assert said == "go on with: evaluate-checkpoint checkpoint=c resume=true"
-    assert how_to_go_on(ChatConfig, ["outrider/chat.py"]) == []
+    assert how_to_go_on(ChatConfig, ["inference/chat/__main__.py"]) == []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert how_to_go_on(EesdConfig, argv) == ["go on with the same command and resume=true"]
@@ -355,19 +355,18 @@ def test_an_option_of_what_was_not_chosen() -> None:
 def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
     """(command, overrides) of every line that runs one of the entries."""
     scripts = {Path(script).name: command for command, (_, script, _) in COMMANDS.items()}
+    typed = {command.typed: name for name, command in cli.COMMANDS.items()}
     found = []
     for line in lines:
         words = (
             shlex.split(line, comments=True)
-            if line.startswith(("python ", "accelerate ", "evaluate-checkpoint "))
+            if line.startswith(("python ", "accelerate ", "evaluate-checkpoint ", "outrider "))
             else []
         )
         for place, word in enumerate(words):
-            name = {"evaluate-checkpoint": "evaluate_checkpoint.py", "outrider.chat": "chat.py"}.get(
-                word, Path(word).name
-            )
-            if name in scripts:
-                found.append((scripts[name], words[place + 1 :]))
+            command = scripts.get(Path(word).name) or typed.get(word)
+            if command is not None:
+                found.append((command, words[place + 1 :]))
     return found
 
 

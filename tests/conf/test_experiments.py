@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf import CONF_DIR, build, register
 from conf.options import compose_defaults
-from data_prep.settings import DataConfig, MixPart
 from data_prep.text.rehearsal import MODELS
-from draft_models.settings import TARGET, Architecture
-from draft_models.tiny_architectures import TINY_ARCHITECTURES
-from draft_models.tiny_models import save_tiny_model, save_tiny_models
+from data_prep.text.settings import DataConfig, MixPart
+from draft_models.targets.settings import TARGET, Architecture
+from draft_models.tiny.architectures import TINY_ARCHITECTURES
+from draft_models.tiny.models import save_tiny_model, save_tiny_models
 from outrider.errors import UserError
 from outrider.wandb_config import WandbConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build

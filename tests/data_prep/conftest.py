@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from data_prep.responses.settings import GenerateConfig
-from data_prep.settings import DataConfig
+from data_prep.text.settings import DataConfig
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer
 from tests.tiny import save_target
 

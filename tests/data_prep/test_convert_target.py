@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from data_prep.settings import ConvertConfig
 from data_prep.targets import target_copy
+from data_prep.targets.settings import ConvertConfig
 from data_prep.targets.target_copy import RECORD_FILE, convert_target
-from draft_models.target.model_files import load_causal_lm, load_generation_config
-from draft_models.target.open_target import open_target
+from draft_models.targets.model_files import load_causal_lm, load_generation_config
+from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
 from tests.gguf_files import TEMPLATE, save_plain_target, write_gguf
 from tests.tiny import random_prompt, reference_generate

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from data_prep.settings import DataConfig, MixPart, default_cache_dir
+from data_prep.text.settings import DataConfig, MixPart, default_cache_dir
 from outrider.errors import UserError
 
 GROUP = Path(__file__).parents[2] / "conf" / "data"
@@ -65,7 +65,7 @@ def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_settings_import_nothing_heavy():
-    code = "import sys, data_prep.settings; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    code = "import sys, data_prep.text.settings; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     root = Path(__file__).parents[2]
     found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_prep.settings import FetchConfig
 from data_prep.targets import fetched, target_copy
 from data_prep.targets.fetched import FETCHED_FILE, ORIGINS, fetch_target, take_out
+from data_prep.targets.settings import FetchConfig
 from data_prep.text.chat import encode, render_prompt
-from draft_models.target.open_target import open_target
+from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
 from tests.gguf_files import TEMPLATE, save_plain_target, write_gguf
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from draft_models import early_exit, small_lm
 from draft_models.card import add_report, write_card
+from draft_models.early_exit import model as early_exit
+from draft_models.small_lm import model as small_lm
 
 
 def test_the_commands_are_for_this_drafter(tmp_path: Path) -> None:

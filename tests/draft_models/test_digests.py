@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from draft_models.checkpoint import parts_below
-from draft_models.target.architectures import load_config
-from draft_models.target.tensor_files import open_tensors
+from draft_models.early_exit.checkpoint import parts_below
+from draft_models.targets.architectures import load_config
+from draft_models.targets.tensor_files import open_tensors
 from tests.tiny import save_target
 
 SAMPLE = 2**14  # bytes read of a tensor that is larger

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draft_models.draft_vocabulary import places
 from draft_models.losses import DIVERGENCES, IGNORE, PLAIN, linear_divergence, linear_topk_divergence
-from draft_models.target.anatomy import LogitRule
+from draft_models.targets.anatomy import LogitRule
 
 WIDTH, VOCABULARY, K = 6, 17, 4
 

@@ -10,19 +10,25 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from draft_models.checkpoint import WEIGHTS_FILE, from_pretrained, read_draft_tokens, read_meta, save_pretrained
 from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, places
-from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.early_exit.checkpoint import (
+    WEIGHTS_FILE,
+    from_pretrained,
+    read_draft_tokens,
+    read_meta,
+    save_pretrained,
+)
+from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
-from draft_models.target.narrowed import spread
-from draft_models.target.open_target import open_target
+from draft_models.targets.narrowed import spread
+from draft_models.targets.open_target import open_target
 from inference.drafters.early_exit import EarlyExitMaker
-from inference.footprint import Place
+from inference.engines.footprint import Place
+from inference.engines.packing import PackedLinear, can_pack
 from inference.loading.drafters import prepare
-from inference.method_settings import MethodConfig, StopConfig
-from inference.packing import PackedLinear, can_pack
-from inference.sampling_settings import SamplingConfig
-from inference.settings import EvaluateConfig
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import LAYERS, VOCABULARY, random_prompt, save_target

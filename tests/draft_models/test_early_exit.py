@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draft_models.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, save_pretrained
-from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, save_pretrained
+from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
-from draft_models.target.architectures import load_config
-from draft_models.target.empty_models import layer_stack, number_layer
-from draft_models.target.fingerprint import Fingerprint, fingerprint_target
-from draft_models.target.load_layers import load_layers
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.tensor_files import open_tensors
+from draft_models.targets.architectures import load_config
+from draft_models.targets.empty_models import layer_stack, number_layer
+from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiny import (
     ARCHITECTURES,

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.calibration.checkpoint import load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
-from draft_models.checkpoint import META_FILE, from_pretrained, read_meta, save_pretrained
-from draft_models.early_exit import EarlyExit
-from draft_models.target.architectures import load_config
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.tensor_files import open_tensors
+from draft_models.early_exit.checkpoint import META_FILE, from_pretrained, read_meta, save_pretrained
+from draft_models.early_exit.model import EarlyExit
+from draft_models.targets.architectures import load_config
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_target
 
@@ -152,7 +152,7 @@ def other(value: Any) -> Any:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_field_decides_but_those_that_are_known_not_to(trained: Callable[..., Path], architecture: str) -> None:
     """Whatever config.json holds: of some fields it is known that they decide no number; all others count."""
-    from draft_models.target.model_identity import NOT_DECIDING, config_differences, deciding_config
+    from draft_models.targets.model_identity import NOT_DECIDING, config_differences, deciding_config
 
     path = trained(architecture) / "target"
     before, stored = deciding_config(str(path), None), json.loads((path / "config.json").read_text())

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_models.checkpoint import save_pretrained
-from draft_models.target.architectures import load_config
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.tensor_files import open_tensors
-from inference.settings import EvaluateConfig
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.targets.architectures import load_config
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.tensor_files import open_tensors
+from inference.settings.evaluate import EvaluateConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from draft_models.ngrams.table import TrigramTable
-from inference.acceptance import Chooser
-from inference.auto.policy import Tuning
-from inference.drafters.fused import Fused
-from inference.method_settings import MethodConfig, NgramConfig, StructureConfig
-from inference.stopwatch import Stopwatch
-from inference.tree import DraftTree
+from inference.core.acceptance import Chooser
+from inference.core.stopwatch import Stopwatch
+from inference.core.tree import DraftTree
+from inference.drafters.ngram.fused import Fused
+from inference.settings.method import MethodConfig, NgramConfig, StructureConfig
+from inference.sizing.policy import Tuning
 from tests.inference.ngram_cases import VOCABULARY, FakeSession
 from tests.known_source import KnownSource, Q
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import strategies as st
 
 from draft_models.ngrams.table import TrigramTable
-from inference.drafters.ngrams import MixedDrafter, TrigramDrafter
-from inference.sampling import successors
-from inference.tree import DraftTree
+from inference.core.sampling import successors
+from inference.core.tree import DraftTree
+from inference.drafters.ngram.ngrams import MixedDrafter, TrigramDrafter
 
 VOCABULARY = 12
 TEXTS = st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=40)  # one id beyond the table

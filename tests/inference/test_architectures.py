@@ -20,20 +20,21 @@ from transformers import (
 )
 
 from data_prep.text.prompts import Prompt
-from draft_models import small_lm
-from draft_models.small_lm import load_small_lm
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.proof import prove_rows
-from draft_models.target.stack import LayerStack
-from draft_models.target.whole_model import PlainLM, RowCache
-from inference.decode import speculative
+from draft_models.small_lm import model as small_lm
+from draft_models.small_lm.model import load_small_lm
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.proof import prove_rows
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.whole_model import PlainLM, RowCache
+from inference.core.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import PlainSession, SmallLMSource
-from inference.evaluate import bench, compare
-from inference.method_settings import MethodConfig
-from inference.packing import PackedLinear, can_pack, pack_linears
-from inference.settings import EvaluateConfig
-from inference.structures.factory import make_structure
+from inference.engines.packing import PackedLinear, can_pack, pack_linears
+from inference.evaluate import compare
+from inference.measure import bench
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig
+from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.tiny import (

@@ -9,19 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_models.early_exit import EarlyExit, EarlyExitStudent, exit_layers
-from draft_models.target import attention
-from draft_models.target.open_target import OpenTarget, open_target
-from draft_models.target.proof import prove_layers
-from draft_models.target.stack import LayerStack
-from inference.cuda_graphs import Graphed
-from inference.decode import autoregressive, speculative
+from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.targets import attention
+from draft_models.targets.open_target import OpenTarget, open_target
+from draft_models.targets.proof import prove_layers
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import autoregressive, speculative
+from inference.core.runtime import Eager
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.lookup import PromptLookup
+from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
-from inference.method_settings import StructureConfig
-from inference.runtime import Eager
-from inference.structures.factory import make_structure
+from inference.engines.graphs.cuda_graphs import Graphed
+from inference.settings.method import StructureConfig
+from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.families import FAMILIES, LAYERS, TYPICAL, save_family

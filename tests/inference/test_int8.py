@@ -13,23 +13,31 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from data_prep.text.prompts import Prompt
-from draft_models.target.int8 import Int8Linear, quantise_rows
-from draft_models.target.open_target import open_target
-from inference import memory_plan, packing
-from inference.decode import autoregressive, speculative
+from draft_models.targets.int8 import Int8Linear, quantise_rows
+from draft_models.targets.open_target import open_target
+from inference.core.decode import autoregressive, speculative
+from inference.core.drafter import DraftModel
 from inference.drafters.early_exit import Calibrated
-from inference.drafters.interface import DraftModel
 from inference.drafters.shaped import Shaped
+from inference.engines import packing
 from inference.engines.choose import make_runtime
-from inference.evaluate import subject
+from inference.engines.fused_layers import join
+from inference.engines.packing import (
+    INT8_LAYOUTS,
+    CodedLinear,
+    can_code,
+    can_halve,
+    can_pack,
+    fastest_layout,
+    pack_linears,
+)
 from inference.evaluate.command import evaluate as command
-from inference.evaluate.lossless import BULK
-from inference.fused_layers import join
+from inference.loading import memory_plan, subject
 from inference.loading.drafters import prepare
-from inference.method_settings import MethodConfig, StopConfig
-from inference.packing import INT8_LAYOUTS, CodedLinear, can_code, can_halve, can_pack, fastest_layout, pack_linears
-from inference.settings import EvaluateConfig
-from inference.structures.factory import make_structure
+from inference.measure.lossless import BULK
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig
+from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate

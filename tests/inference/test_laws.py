@@ -18,19 +18,19 @@ from torch import Tensor
 
 from draft_models.calibration.head import CalibrationHead
 from draft_models.ngrams.table import TrigramTable
-from draft_models.target.narrowed import OwnTokens
-from inference import acceptance, verify
-from inference.auto.costs import Costs
-from inference.auto.policy import Tuning
+from draft_models.targets.narrowed import OwnTokens
+from inference.core import acceptance, verify
+from inference.core.sampling import Sampler, invert
+from inference.core.tree import DraftTree
 from inference.drafters.calibrated import Calibrated
-from inference.drafters.fused import Fused
-from inference.evaluate.arms import Arm, make_arms
-from inference.evaluate.results import AUTOREGRESSIVE
-from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.sampling import Sampler, invert
-from inference.sampling_settings import SamplingConfig
-from inference.structures import factory, shapes
-from inference.tree import DraftTree
+from inference.drafters.ngram.fused import Fused
+from inference.measure.arms import Arm, make_arms
+from inference.measure.results import AUTOREGRESSIVE
+from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes import factory, shapes
+from inference.sizing.costs import Costs
+from inference.sizing.policy import Tuning
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_documents
 from tests.table_target import TableHead, TableModel, TableRuntime

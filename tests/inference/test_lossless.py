@@ -14,28 +14,28 @@ from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from draft_models.draft_vocabulary import narrow
 from draft_models.eagle3.model import Eagle3
-from draft_models.small_lm import load_small_lm
-from draft_models.target.narrowed import OwnTokens
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.stack import LayerStack
-from inference.acceptance import Chooser
-from inference.auto.costs import WIDEST, Costs
-from inference.auto.policy import Tuning
-from inference.decode import Round, autoregressive, speculative
+from draft_models.small_lm.model import load_small_lm
+from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.stack import LayerStack
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, autoregressive, speculative
+from inference.core.drafter import Drafter, DraftModel
+from inference.core.sampling import Sampler
+from inference.core.tree import DraftTree
+from inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.fused import Fused
-from inference.drafters.interface import Drafter, DraftModel
+from inference.drafters.ngram.fused import Fused
 from inference.drafters.shaped import Shaped, allowance_of
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.arms import make_arms
-from inference.method_settings import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.sampling import Sampler
-from inference.sampling_settings import SamplingConfig
-from inference.structures.factory import Structure, make_structure, make_tree
-from inference.tree import DraftTree
-from inference.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
+from inference.measure.arms import make_arms
+from inference.settings.method import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes.factory import Structure, make_structure, make_tree
+from inference.sizing.costs import WIDEST, Costs
+from inference.sizing.policy import Tuning
 from outrider.streams import Streams
 from tests.fitted_heads import fitted_head
 from tests.pairwise import all_pairs
@@ -375,7 +375,7 @@ def test_the_rule_that_verifies_belongs_to_the_draft(tiny_vocabulary: tuple, mon
             seen.append((rule, bool(q), bool(given["draws"])))
         return verify_sampled(tokens, parents, q, p, rule, chance, **given)
 
-    monkeypatch.setattr("inference.acceptance.verify_sampled", noted)
+    monkeypatch.setattr("inference.core.acceptance.verify_sampled", noted)
     used = {}
     for name in methods:
         seen.clear()

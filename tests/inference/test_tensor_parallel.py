@@ -11,29 +11,29 @@ from accelerate import PartialState
 from torch import nn
 
 from draft_models.eagle3.model import Eagle3
-from draft_models.early_exit import EarlyExit, exit_layers
-from draft_models.target import proof, tensor_parallel
-from draft_models.target.load_layers import load_layers
-from draft_models.target.open_target import open_target
-from draft_models.target.stack import LayerStack
-from draft_models.target.stored_tensors import Part
-from draft_models.target.tensor_parallel import prove_split, split_model, whole_head
-from draft_models.tiny_models import tiny_head
-from inference.cuda_graphs import Graphed
-from inference.decode import autoregressive, speculative
+from draft_models.early_exit.model import EarlyExit, exit_layers
+from draft_models.targets import proof, tensor_parallel
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.open_target import open_target
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.stored_tensors import Part
+from draft_models.targets.tensor_parallel import prove_split, split_model, whole_head
+from draft_models.tiny.models import tiny_head
+from inference.core.decode import autoregressive, speculative
+from inference.core.runtime import Eager
 from inference.drafters.eagle3 import MAKER as EAGLE3_MAKER
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.lookup import PromptLookup
+from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
-from inference.evaluate.subject import load_split
-from inference.fused_layers import lay_out
-from inference.method_settings import StructureConfig
-from inference.packing import can_pack
-from inference.runtime import Eager
-from inference.sampling_settings import SamplingConfig
-from inference.settings import EvaluateConfig
-from inference.structures.factory import make_structure
+from inference.engines.fused_layers import lay_out
+from inference.engines.graphs.cuda_graphs import Graphed
+from inference.engines.packing import can_pack
+from inference.loading.subject import load_split
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import StructureConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.groups import Group, join_group
 from outrider.streams import Streams

@@ -13,31 +13,31 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from draft_models.calibration.head import CalibrationHead
-from draft_models.target.stack import LayerStack
-from draft_models.tiny_models import tiny_head
-from inference import cuda_graphs
-from inference.decode import speculative
+from draft_models.targets.stack import LayerStack
+from draft_models.tiny.models import tiny_head
+from inference.core.decode import speculative
+from inference.core.runtime import Eager
+from inference.core.tree import DraftTree
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.eagle3 import MAKER as EAGLE3_MAKER
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.arms import Arm, make_arms
-from inference.evaluate.results import AUTOREGRESSIVE
+from inference.engines.graphs import cuda_graphs
 from inference.loading.drafters import Drafters
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.runtime import Eager
+from inference.measure.arms import Arm, make_arms
+from inference.measure.results import AUTOREGRESSIVE
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.shapes.factory import Tree, make_structure
+from inference.shapes.opt_tree import opt_tree
+from inference.shapes.shapes import EAGLE_25, k_config, static
+from inference.shapes.token_graph import token_graph
 from inference.stopping.beta import BetaThompson
 from inference.stopping.calibrated import CalibratedThompson, Posterior
 from inference.stopping.confidence import Confidence
 from inference.stopping.fixed import FixedLength
 from inference.stopping.interface import Step, StopRule
-from inference.structures.factory import Tree, make_structure
-from inference.structures.opt_tree import opt_tree
-from inference.structures.shapes import EAGLE_25, k_config, static
-from inference.structures.token_graph import token_graph
-from inference.tree import DraftTree
 from outrider.streams import Streams
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.tiny import LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target

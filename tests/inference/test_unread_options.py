@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration.head import CalibrationHead
-from inference.auto.costs import Costs
-from inference.auto.policy import Tuning
-from inference.drafters.ngram_memory import close, open_memory
+from inference.drafters.ngram.ngram_memory import close, open_memory
 from inference.loading.drafters import new_drafter
-from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.shapes.factory import make_structure
+from inference.shapes.shapes import plain_probs
+from inference.sizing.costs import Costs
+from inference.sizing.policy import Tuning
 from inference.stopping.factory import RULES
-from inference.structures.factory import make_structure
-from inference.structures.shapes import plain_probs
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.fused_cases import fused_draft

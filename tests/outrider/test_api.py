@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 import outrider
 from benchmarks.planted_faults import rope_scaled
-from draft_models.checkpoint import save_pretrained
-from draft_models.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from draft_models.target.open_target import open_target
-from inference.decode import Round
-from inference.method_settings import MethodConfig, StopConfig
-from outrider.api import Model
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.targets.open_target import open_target
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from inference.core.decode import Round
+from inference.settings.method import MethodConfig, StopConfig
+from outrider.api.model import Model
 from outrider.errors import UserError
 from tests.tiny import LAYERS, make_drafter, save_target, unproven
 

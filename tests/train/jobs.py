@@ -19,13 +19,13 @@ from torch import Tensor
 
 from data_prep.responses.batch_decoder import TopK
 from data_prep.responses.directory import Response, Shard
-from data_prep.settings import DataConfig
 from data_prep.text.chat import encode
-from draft_models.checkpoint import save_pretrained
-from draft_models.target.architectures import load_config
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.tensor_files import open_tensors
+from data_prep.text.settings import DataConfig
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.targets.architectures import load_config
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.tensor_files import open_tensors
 from outrider.wandb_config import WandbConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, save_target
 from train import run_dir

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.settings import GenerateConfig
-from data_prep.settings import DataConfig
-from draft_models.checkpoint import read_meta
+from data_prep.text.settings import DataConfig
 from draft_models.eagle3.card import TRAINING_FILE
+from draft_models.early_exit.checkpoint import read_meta
 from outrider.processes import join_processes
 from tests.launched import launched
 from tests.tiny import save_target

@@ -15,28 +15,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-import outrider.api
+import outrider.api.model
 from draft_models.calibration.checkpoint import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
-from draft_models.checkpoint import read_meta, save_pretrained
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.settings import HEAD_FOLDER, TARGET
-from draft_models.target.architectures import load_config
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.tensor_files import TensorFiles, open_tensors
-from inference.decode import autoregressive, speculative
+from draft_models.early_exit.checkpoint import read_meta, save_pretrained
+from draft_models.targets.architectures import load_config
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.settings import HEAD_FOLDER, TARGET
+from draft_models.targets.tensor_files import TensorFiles, open_tensors
+from inference.core.decode import autoregressive, speculative
+from inference.core.drafter import DraftModel
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.interface import DraftModel
-from inference.drafters.registry import KINDS
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.command import evaluate
-from inference.evaluate.time_limit import TimeLimit, spread_order
-from inference.settings import EvaluateConfig
+from inference.measure.time_limit import TimeLimit, spread_order
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
+from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
-from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.groups import Group
 from tests.fitted_heads import fitted_head
@@ -264,7 +264,7 @@ def test_a_head_of_a_drafter_that_other_engines_read(
     shutil.rmtree(drafter / HEAD_FOLDER)
     before = {file: file.read_bytes() for file in drafter.iterdir()}
     config = EvaluateConfig(
-        checkpoint=str(drafter), target=target, methods={"m": outrider.api.preset(method)}, max_new_tokens=12,
+        checkpoint=str(drafter), target=target, methods={"m": outrider.api.model.preset(method)}, max_new_tokens=12,
         prompt_text=["the quick"], device="cpu", compare_transformers=False, out_dir=str(tmp_path / "report"),
     )  # fmt: skip
 

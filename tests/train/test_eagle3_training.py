@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from data_prep.settings import DataConfig
+from data_prep.text.settings import DataConfig
 from draft_models.card import CARD_FILE
 from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.checkpoint import load_head, open_head, stored_tokens
-from draft_models.target.architectures import load_config
-from inference.decode import speculative
+from draft_models.targets.architectures import load_config
+from inference.core.decode import speculative
 from inference.drafters.eagle3 import MAKER, Eagle3Source
 from inference.drafters.shaped import Shaped
+from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
-from inference.structures.factory import Chain
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, heading, interrupted_at, log, same

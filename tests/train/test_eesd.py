@@ -10,21 +10,21 @@ from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from data_prep.settings import DataConfig
 from data_prep.text.rows import load_rows
-from draft_models.checkpoint import WEIGHTS_FILE, from_pretrained, read_meta
-from draft_models.early_exit import EarlyExitStudent
+from data_prep.text.settings import DataConfig
+from draft_models.early_exit.checkpoint import WEIGHTS_FILE, from_pretrained, read_meta
+from draft_models.early_exit.model import EarlyExitStudent
 from draft_models.losses import IGNORE
-from draft_models.target.architectures import load_config
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer, open_target
-from draft_models.target.tensor_files import open_tensors
-from inference.decode import speculative
+from draft_models.targets.architectures import load_config
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.tensor_files import open_tensors
+from inference.core.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.registry import recorded_seconds
 from inference.drafters.shaped import Shaped
+from inference.settings.kinds import recorded_seconds
+from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
-from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.groups import ALONE, Group
 from outrider.run_dirs import LOCK_FILE
@@ -333,7 +333,7 @@ def test_gradient_checkpointing_changes_nothing(
         calls.append(options)
         return checkpoint(*args, **options)
 
-    monkeypatch.setattr("draft_models.early_exit.checkpoint", counted)
+    monkeypatch.setattr("draft_models.early_exit.model.checkpoint", counted)
     path = save_target(tmp_path / "target")
     train_early_exit(distilling(path, corpus, tmp_path / "kept"))
     assert not calls

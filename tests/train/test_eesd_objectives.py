@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.settings import DataConfig
 from data_prep.text.rows import load_rows
-from draft_models.checkpoint import WEIGHTS_FILE
-from draft_models.early_exit import EarlyExitStudent, exit_layers
+from data_prep.text.settings import DataConfig
+from draft_models.early_exit.checkpoint import WEIGHTS_FILE
+from draft_models.early_exit.model import EarlyExitStudent, exit_layers
 from draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
-from draft_models.target.open_target import OpenTarget, open_target
-from draft_models.target.tensor_files import open_tensors
+from draft_models.targets.open_target import OpenTarget, open_target
+from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from outrider.groups import ALONE
 from tests.tiers import quick_where

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data_prep.settings import DataConfig
+from data_prep.text.settings import DataConfig
 from draft_models.card import CARD_FILE, add_report
-from draft_models.checkpoint import META_FILE, WEIGHTS_FILE
+from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE
 from outrider.errors import UserError
 from outrider.run_dirs import LOCK_FILE, recorded_at_first
 from outrider.versions import code_version

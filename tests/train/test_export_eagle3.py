@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from draft_models.eagle3.card import use_of
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import open_head
-from draft_models.settings import EAGLE3, TARGET
-from draft_models.target.architectures import load_config
+from draft_models.targets.architectures import load_config
+from draft_models.targets.settings import EAGLE3, TARGET
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET

@@ -13,17 +13,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.planted_faults import rope_scaled
-from data_prep.settings import DataConfig
 from data_prep.text.rows import load_rows
+from data_prep.text.settings import DataConfig
 from draft_models.losses import DIVERGENCES, IGNORE
-from draft_models.small_lm import TRAINING_FILE, load_small_lm
-from draft_models.target.architectures import load_config
-from draft_models.target.open_target import load_tokenizer, open_target
-from inference.decode import autoregressive, speculative
+from draft_models.small_lm.model import TRAINING_FILE, load_small_lm
+from draft_models.targets.architectures import load_config
+from draft_models.targets.open_target import load_tokenizer, open_target
+from inference.core.decode import autoregressive, speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import MAKER, SmallLMSource
+from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
-from inference.structures.factory import Chain
 from outrider.errors import UserError
 from outrider.processes import join_processes
 from outrider.run_dirs import LOCK_FILE

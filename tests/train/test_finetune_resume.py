@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_prep.settings import DataConfig
+from data_prep.text.settings import DataConfig
 from draft_models.card import CARD_FILE, add_report
-from draft_models.small_lm import TRAINING_FILE
+from draft_models.small_lm.model import TRAINING_FILE
 from outrider.errors import UserError
 from tests.tiny import save_target
 from tests.train.jobs import FIT, finetuning, interrupted_at, same, weights

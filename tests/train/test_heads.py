@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draft_models.early_exit import EarlyExitStudent, exit_layers
+from draft_models.early_exit.model import EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
-from draft_models.target.empty_models import layer_stack
-from draft_models.target.open_target import OpenTarget, open_target
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.open_target import OpenTarget, open_target
 from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, random_prompt

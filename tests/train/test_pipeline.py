@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 from conf import config_for
-from draft_models.settings import TARGET
+from draft_models.targets.settings import TARGET
 from outrider.errors import UserError
 from outrider.run_dirs import only_run
 from tests.conf.test_configs import compose_and_build

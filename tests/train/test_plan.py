@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from data_prep.settings import DataConfig
-from draft_models.early_exit import EarlyExitStudent, exit_layers
-from draft_models.target.architectures import load_config
-from draft_models.target.load_layers import load_layers
-from draft_models.target.tensor_files import open_tensors
+from data_prep.text.settings import DataConfig
+from draft_models.early_exit.model import EarlyExitStudent, exit_layers
+from draft_models.targets.architectures import load_config
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from outrider.groups import Group
 from tests.families import FAMILIES, TYPICAL, family_config, save_family

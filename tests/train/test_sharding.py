@@ -16,8 +16,8 @@ import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
-from data_prep.settings import DataConfig
-from draft_models.checkpoint import WEIGHTS_FILE
+from data_prep.text.settings import DataConfig
+from draft_models.early_exit.checkpoint import WEIGHTS_FILE
 from outrider.errors import UserError
 from tests.launched import free_port
 from tests.tiers import typical_where

@@ -15,22 +15,22 @@ from safetensors.torch import load_file
 
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.card import write_card
-from draft_models.checkpoint import WEIGHTS_FILE, read_meta
 from draft_models.draft_vocabulary import narrow
-from draft_models.early_exit import USE
+from draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta
+from draft_models.early_exit.model import USE
 from draft_models.ngrams.table import TrigramTable
-from draft_models.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from draft_models.small_lm import TRAINING_FILE, load_small_lm
-from draft_models.target.model_files import load_causal_lm
-from draft_models.target.narrowed import OwnTokens
-from draft_models.target.open_target import load_tokenizer, open_target
-from draft_models.target.stack import LayerStack
-from draft_models.tiny_models import save_tiny_model, save_tiny_models
-from inference.drafters.registry import KINDS
-from inference.evaluate.drafter_facts import drafter_lines, trained_seconds
-from inference.evaluate.subject import load_drafters
-from inference.method_settings import MethodConfig, StopConfig
-from inference.settings import EvaluateConfig
+from draft_models.small_lm.model import TRAINING_FILE, load_small_lm
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from draft_models.targets.stack import LayerStack
+from draft_models.tiny.models import save_tiny_model, save_tiny_models
+from inference.loading.subject import load_drafters
+from inference.report.drafter_facts import drafter_lines, trained_seconds
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
+from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
 from train.export import export
 from train.settings import ShipConfig

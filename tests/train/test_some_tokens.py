@@ -13,18 +13,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_models.draft_vocabulary import TOKENS_FILE, narrow, places
 from draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
-from draft_models.small_lm import load_small_lm
-from draft_models.target.architectures import load_config
-from draft_models.target.empty_models import layer_stack
-from draft_models.target.narrowed import OwnTokens
-from draft_models.target.open_target import load_tokenizer, open_target
-from draft_models.target.stack import LayerStack
+from draft_models.small_lm.model import load_small_lm
+from draft_models.targets.architectures import load_config
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.stack import LayerStack
 from inference.drafters.small_lm import MAKER
-from inference.fixed_shapes import WIDTHS
-from inference.footprint import Place
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.sampling_settings import SamplingConfig
-from inference.settings import EvaluateConfig
+from inference.engines.footprint import Place
+from inference.engines.graphs.fixed_shapes import WIDTHS
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import VOCABULARY, save_target

@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
-from inference.evaluate.time_limit import TimeLimit
+from inference.measure.time_limit import TimeLimit
 from outrider.wandb_config import WandbConfig
 from tests.launched import launched
 from tests.train.fit_runs import trained_weights

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from data_prep.responses.batch_decoder import TopK
 from data_prep.responses.directory import Response, Shard
-from data_prep.settings import DataConfig
 from data_prep.text.chat import encode
 from data_prep.text.rows import load_rows
+from data_prep.text.settings import DataConfig
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from tests.tiny import byte_tokenizer, open_stack

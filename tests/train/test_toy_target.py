@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data_prep.settings import DataConfig
 from data_prep.text.rows import load_rows
+from data_prep.text.settings import DataConfig
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from outrider.run_dirs import LOCK_FILE

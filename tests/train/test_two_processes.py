@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.settings import DataConfig
-from draft_models import calibration, checkpoint
+from data_prep.text.settings import DataConfig
+from draft_models import calibration
+from draft_models.early_exit import checkpoint
 from tests.train.fit_runs import fit_tiny
 from tests.train.jobs import (
     CALIBRATING,

@@ -13,8 +13,8 @@ import pytest
 from data_prep.python_docs import prompt_files
 from data_prep.python_docs.prompt_files import write_prompts
 from data_prep.python_docs.settings import PromptsConfig
-from data_prep.settings import DataConfig
 from data_prep.text.prompts import Prompt, read_prompts
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from outrider.errors import UserError
 

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 from data_prep.responses.batch_decoder import Answer, Generator, top_law, uniforms
-from inference.sampling import Sampler
-from inference.sampling_settings import SamplingConfig
+from inference.core.sampling import Sampler
+from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
 from outrider.groups import Group
 from tests.data_prep.responding import ENDS

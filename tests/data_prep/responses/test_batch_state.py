@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from data_prep.responses import batch_state
 from data_prep.responses.batch_decoder import Generator, uniforms
 from data_prep.responses.batch_state import FixedBatch, Forward, begin_batch
-from inference.sampling import Sampler
-from inference.sampling_settings import SamplingConfig
+from inference.core.sampling import Sampler
+from inference.settings.sampling import SamplingConfig
 from tests.tiny import random_prompt, save_target
 
 COUNTS = (14, 6, 1, 14, 10)  # tokens a prompt: rows leave on the way

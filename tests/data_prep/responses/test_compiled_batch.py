@@ -10,8 +10,8 @@ from data_prep.responses import compiled_batch
 from data_prep.responses.batch_decoder import Answer, Generator, uniforms
 from data_prep.responses.batch_state import Forward, GrowingBatch, begin_batch
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps
-from inference.sampling import Sampler
-from inference.sampling_settings import SamplingConfig
+from inference.core.sampling import Sampler
+from inference.settings.sampling import SamplingConfig
 from tests.tiers import quick_where
 from tests.tiny import LAYERS, random_prompt, save_target
 

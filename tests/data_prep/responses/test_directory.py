@@ -14,7 +14,7 @@ from data_prep.responses import directory
 from data_prep.responses import generate as responses_module
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.generate import generate_responses, run_identity
-from draft_models.target.open_target import open_target
+from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
 from outrider.versions import code_version
 from tests.data_prep.responding import TALKS, letter_tokenizer, responses, summary, talk

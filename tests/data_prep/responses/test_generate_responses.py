@@ -24,15 +24,15 @@ from data_prep.responses.directory import prompt_id
 from data_prep.responses.generate import Responder, batches, generate_responses
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Todo, read_tasks
-from data_prep.settings import DataConfig, MixPart
 from data_prep.text.chat import render_prompt
 from data_prep.text.rows import load_rows
+from data_prep.text.settings import DataConfig, MixPart
 from draft_models.losses import IGNORE
-from draft_models.target.model_files import load_causal_lm
-from draft_models.target.open_target import open_target
-from inference.evaluate.time_limit import TimeLimit
-from inference.packing import HalvedLinear, PackedLinear, can_halve, can_pack
-from inference.sampling import Sampler
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import open_target
+from inference.core.sampling import Sampler
+from inference.engines.packing import HalvedLinear, PackedLinear, can_halve, can_pack
+from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
 from outrider.groups import ALONE
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary, talk

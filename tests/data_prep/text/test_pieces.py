@@ -16,10 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from data_prep.ngrams import token_shards
 from data_prep.ngrams.building import build_table
-from data_prep.settings import DataConfig, TrigramConfig
+from data_prep.ngrams.settings import TrigramConfig
 from data_prep.text import chat, pieces
 from data_prep.text.chat import encode
 from data_prep.text.pieces import batches, encode_all, spans
+from data_prep.text.settings import DataConfig
 from draft_models.ngrams.table_files import TABLE_FILE
 from tests.tiny import byte_tokenizer
 
@@ -213,7 +214,7 @@ def test_a_long_line_takes_no_more_memory_than_the_budget(tmp_path: Path) -> Non
 import resource, sys
 from pathlib import Path
 from data_prep.ngrams.building import build_table
-from data_prep.settings import DataConfig, TrigramConfig
+from data_prep.text.settings import DataConfig, TrigramConfig
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 folder = Path(sys.argv[1])

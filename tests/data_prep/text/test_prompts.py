@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from data_prep.settings import DataConfig
 from data_prep.text.prompts import Prompt, read_prompts
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import is_heldout, library_keys, python_stdlib_files
 from outrider.errors import UserError
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.settings import DataConfig
 from data_prep.text import rows as rows_module
 from data_prep.text.chat import Document
 from data_prep.text.rows import COUNTS, load_rows, pack
+from data_prep.text.settings import DataConfig
 from draft_models.losses import IGNORE
-from draft_models.target.fingerprint import tokenizer_digest
+from draft_models.targets.fingerprint import tokenizer_digest
 from outrider.errors import UserError
 
 TEXTS = [{"text": f"def add(first, second):\n    return {i} + second\n" * (1 + i % 5)} for i in range(40)]
@@ -308,7 +308,7 @@ SCRIPT = """
 import sys
 from transformers import AutoTokenizer
 from data_prep.text.rows import load_rows
-from data_prep.settings import DataConfig
+from data_prep.text.settings import DataConfig
 config = DataConfig(source="local", path=sys.argv[1], cache_dir=sys.argv[2], heldout_fraction=0.0)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[3])
 print("ready", flush=True)

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf
 
-from data_prep.settings import DataConfig
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import (
     content_digest,
     is_heldout,

@@ -13,8 +13,8 @@ import pytest
 
 from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import ARRAYS, TABLE_FILE, array_file, table_digest
-from inference.drafters.ngrams import make_ngram_drafter
-from inference.method_settings import NgramConfig
+from inference.drafters.ngram.ngrams import make_ngram_drafter
+from inference.settings.method import NgramConfig
 from outrider.errors import UserError
 from tests.inference.ngram_cases import VOCABULARY, draft, make_table
 

@@ -20,14 +20,14 @@ import torch
 from tokenizers import decoders
 
 import outrider
-from draft_models.checkpoint import save_pretrained
-from draft_models.target.open_target import open_target
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.targets.open_target import open_target
+from inference.chat.__main__ import main as chat_command
 from inference.chat.loop import Chat
 from inference.chat.screen import DRAFTED, Screen, Terminal, harmless, open_screen
-from inference.chat.settings import ChatConfig
-from inference.decode import Round
-from inference.drafters import ngram_memory
-from outrider.chat import main as chat_command
+from inference.core.decode import Round
+from inference.drafters.ngram import ngram_memory
+from inference.settings.chat import ChatConfig
 from outrider.errors import UserError
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 
@@ -187,7 +187,13 @@ def test_what_a_chat_taught_is_kept(
 def test_a_chat_through_a_terminal(folder: Path) -> None:
     """The command itself, typed at: answers in colours, Ctrl-C, /off, and an end that leaves the terminal as it was."""
     ours, theirs = pty.openpty()
-    command = ["-m", "outrider.chat", f"checkpoint={folder}/drafter", "method=eesd_fixed", "max_new_tokens=40"]
+    command = [
+        "-m",
+        "inference.chat",
+        f"checkpoint={folder}/drafter",
+        "method=eesd_fixed",
+        "max_new_tokens=40",
+    ]
     process = subprocess.Popen(
         [sys.executable, *command],
         stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True,

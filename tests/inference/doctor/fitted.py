@@ -16,8 +16,8 @@ from draft_models.eagle3.checkpoint import DRAFT_TOKENS, MADE_WITH, head_shapes
 from draft_models.eagle3.export import save_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
-from draft_models.target.open_target import OpenTarget
-from draft_models.target.stack import LayerStack
+from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.stack import LayerStack
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.recording import Recording, answer_of, record
 from tests.tiny import byte_tokenizer, open_stack, save_target

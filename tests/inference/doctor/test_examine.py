@@ -10,24 +10,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data_prep.settings import DataConfig
 from data_prep.text.chat import encode
 from data_prep.text.prompts import Prompt
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
-from draft_models.checkpoint import save_pretrained
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.small_lm import TRAINING_FILE, load_plain_lm
-from draft_models.target.open_target import open_target
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.small_lm.model import TRAINING_FILE, load_plain_lm
+from draft_models.targets.open_target import open_target
 from inference.doctor.examine import examine, find_patients
 from inference.doctor.lm_ways import patient_of_lm
 from inference.doctor.table import coloured, table
 from inference.doctor.training_data import training_facts
 from inference.drafters.small_lm import SmallLMMaker
-from inference.evaluate.bench import render
 from inference.evaluate.command import evaluate
-from inference.evaluate.subject import Models, find_subject, load_drafters, load_models
-from inference.method_settings import MethodConfig, StopConfig
-from inference.settings import EvaluateConfig
+from inference.loading.subject import Models, find_subject, load_drafters, load_models
+from inference.measure.bench import render
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
 from tests.inference.doctor.fitted import TAPS, TEXTS, Clinic, write
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target

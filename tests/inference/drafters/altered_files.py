@@ -17,9 +17,9 @@ from numba import njit
 
 from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import ARRAYS
-from inference.drafters.ngram_memory import close, open_memory
-from inference.drafters.ngrams import make_ngram_drafter
-from inference.method_settings import NgramConfig
+from inference.drafters.ngram.ngram_memory import close, open_memory
+from inference.drafters.ngram.ngrams import make_ngram_drafter
+from inference.settings.method import NgramConfig
 from outrider.errors import UserError
 from tests.inference.drafters.test_ngram_memory import CONFIGS, TARGET, forged, hits
 from tests.inference.fused_cases import begun, fused_method

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from inference.drafters.registry import KINDS, kind_in
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from inference.evaluate.command import evaluate
-from inference.evaluate.drafter_facts import drafter_folders
-from inference.evaluate.subject import find_target
-from inference.method_settings import MethodConfig
-from inference.settings import EvaluateConfig
+from inference.loading.subject import find_target
+from inference.report.drafter_facts import drafter_folders
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS, kind_in
+from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, head_weights, write_head
 

@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 
 from draft_models.eagle3.checkpoint import load_head
 from draft_models.eagle3.model import Eagle3
-from draft_models.target.stack import LayerStack
-from inference import cuda_graphs, packing
+from draft_models.targets.stack import LayerStack
+from inference.core.runtime import Eager, Runtime
+from inference.core.tree import ROOT, DraftTree
 from inference.drafters.eagle3 import Eagle3Source
-from inference.runtime import Eager, Runtime
-from inference.tree import ROOT, DraftTree
+from inference.engines import packing
+from inference.engines.graphs import cuda_graphs
 from tests.eagle3_heads import DIALECTS, TARGET, VOCABULARY, Facts, Row, head_weights, reference, write_head
 from tests.eagle3_runs import require_same_texts
 from tests.recorded import record_graphs

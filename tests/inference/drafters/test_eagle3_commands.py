@@ -11,17 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from data_prep.text.prompts import Prompt
 from draft_models.eagle3.checkpoint import load_head
-from draft_models.settings import EAGLE3, TARGET
-from draft_models.target.open_target import open_target
-from inference.auto import probe
-from inference.cuda_graphs import Graphed
+from draft_models.targets.open_target import open_target
+from draft_models.targets.settings import EAGLE3, TARGET
 from inference.drafters.eagle3 import MAKER
+from inference.engines.footprint import Place
+from inference.engines.graphs.cuda_graphs import Graphed
 from inference.evaluate import compare
-from inference.evaluate.arms import make_arms
 from inference.evaluate.command import evaluate as command
-from inference.footprint import Place
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.settings import EvaluateConfig
+from inference.measure import probe
+from inference.measure.arms import make_arms
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate

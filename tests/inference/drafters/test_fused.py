@@ -13,15 +13,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draft_models.ngrams.table import TrigramTable
-from inference.auto.costs import Costs
-from inference.auto.feeding import BANDS
-from inference.auto.policy import Tuning
-from inference.drafters.fused import Fused
-from inference.drafters.fused_growth import band, later_passes, new_join
-from inference.drafters.ngram_mixing import SUREST, predict
-from inference.drafters.ngrams import MAKER, MixedDrafter
-from inference.method_settings import AUTO, MethodConfig, NgramConfig, StructureConfig
-from inference.structures.opt_tree import opt_tree
+from inference.drafters.ngram.fused import Fused
+from inference.drafters.ngram.fused_growth import band, later_passes, new_join
+from inference.drafters.ngram.ngram_mixing import SUREST, predict
+from inference.drafters.ngram.ngrams import MAKER, MixedDrafter
+from inference.settings.method import AUTO, MethodConfig, NgramConfig, StructureConfig
+from inference.shapes.opt_tree import opt_tree
+from inference.sizing.costs import Costs
+from inference.sizing.feeding import BANDS
+from inference.sizing.policy import Tuning
 from outrider.errors import UserError
 from tests.inference.fused_cases import FedModel, begun, fused_draft, fused_method
 from tests.inference.ngram_cases import TABLE, VOCABULARY, draft, make_documents

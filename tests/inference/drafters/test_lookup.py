@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.auto.costs import WIDEST, Costs
-from inference.auto.policy import Tuning
-from inference.decode import speculative
-from inference.drafters.lookup import LookupMaker, PromptLookup
-from inference.method_settings import MethodConfig, StopConfig
-from outrider.api import preset
+from inference.core.decode import speculative
+from inference.drafters.ngram.lookup import LookupMaker, PromptLookup
+from inference.settings.method import MethodConfig, StopConfig
+from inference.sizing.costs import WIDEST, Costs
+from inference.sizing.policy import Tuning
+from outrider.api.model import preset
 from outrider.streams import Streams
 from tests.tiny import ARCHITECTURES, open_stack, random_prompt, reference_generate, save_target
 

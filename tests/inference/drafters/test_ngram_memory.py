@@ -20,12 +20,12 @@ from safetensors.numpy import save
 
 from draft_models.ngrams.kept import contexts_of
 from draft_models.ngrams.overlay import ContextMap, TextIndex
-from inference.decode import speculative
-from inference.drafters import ngram_memory
-from inference.drafters.ngram_memory import close, memory_of, open_memory
-from inference.drafters.ngrams import make_ngram_drafter
-from inference.method_settings import MethodConfig, NgramConfig, StructureConfig
-from inference.settings import EvaluateConfig
+from inference.core.decode import speculative
+from inference.drafters.ngram import ngram_memory
+from inference.drafters.ngram.ngram_memory import close, memory_of, open_memory
+from inference.drafters.ngram.ngrams import make_ngram_drafter
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, NgramConfig, StructureConfig
 from outrider.errors import UserError
 from outrider.files import parse_json, sealed, unsealed
 from tests.inference.ngram_cases import TABLE, FakeSession, draft

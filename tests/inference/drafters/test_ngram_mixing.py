@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from draft_models.ngrams.suffixes import LEAST, REACH
 from draft_models.ngrams.table import TrigramTable
-from inference.drafters.ngram_mixing import class_of, new_weights
-from inference.drafters.ngrams import MixedDrafter
-from inference.method_settings import NgramConfig
-from inference.tree import DraftTree
+from inference.core.tree import DraftTree
+from inference.drafters.ngram.ngram_mixing import class_of, new_weights
+from inference.drafters.ngram.ngrams import MixedDrafter
+from inference.settings.method import NgramConfig
 from tests.draft_models.ngrams.test_suffixes import slow_successors
 from tests.inference.ngram_cases import (
     TABLE,

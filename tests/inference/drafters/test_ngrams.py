@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.ngrams.table import TrigramTable
-from inference.auto.costs import Costs
-from inference.auto.policy import Tuning
-from inference.decode import speculative
-from inference.drafters.ngram_search import next_random
-from inference.drafters.ngrams import TrigramDrafter, make_ngram_drafter
-from inference.method_settings import MethodConfig, NgramConfig
+from inference.core.decode import speculative
+from inference.drafters.ngram.ngram_search import next_random
+from inference.drafters.ngram.ngrams import TrigramDrafter, make_ngram_drafter
+from inference.settings.method import MethodConfig, NgramConfig
+from inference.sizing.costs import Costs
+from inference.sizing.policy import Tuning
 from outrider.errors import UserError
 from tests.inference.ngram_cases import (
     TABLE,

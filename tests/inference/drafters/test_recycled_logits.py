@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from draft_models.ngrams.overlay import longer_key
 from draft_models.ngrams.recycled import new_recycled, place_of, recycle
-from draft_models.target.open_target import open_target
-from draft_models.target.whole_model import PlainLM
-from inference.cuda_graphs import Graphed
-from inference.decode import speculative
-from inference.drafters.ngrams import MixedDrafter
-from inference.evaluate.subject import load_plain
-from inference.method_settings import NgramConfig
-from inference.runtime import Eager
-from inference.tree import DraftTree
+from draft_models.targets.open_target import open_target
+from draft_models.targets.whole_model import PlainLM
+from inference.core.decode import speculative
+from inference.core.runtime import Eager
+from inference.core.tree import DraftTree
+from inference.drafters.ngram.ngrams import MixedDrafter
+from inference.engines.graphs.cuda_graphs import Graphed
+from inference.loading.subject import load_plain
+from inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import TABLE
 from tests.recorded import record_graphs
 from tests.tiny import open_stack, random_prompt, save_target

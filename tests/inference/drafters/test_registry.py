@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import outrider
-from draft_models.settings import TARGET
-from inference.auto.policy import Tuning
-from inference.drafters.interface import Drafter
-from inference.drafters.registry import KINDS, Kind, Maker, register
-from inference.method_settings import MethodConfig, StopConfig
-from inference.settings import EvaluateConfig
-from inference.tree import DraftTree, chain_parents
+from draft_models.targets.settings import TARGET
+from inference.core.drafter import Drafter
+from inference.core.tree import DraftTree, chain_parents
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS, Kind, Maker, register
+from inference.settings.method import MethodConfig, StopConfig
+from inference.sizing.policy import Tuning
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate

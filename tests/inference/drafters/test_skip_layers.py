@@ -17,17 +17,17 @@ from transformers import DynamicCache
 
 import outrider
 from data_prep.text.prompts import Prompt
-from draft_models.settings import TARGET
-from inference.auto import probe
-from inference.cuda_graphs import Graphed
-from inference.decode import speculative
+from draft_models.targets.settings import TARGET
+from inference.core.decode import speculative
+from inference.core.runtime import Eager
+from inference.core.tree import ROOT, DraftTree
 from inference.drafters.shaped import Shaped
 from inference.drafters.skip_layers import SkipLayersSource, skipped_layers
-from inference.method_settings import MethodConfig, StopConfig
-from inference.runtime import Eager
-from inference.settings import EvaluateConfig
-from inference.structures.factory import make_structure
-from inference.tree import ROOT, DraftTree
+from inference.engines.graphs.cuda_graphs import Graphed
+from inference.measure import probe
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig
+from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_models.small_lm import load_small_lm
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.stack import LayerStack
-from draft_models.target.whole_model import PlainLM
-from inference.decode import speculative
+from draft_models.small_lm.model import load_small_lm
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.whole_model import PlainLM
+from inference.core.decode import speculative
 from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
+from inference.shapes.factory import Chain
 from inference.stopping.beta import BetaThompson
 from inference.stopping.fixed import FixedLength
-from inference.structures.factory import Chain
 from outrider.errors import UserError
 from tests.pairwise import all_pairs
 from tests.tiers import quick_where

@@ -14,10 +14,11 @@ import pytest
 from accelerate import PartialState
 
 from data_prep.text.prompts import Prompt
-from inference.evaluate import compare, report
-from inference.evaluate.prompt_results import append_result, read_results
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.settings import EvaluateConfig
+from inference.evaluate import compare
+from inference.measure.prompt_results import append_result, read_results
+from inference.report import report
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.errors import UserError
 from tests.launched import launched
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from inference.decode import Round
+from inference.core.decode import Round
+from inference.core.generation import Generation, collect
 from inference.drafters.calibrated import Calibrated
-from inference.evaluate.arms import Arm, make_arms, measure, transformers_generate, without_captures
-from inference.evaluate.results import AUTOREGRESSIVE
-from inference.generation import Generation, collect
-from inference.method_settings import MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.sampling_settings import SamplingConfig
+from inference.measure.arms import Arm, make_arms, measure, transformers_generate, without_captures
+from inference.measure.results import AUTOREGRESSIVE
+from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.groups import Group
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_table
@@ -164,7 +164,7 @@ def test_transformers_arm_times_prefill_apart(tmp_path: Path, monkeypatch: pytes
     passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
     with monkeypatch.context() as patch:
-        patch.setattr("inference.evaluate.arms.time.perf_counter", lambda: float(len(passes)))
+        patch.setattr("inference.measure.arms.time.perf_counter", lambda: float(len(passes)))
         out = transformers_generate(model, random_prompt(9), max_new_tokens=12, eos=())
     assert len(out.tokens) == 12
     assert (out.prefill_seconds, out.decode_seconds) == (1, 11)

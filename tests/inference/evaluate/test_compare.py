@@ -9,13 +9,14 @@ import pytest
 
 from benchmarks.planted_faults import rope_scaled
 from data_prep.text.prompts import Prompt
-from draft_models.target.open_target import load_tokenizer
-from inference.evaluate import bench, compare
-from inference.evaluate.arms import Arm
-from inference.evaluate.prompt_results import read_results
-from inference.method_settings import MethodConfig, StopConfig
-from inference.sampling_settings import SamplingConfig
-from inference.settings import EvaluateConfig
+from draft_models.targets.open_target import load_tokenizer
+from inference.evaluate import compare
+from inference.measure import bench
+from inference.measure.arms import Arm
+from inference.measure.prompt_results import read_results
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig
+from inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import (
     METHODS,
     QUESTIONS,

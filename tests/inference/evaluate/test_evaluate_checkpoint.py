@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.settings import DataConfig, MixPart
-from draft_models.checkpoint import save_pretrained
-from draft_models.target.architectures import load_config
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer, open_target
-from draft_models.target.tensor_files import open_tensors
-from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS
-from inference.evaluate.subject import end_tokens, heldout_fraction
+from data_prep.text.settings import DataConfig, MixPart
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.targets.architectures import load_config
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.tensor_files import open_tensors
+from inference.core.verify import verify_greedy
 from inference.evaluate_checkpoint import main, with_methods
-from inference.method_settings import MethodConfig
-from inference.settings import EvaluateConfig
-from inference.verify import verify_greedy
+from inference.loading.subject import end_tokens, heldout_fraction
+from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 
 
@@ -206,7 +206,7 @@ def test_other_tokens_than_the_targets_end_with_status_1(
         accepted, bonus = right(tokens, parents, choices)
         return accepted, (bonus + 1) % 256
 
-    monkeypatch.setattr("inference.acceptance.verify_greedy", wrong)
+    monkeypatch.setattr("inference.core.acceptance.verify_greedy", wrong)
     status, _, errors = command("checkpoint=drafter", "prompt_text=[some text]", "out_dir=wrong", "method=eesd_fixed")
     assert status == 1
     assert "not lossless: eesd_fixed" in errors

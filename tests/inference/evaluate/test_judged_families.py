@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from benchmarks.planted_faults import rope_scaled
-from draft_models.checkpoint import save_pretrained
-from draft_models.target.anatomy import LogitRule
-from draft_models.target.open_target import open_target
-from draft_models.target.stack import LayerStack
-from inference.method_settings import MethodConfig
-from inference.settings import EvaluateConfig
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.targets.anatomy import LogitRule
+from draft_models.targets.open_target import open_target
+from draft_models.targets.stack import LayerStack
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig
 from tests.families import LAYERS, save_family
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiers import quick_where, typical_where

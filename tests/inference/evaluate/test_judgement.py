@@ -13,22 +13,22 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.planted_faults import FAULTS, REACHED, planted
-from draft_models.target.empty_models import layer_stack
-from draft_models.target.stack import LayerStack
-from inference.acceptance import Chooser
-from inference.decode import Round, autoregressive, speculative
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.stack import LayerStack
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, autoregressive, speculative
+from inference.core.sampling import Sampler
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.lookup import PromptLookup
+from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import Shaped
 from inference.engines.choose import make_runtime
-from inference.evaluate.arms import transformers_generate
-from inference.evaluate.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
 from inference.loading.drafters import prepare
-from inference.method_settings import MethodConfig
-from inference.sampling import Sampler
-from inference.sampling_settings import SamplingConfig
-from inference.structures.factory import make_structure
+from inference.measure.arms import transformers_generate
+from inference.measure.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
+from inference.settings.method import MethodConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes.factory import make_structure
 from outrider.streams import Streams
 from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
 
@@ -160,7 +160,7 @@ def test_a_text_read_in_pieces_is_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     """So it differs from the precise target by rounding alone, windows shorter than the text included."""
-    monkeypatch.setattr("inference.evaluate.lossless.TIPS", 1.0)
+    monkeypatch.setattr("inference.measure.lossless.TIPS", 1.0)
     subject = Subject(save_target(tmp_path, architecture, kv_heads=2), torch.bfloat16, prompts=1)
     reference = subject.references[0]
     once = reference.states_noise, reference.logits_noise

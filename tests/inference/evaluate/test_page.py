@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.text.prompts import Prompt
-from inference.evaluate.compare_settings import CompareConfig
-from inference.evaluate.overlap import RUN, overlap
-from inference.evaluate.page.build import make_page
-from inference.evaluate.page.markup import embedded, tag
-from inference.evaluate.page.proof import most_that_differ
-from inference.evaluate.page.texts import rejected_tokens
-from inference.evaluate.prompt_results import read_results
-from inference.evaluate.results import PromptResult
-from inference.evaluate.shown import Noting, ShownRound
-from inference.evaluate.side_by_side import compare_reports
-from inference.settings import EvaluateConfig
-from inference.tree import ROOT
+from inference.core.tree import ROOT
+from inference.measure.prompt_results import read_results
+from inference.measure.results import PromptResult
+from inference.measure.shown import Noting, ShownRound
+from inference.report.overlap import RUN, overlap
+from inference.report.page.build import make_page
+from inference.report.page.markup import embedded, tag
+from inference.report.page.proof import most_that_differ
+from inference.report.page.texts import rejected_tokens
+from inference.report.side_by_side import compare_reports
+from inference.settings.compare import CompareConfig
+from inference.settings.evaluate import EvaluateConfig
 from tests.inference.evaluate.evaluating import evaluate, tokens
 from tests.tiny import byte_tokenizer
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from inference.auto.costs import Costs
-from inference.auto.policy import Tuning
-from inference.decode import Round
-from inference.evaluate import bench
-from inference.evaluate.lossless import Deviation
-from inference.evaluate.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.evaluate.results import PromptResult, Skipped
-from inference.generation import Generation
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
+from inference.core.decode import Round
+from inference.core.generation import Generation
+from inference.measure import bench
+from inference.measure.lossless import Deviation
+from inference.measure.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
+from inference.measure.results import PromptResult, Skipped
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.sizing.costs import Costs
+from inference.sizing.policy import Tuning
 from outrider.errors import UserError
 from outrider.settings import construct
 

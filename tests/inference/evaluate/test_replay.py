@@ -10,10 +10,12 @@ from sentencepiece import SentencePieceTrainer
 from data_prep.text.chat import VICUNA_SYSTEM
 from data_prep.text.prompts import Prompt
 from draft_models.ngrams.table import TrigramTable
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.vocabulary import vocabulary_digest
-from inference.decode import speculative
-from inference.evaluate.replay import (
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.vocabulary import vocabulary_digest
+from inference.core.decode import speculative
+from inference.evaluate_checkpoint import main
+from inference.loading.drafters import new_drafter
+from inference.measure.replay import (
     Recording,
     Vocabulary,
     load_vocabulary,
@@ -22,9 +24,7 @@ from inference.evaluate.replay import (
     replay,
     replay_turns,
 )
-from inference.evaluate_checkpoint import main
-from inference.loading.drafters import new_drafter
-from inference.method_settings import MethodConfig, NgramConfig
+from inference.settings.method import MethodConfig, NgramConfig
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target

@@ -15,16 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
-from inference.decode import Round
-from inference.evaluate import busy
-from inference.evaluate.busy import CpuWatch, machine_load
-from inference.evaluate.lossless import WORST, Deviation
-from inference.evaluate.lossless_report import is_lossless
-from inference.evaluate.page.build import make_page
-from inference.evaluate.report import build_report, markdown, plot_acceptance, plot_speedups, relate_to_chain
-from inference.evaluate.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
-from inference.evaluate.speed import verdict
-from inference.evaluate.statistics import (
+from inference.core.decode import Round
+from inference.core.generation import Generation
+from inference.measure import busy
+from inference.measure.busy import CpuWatch, machine_load
+from inference.measure.lossless import WORST, Deviation
+from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from inference.measure.speed import verdict
+from inference.measure.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
     acceptance_given_previous,
@@ -34,9 +32,11 @@ from inference.evaluate.statistics import (
     request_statistics,
     structure_statistics,
 )
-from inference.generation import Generation
-from inference.method_settings import MethodConfig
-from inference.sampling_settings import SamplingConfig
+from inference.report.lossless_report import is_lossless
+from inference.report.page.build import make_page
+from inference.report.report import build_report, markdown, plot_acceptance, plot_speedups, relate_to_chain
+from inference.settings.method import MethodConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.machine import describe_machine
 from outrider.streams import Streams
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_models.checkpoint import save_pretrained
-from draft_models.settings import TABLE
-from draft_models.target.architectures import load_config
-from draft_models.target.fingerprint import fingerprint_target
-from draft_models.target.open_target import load_tokenizer
-from draft_models.target.stack import LayerStack
-from draft_models.target.tensor_files import open_tensors
-from inference import packing
-from inference.attention_kernels import attention_shape
-from inference.cpu.at_once import LayersAtOnce
-from inference.cuda_graphs import Graphed
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.targets.architectures import load_config
+from draft_models.targets.fingerprint import fingerprint_target
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.settings import TABLE
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import open_tensors
+from inference.core.runtime import KernelChoice
+from inference.engines import packing
+from inference.engines.cpu.at_once import LayersAtOnce
+from inference.engines.graphs.attention_kernels import attention_shape
+from inference.engines.graphs.cuda_graphs import Graphed
 from inference.evaluate import compare
-from inference.method_settings import MethodConfig, StopConfig
-from inference.runtime import KernelChoice
-from inference.sampling_settings import SamplingConfig
-from inference.settings import EvaluateConfig
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import (
     METHODS,
@@ -116,7 +116,7 @@ def test_other_settings_are_refused(
             evaluate(replace(resumed, **changes))
     with pytest.raises(UserError, match=r"settings: prompts="):
         evaluate(resumed, QUESTIONS[:-1])
-    monkeypatch.setattr("inference.evaluate.subject.describe_machine", lambda _: {"device": "another chip"})
+    monkeypatch.setattr("inference.loading.subject.describe_machine", lambda _: {"device": "another chip"})
     with pytest.raises(UserError, match=r'settings: device="cpu \(another chip\)" \(was "cpu \('):
         evaluate(resumed)
 
@@ -161,10 +161,10 @@ def test_a_target_or_code_that_was_changed_in_place_is_refused(
         (path / "config.json").write_text(json.dumps(stored))
         named = r"target\.config\.rope_parameters\.rope_theta=500000.0 \(was 10000.0\)"
     elif change == "the code":
-        monkeypatch.setattr("inference.evaluate.subject.code_version", lambda: "0.2+abc")
+        monkeypatch.setattr("inference.loading.subject.code_version", lambda: "0.2+abc")
         named = r'versions\.code="0\.2\+abc" \(was "'
     else:
-        monkeypatch.setattr("inference.evaluate.subject.transformers.__version__", "9.9")
+        monkeypatch.setattr("inference.loading.subject.transformers.__version__", "9.9")
         named = r'versions\.transformers="9\.9" \(was "'
     with pytest.raises(UserError, match=f"was made with other settings: {named}"):
         evaluate(made, QUESTIONS[:1])

@@ -13,11 +13,12 @@ import pytest
 import torch
 from filelock import FileLock
 
-from inference.evaluate import bench, compare
-from inference.evaluate.prompt_results import Measured, append_result, read_results
-from inference.method_settings import MethodConfig, StopConfig, StructureConfig
-from inference.sampling_settings import SamplingConfig
-from inference.settings import EvaluateConfig
+from inference.evaluate import compare
+from inference.measure import bench
+from inference.measure.prompt_results import Measured, append_result, read_results
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import (
     METHODS,
@@ -112,7 +113,7 @@ def test_no_process_waits_for_one_that_failed(
     assert together(used, 2) == [2, 2]
     one_gpu = config("one_gpu")
     pick = torch.device("cpu", 0)
-    monkeypatch.setattr("inference.evaluate.subject.pick_device", lambda name: pick)
+    monkeypatch.setattr("inference.loading.subject.pick_device", lambda name: pick)
     assert together(one_gpu, 2) == [2, 2]
     monkeypatch.undo()
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from inference.decode import Round
-from inference.evaluate.compare_settings import CompareConfig
-from inference.evaluate.prompt_results import Measured, append_result
-from inference.evaluate.results import AUTOREGRESSIVE, PromptResult
-from inference.evaluate.side_by_side import compare_reports
-from inference.generation import Generation
+from inference.core.decode import Round
+from inference.core.generation import Generation
+from inference.measure.prompt_results import Measured, append_result
+from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from inference.report.side_by_side import compare_reports
+from inference.settings.compare import CompareConfig
 from outrider.errors import UserError
 
 TOKENS = (7, 1, 2, 3, 4)

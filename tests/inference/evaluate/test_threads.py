@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.evaluate import threads
-from inference.evaluate.threads import choose_threads, thread_counts, time_product, use_threads
-from inference.settings import EvaluateConfig
+from inference.measure import threads
+from inference.measure.threads import choose_threads, thread_counts, time_product, use_threads
+from inference.settings.evaluate import EvaluateConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 

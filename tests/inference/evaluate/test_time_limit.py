@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference.core.stopwatch import Clock
 from inference.evaluate import compare
-from inference.evaluate.prompt_results import read_results
-from inference.evaluate.speed import MIN_PROMPTS
-from inference.evaluate.time_limit import TimeLimit, spread_order
-from inference.method_settings import MethodConfig
-from inference.settings import EvaluateConfig
-from inference.stopwatch import Clock
+from inference.measure.prompt_results import read_results
+from inference.measure.speed import MIN_PROMPTS
+from inference.measure.time_limit import TimeLimit, spread_order
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig
 from tests.inference.evaluate.evaluating import QUESTIONS
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from draft_models.settings import EARLY_EXIT
-from inference.evaluate.to_wandb import COLUMNS, log_reports
-from inference.settings import EvaluateConfig
+from draft_models.targets.settings import EARLY_EXIT
+from inference.report.to_wandb import COLUMNS, log_reports
+from inference.settings.evaluate import EvaluateConfig
 from outrider.errors import UserError
 from outrider.wandb_config import WandbConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 import outrider
-from data_prep.settings import DataConfig, MixPart
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
-from draft_models.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
-from inference.chat.settings import ChatConfig
-from inference.drafters.registry import KINDS
-from inference.evaluate.bench import render
-from inference.evaluate.subject import find_subject
+from data_prep.text.settings import DataConfig, MixPart
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
+from inference.loading.subject import find_subject
 from inference.loading.templates import chat_template, templates_of
-from inference.method_settings import MethodConfig
-from inference.settings import EvaluateConfig
+from inference.measure.bench import render
+from inference.settings.chat import ChatConfig
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
+from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 from tests.tiny import byte_tokenizer
 

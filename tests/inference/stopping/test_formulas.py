@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.calibration.head import CalibrationHead, log_odds
-from inference.auto.costs import WIDEST, Costs
-from inference.auto.policy import KEEP, Tuning, best_length
-from inference.method_settings import LONGEST_CHAIN, StopConfig
+from inference.settings.method import LONGEST_CHAIN, StopConfig
+from inference.sizing.costs import WIDEST, Costs
+from inference.sizing.policy import KEEP, Tuning, best_length
 from inference.stopping.bandit import UCB
 from inference.stopping.entropy import AIM, AdaEDL
 from inference.stopping.factory import RULES, make_rule

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration.head import CalibrationHead
-from inference.auto.costs import Costs
-from inference.auto.policy import Tuning
-from inference.method_settings import THRESHOLDS, StopConfig
+from inference.core.verify import Chance, Rejection
+from inference.settings.method import THRESHOLDS, StopConfig
+from inference.shapes.shapes import chain, k_config
+from inference.sizing.costs import Costs
+from inference.sizing.policy import Tuning
 from inference.stopping.factory import make_rule
 from inference.stopping.interface import Step
-from inference.structures.shapes import chain, k_config
-from inference.verify import Chance, Rejection
 from outrider.streams import Streams
 from tests.exact_laws import Draft, Drafter, Model, emitted, plain, random_model, ships
 from tests.known_source import KnownSource, paths_of, root
@@ -82,8 +82,8 @@ def drafted_by(
 
         generator = random.Random(0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("inference.structures.shapes._draw", draw)
-            patch.setattr("inference.structures.shapes.invert", lambda probs, _: draw(probs, 1))
+            patch.setattr("inference.shapes.shapes._draw", draw)
+            patch.setattr("inference.shapes.shapes.invert", lambda probs, _: draw(probs, 1))
             if widths is None:
                 tree = chain(source, root(), rule, limit=2, generator=generator)
             else:

@@ -1,0 +1,63 @@
+"""Settings of build-trigrams; light, so that a config error shows at once."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from data_prep.text.settings import DataConfig, Order
+from draft_models.targets.settings import TARGET, RehearsedConfig
+from outrider.errors import require
+from outrider.settings import Count, Place, above, at_least, free
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrigramConfig(RehearsedConfig):
+    """build-trigrams: a corpus and a tokenizer in, an n-gram table out.
+
+    Of the corpus, `data.template` and `data.cache_dir` say nothing here: turns of a conversation are tokenised as
+    plain texts of their own, and no n-gram reaches over two of them.
+    """
+
+    # SentencePiece model file, GGUF file, or the directory or Hub name of a Hugging Face tokenizer
+    tokenizer: Annotated[
+        str, Place("a SentencePiece or GGUF file, a directory or a Hub name (OWNER/NAME)", hub=True)
+    ] = free()
+    data: DataConfig  # its held-out records are left out
+    revision: str | None = free(None)  # of a tokenizer on the Hub
+    text: Literal["assistant", "all"] = "assistant"  # of a conversation: what a target generates, or all turns
+    orders: tuple[Order, ...] = (3,)  # n of the n-grams to count, each once
+    min_count: Count = 2  # n-grams of fewer occurrences are left out
+    max_successors: Count | None = None  # only this many successors of a context, the most frequent; null: all
+    suffixes: bool = False  # keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory
+    # finished tables whose counts are added to the corpus's own, before min_count and max_successors apply
+    merge: tuple[Annotated[str, Place("the directory of a finished table")], ...] = ()
+    # leave the rarest n-grams out until their arrays take no more, suffixes not counted; null: all stay
+    max_mb: Annotated[float, above(0)] | None = None
+    workers: Count | None = free(None)  # tokenising processes; null: one for each CPU core
+    # what counting and merging may take, beside the program and the text of the largest record
+    memory_gb: Annotated[float, at_least(0.1)] = free(1.0)
+    out_dir: str = free("runs/trigrams")  # where everything goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.data.source != "mix", "data.source", "mix", "one source (build the others first, add with merge)")
+        each_once = bool(self.orders) and len(set(self.orders)) == len(self.orders)
+        require(each_once, "orders", self.orders, "some of 2, 3, 4, each once")
+
+    def small(self, models: Path) -> Self:
+        """A few files, counted in little memory."""
+        given: dict[str, Any] = {"merge": (), "workers": 1, "memory_gb": 0.1}
+        tokenizer = str(models / TARGET)
+        return replace(self, tokenizer=tokenizer, revision=None, data=self.data.small(models), **given)
+
+    @property
+    def processes(self) -> int:
+        """Tokenising processes."""
+        return self.workers or os.cpu_count() or 1
+
+    def corpus(self) -> dict[str, Any]:
+        """What decides which text is counted, JSON-able."""
+        silent = ("template", "mix", "streaming")
+        own = {key: value for key, value in self.data.deciding().items() if key not in silent}
+        return {**own, "path": list(self.data.path), "text": self.text}

@@ -1,0 +1,140 @@
+"""Where text comes from and how it is read; light, so that a config error shows at once."""
+
+import glob
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from outrider.errors import UserError, require
+from outrider.settings import Count, Named, Settings, at_least, at_most, below, free
+
+Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
+ChatTemplate = Literal["tokenizer", "vicuna"]  # how a conversation becomes text: by the tokenizer's own, or as Vicuna's
+PromptTemplate = Literal["auto", ChatTemplate, "none"]  # how a prompt does (see `render_prompt`)
+REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
+Order = Annotated[int, at_least(2), at_most(4)]  # n of an n-gram
+
+
+@dataclass(frozen=True)
+class SourceConfig(Settings):
+    """Where records come from and how they are read.
+
+    source: python_stdlib (the interpreter's own library), hub (a Hugging Face dataset) or local (files).
+    packages: for python_stdlib: read the source of the installed packages too, about 200 MB beside torch.
+    path: for hub the name of the dataset; for local a file, a directory, a glob, or a list of those.
+    streaming: for hub only, as subset, data_dir, revision and split are: handed to `datasets.load_dataset`.
+    layout: how a record is laid out; auto decides from the first record of each file or dataset. prompts: what
+    evaluate-checkpoint reads, for generate-responses alone.
+    column: the column to read; None: the layout's usual one.
+    template: how a conversation becomes text: tokenizer (its own chat template) or vicuna.
+    max_records: read only this many records, counted before the train / held-out split.
+    """
+
+    source: Literal["python_stdlib", "hub", "local", "mix"] = "python_stdlib"
+    packages: bool = False
+    path: Any = None
+    subset: str | None = None  # of a dataset on the Hub
+    data_dir: str | None = None  # of a dataset on the Hub: read this folder only
+    revision: str | None = None  # of a dataset on the Hub
+    split: Annotated[str, Named("the name of a split of the hub dataset")] = "train"  # of a dataset on the Hub
+    streaming: bool = True
+    layout: Layout = "auto"
+    column: str | None = None
+    template: ChatTemplate = "tokenizer"
+    max_records: Count | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "path", _as_tuple(self.path))
+        if self.source in ("python_stdlib", "mix"):
+            require(not self.path, "path", self.path, f"nothing with source={self.source}")
+        elif self.source == "hub":
+            require(len(self.path) == 1, "path", self.path, "one dataset name with source=hub")
+        else:
+            require(bool(self.path), "path", None, "a file, directory, glob or list of those with source=local")
+        only_library = self.source == "python_stdlib" or not self.packages
+        require(only_library, "packages", self.packages, f"false with source={self.source}")
+        no_column = self.layout != "prompts" or self.column is None
+        require(no_column, "column", self.column, "null with layout=prompts, which is told by the columns")
+        if self.source in ("local", "python_stdlib"):
+            for key in ("subset", "data_dir", "revision", "split", "streaming"):
+                unset = getattr(SourceConfig, key)
+                require(getattr(self, key) == unset, key, getattr(self, key), f"{unset}: it is for source=hub alone")
+
+    def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
+        """As of all settings; `path` may also be a pattern."""
+        super().require_places(wanted, path)
+        for one in self.path if self.source == "local" and wanted(f"{path}.path") else ():
+            there = Path(one).expanduser().exists() or any(True for _ in glob.iglob(one, recursive=True))
+            require(there, f"{path}.path", one, "files that are there")
+
+
+@dataclass(frozen=True)
+class MixPart(SourceConfig):
+    """One source of a mix. weight: its share of the supervised tokens, relative to the others'; 0 leaves it out."""
+
+    weight: Annotated[float, at_least(0)] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.source != "mix", "source", self.source, "a source that is not a mix itself")
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """One data set: a source, or with source=mix several.
+
+    mix: the sources by name, each read as its own fields say; the fields above are then left alone.
+    heldout_fraction: share of the records kept out of training, chosen by a hash of each record.
+    cache_dir: where tokenised rows are kept; None: `default_cache_dir()`.
+    """
+
+    mix: dict[str, MixPart] = field(default_factory=dict)
+    heldout_fraction: Annotated[float, at_least(0), below(1)] = 0.05
+    cache_dir: str | None = free(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source == "mix":
+            weights = {name: part.weight for name, part in self.mix.items()}
+            require(any(weights.values()), "mix", weights, "at least one source with a weight above 0")
+            own = {f.name: getattr(self, f.name) for f in fields(SourceConfig) if f.name not in ("source", "path")}
+            changed = next((name for name, value in own.items() if value != getattr(SourceConfig, name)), None)
+            if changed:
+                raise UserError(f"{changed}={own[changed]!r}: says nothing with source=mix; set mix.NAME.{changed}")
+        else:
+            require(not self.mix, "mix", sorted(self.mix), "nothing unless source=mix")
+
+    @property
+    def cache(self) -> Path:
+        """The directory of the tokenised rows."""
+        return Path(self.cache_dir).expanduser() if self.cache_dir else default_cache_dir()
+
+    def small(self, models: Path) -> "DataConfig":
+        """A few files of the standard library in the place of this, or of each of its sources (see `rehearsable`)."""
+        library: dict[str, Any] = {"source": "python_stdlib", "layout": "code", "max_records": REHEARSED_RECORDS}
+        mix = {name: MixPart(**library, weight=part.weight) for name, part in self.mix.items()}
+        source: dict[str, Any] = {"source": "mix", "mix": mix} if mix else library
+        return DataConfig(**source, heldout_fraction=0.5, cache_dir=str(models.parent / "cache"))
+
+    def parts(self) -> Iterator[tuple[str, float, "DataConfig"]]:
+        """(name, weight, data set) of each source of a mix that is not left out."""
+        for name, part in self.mix.items():
+            if part.weight:
+                own = {f.name: getattr(part, f.name) for f in fields(SourceConfig)}
+                own |= {"heldout_fraction": self.heldout_fraction, "cache_dir": self.cache_dir}
+                yield name, part.weight, DataConfig(**own)
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def _as_tuple(path: object) -> tuple[str, ...]:
+    items = () if path is None else (path,) if isinstance(path, str) else path
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
+        raise UserError(f"path={path!r}: expected a string or a list of strings")
+    return tuple(items)

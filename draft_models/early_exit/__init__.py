@@ -1,0 +1,1 @@
+"""EESD's early-exit drafter: the module and its checkpoint."""

@@ -1,0 +1,248 @@
+"""The drafter checkpoint: weights, what they are, and the fingerprint of the target they belong to.
+
+A directory with `drafter.safetensors` and `drafter.json`. The JSON is written last and names the weights'
+digest, so a directory that loads is whole.
+"""
+
+import dataclasses
+import hashlib
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
+from draft_models.targets.architectures import load_config
+from draft_models.targets.empty_models import anatomy
+from draft_models.targets.fingerprint import Fingerprint
+from draft_models.targets.model_identity import changed_parts
+from draft_models.targets.open_target import OpenTarget, open_target
+from draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
+from outrider.errors import UserError, warn
+from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.settings import construct
+from outrider.versions import code_version, package_version
+
+WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class DrafterMeta:
+    """drafter.json: the kind of drafter, its shape, its target and how it was made."""
+
+    kind: str
+    exit_layer: int
+    own_head: bool
+    dtype: str
+    fingerprint: Fingerprint
+    training: dict[str, Any] = field(default_factory=dict)
+    made_with: dict[str, str] = field(default_factory=dict)
+    weights_sha256: str = ""
+    own_layer: bool = True  # false: norm and head right on the target's first layers
+    exit_depth: int = 1  # transformer layers of the exit
+    format: int = FORMAT
+    draft_vocabulary: int | None = None  # tokens that it has logits of; null: all
+    trained_on: dict[str, str] | None = None  # see `parts_below`; earlier versions did not record it
+
+
+def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
+    """Digests of every byte of what a drafter of this exit layer is made from and runs on: the target's embedding,
+    first layers, last layer, norm and head, 1–2 GB of a target of 7 B parameters.
+
+    Of a target that runs along as the teacher, training reads the other layers too. Of them the fingerprint has a
+    sample.
+    """
+    wanted = anatomy(config).prefixes(exit_layers(config, exit_layer))
+    return files.digests([name for name in files.file_of if name.startswith(wanted)], whole=True)
+
+
+def save_pretrained(
+    path: Path,
+    drafter: EarlyExit,
+    fingerprint: Fingerprint,
+    training: Mapping[str, Any],
+    dtype: torch.dtype,
+    trained_on: Mapping[str, str] | None = None,
+) -> None:
+    """Write `drafter` in `dtype` to directory `path`. A crash or a full disk leaves what was there before.
+
+    trained_on: `parts_below` of the target when training read it; None: as it is now.
+    """
+    if trained_on is None:
+        files = open_tensors(fingerprint.target, fingerprint.revision)
+        trained_on = parts_below(files, load_config(files.source, files.revision), drafter.exit_layer)
+    weights = {
+        name: placed(tensor.detach(), "cpu", dtype).contiguous() for name, tensor in drafter.state_dict().items()
+    }
+    blob = save(weights, metadata={"format": "pt"})
+    meta = DrafterMeta(
+        kind="early_exit",
+        exit_layer=drafter.exit_layer,
+        own_head=drafter.head is not None,
+        own_layer=not isinstance(drafter.layer, NoLayer),
+        exit_depth=len(drafter.layers),
+        draft_vocabulary=None if drafter.draft_tokens is None else len(drafter.draft_tokens),
+        dtype=str(dtype).removeprefix("torch."),
+        fingerprint=fingerprint,
+        training=dict(training),
+        made_with=provenance(),
+        weights_sha256=hashlib.sha256(blob).hexdigest(),
+        trained_on=dict(trained_on),
+    )
+    require_writable(path)
+    write_atomically(path / WEIGHTS_FILE, blob)
+    write_json(path / META_FILE, dataclasses.asdict(meta))
+
+
+def recast(source: Path | str, to: Path, dtype: torch.dtype) -> DrafterMeta:
+    """Write the drafter in `source` to directory `to` in `dtype`, with all that is known of it, and return that.
+
+    Raises `UserError` where its files are missing, truncated or altered.
+    """
+    meta = read_meta(source)
+    stored = _read_weights(Path(source) / WEIGHTS_FILE, meta.weights_sha256)
+    blob = save({name: placed(tensor, "cpu", dtype) for name, tensor in stored.items()}, metadata={"format": "pt"})
+    name, digest = str(dtype).removeprefix("torch."), hashlib.sha256(blob).hexdigest()
+    meta = dataclasses.replace(meta, dtype=name, weights_sha256=digest)
+    require_writable(to)
+    write_atomically(to / WEIGHTS_FILE, blob)
+    write_json(to / META_FILE, dataclasses.asdict(meta))
+    return meta
+
+
+def read_meta(path: Path | str) -> DrafterMeta:
+    """drafter.json of a checkpoint directory; raises `UserError` if missing, unreadable or of another format."""
+    file = Path(path) / META_FILE
+    if not file.is_file():
+        raise UserError(f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (train/eesd.py)")
+    what, remedy = "drafter description", "restore it, or train the drafter again"
+    values = read_json(file, what, remedy)
+    if isinstance(values, dict) and values.get("format", FORMAT) != FORMAT:
+        raise UserError(f"{file}: format {values['format']}, this version reads {FORMAT}; train the drafter again")
+    try:
+        meta: DrafterMeta = construct(DrafterMeta, values)
+        return meta
+    except UserError as error:
+        raise UserError(f"{file}: damaged {what} ({error}); {remedy}") from None
+
+
+def open_target_of(path: Path | str, target: str | None, revision: str | None) -> OpenTarget:
+    """The target of the drafter in `path`: the one given, else that which it was trained for. Raises `UserError`."""
+    trained_for = read_meta(path).fingerprint
+    try:
+        return open_target(target or trained_for.target, revision or trained_for.revision)
+    except UserError as error:
+        if target is not None:
+            raise
+        raise UserError(f"{error}. checkpoint={path} was trained for it: give target=, where it is now") from None
+
+
+def from_pretrained(
+    path: Path | str,
+    config: PreTrainedConfig,
+    fingerprint: Fingerprint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> EarlyExit:
+    """The early-exit drafter in directory `path`, for the target of `config` and `fingerprint`.
+
+    Raises `UserError` when it was trained for another target or its files are truncated or altered.
+    """
+    meta = read_meta(path)
+    if meta.kind != "early_exit":
+        raise UserError(f"checkpoint={path}: a {meta.kind!r} drafter, expected 'early_exit'")
+    require_target(meta, fingerprint, path)
+    weights = _read_weights(Path(path) / WEIGHTS_FILE, meta.weights_sha256)
+    drafter = empty_drafter(meta, config)
+    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if expected != found:
+        differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+        raise UserError(
+            f"checkpoint={path}: tensors do not fit the target, first {differing[0]!r}: "
+            f"stored {found.get(differing[0])}, expected {expected.get(differing[0])}"
+        )
+    drafter.assign({name: placed(tensor, device, dtype) for name, tensor in weights.items()})
+    return drafter.requires_grad_(False).eval()
+
+
+def empty_drafter(meta: DrafterMeta, config: PreTrainedConfig) -> EarlyExit:
+    """The drafter that `meta` describes, for a target of `config`, without weights."""
+    shape: dict[str, Any] = {"own_head": meta.own_head, "own_layer": meta.own_layer, "depth": meta.exit_depth}
+    return EarlyExit.empty(config, meta.exit_layer, **shape, draft_vocabulary=meta.draft_vocabulary)
+
+
+def read_draft_tokens(path: Path | str) -> list[int] | None:
+    """The tokens that the drafter in `path` has logits of; None for all. Raises `UserError`."""
+    meta = read_meta(path)
+    if meta.draft_vocabulary is None:
+        return None
+    tokens: list[int] = _read_weights(Path(path) / WEIGHTS_FILE, meta.weights_sha256)["draft_tokens"].tolist()
+    return tokens
+
+
+def placed(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """`tensor` on `device`, in `dtype` where it is no table of integers."""
+    return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+
+
+def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str) -> None:
+    """Raise `UserError` unless the target is the drafter's, naming every difference; warn of what was not recorded."""
+    wrong = meta.fingerprint.differences(fingerprint)
+    if not wrong and meta.trained_on is not None:
+        files = open_tensors(fingerprint.target, fingerprint.revision)
+        names = [name for name in files.file_of if part_of(name) in meta.trained_on]
+        wrong = changed_parts(meta.trained_on, files.digests(names, whole=True))
+    if wrong:
+        raise UserError(
+            f"{path} was trained for another target ({meta.fingerprint.target}) than {fingerprint.target}: "
+            + "; ".join(wrong)
+            + ". Give the target it was trained for, or train a drafter for this one."
+        )
+    unchecked = meta.fingerprint.unchecked(fingerprint)
+    if meta.trained_on is None and not unchecked:
+        unchecked = ["every byte of the weights that it was trained on"]
+    if unchecked:
+        missing = ", ".join(unchecked)
+        warn(f"checkpoint={path}: made with no record of {missing}; not checked against {fingerprint.target}")
+
+
+def provenance() -> dict[str, str]:
+    """Versions of what made a file: this project (and its git revision in a checkout), torch, transformers."""
+    made = {"torch": torch.__version__, "transformers": version("transformers")}
+    made |= {"outrider": package_version(), "code": code_version()}
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if git.returncode == 0:
+        made["git"] = git.stdout.strip()
+    return made
+
+
+def _read_weights(file: Path, sha256: str) -> dict[str, Tensor]:
+    try:
+        blob_digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        if blob_digest != sha256:
+            raise UserError(
+                f"{file}: truncated or altered (sha256 {blob_digest[:12]}…, expected {sha256[:12]}…); restore it"
+            )
+        return load_file(file)
+    except FileNotFoundError:
+        raise UserError(f"{file}: missing; the checkpoint is incomplete") from None
+    except SafetensorError as error:
+        raise UserError(f"{file}: not readable ({error}); restore it") from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

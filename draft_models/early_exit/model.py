@@ -1,0 +1,340 @@
+"""EESD's early-exit drafter: a transformer layer (or several), norm and head on the target's first N layers."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from draft_models.acceptance import Law, judge, placed, top_k_law, whole_law
+from draft_models.draft_vocabulary import places
+from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
+from draft_models.targets.anatomy import LayerCall, LogitRule
+from draft_models.targets.attention import Band
+from draft_models.targets.empty_models import (
+    anatomy_of,
+    decoder_layers,
+    empty_layers,
+    final_norm,
+    layer_stack,
+    number_layer,
+)
+from draft_models.targets.narrowed import spread
+from draft_models.targets.stack import LayerCache, Rotary, call_layer, normed_product
+from draft_models.targets.tensor_parallel import whole_head
+from outrider.errors import UserError
+
+
+def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
+    """The target layers that training needs: the first `exit_layer` and, to initialise the exit layer, the last."""
+    if not 1 <= exit_layer < config.num_hidden_layers:
+        raise UserError(
+            f"exit_layer={exit_layer}: expected 1 ≤ exit_layer < {config.num_hidden_layers} (the target's layers); "
+            "the paper uses 5–10 % of them"
+        )
+    return [*range(exit_layer), config.num_hidden_layers - 1]
+
+
+class NoLayer(nn.Module):
+    """In the place of an exit layer: hidden states pass through."""
+
+    def forward(self, hidden: Tensor, **_: object) -> Tensor:
+        return hidden
+
+
+class EarlyExit(nn.Module):
+    """p(y_t) = softmax(W · RMSNorm(Layer_e(H_t^N))), EESD eq. 1, for H^N after the target's first N layers.
+
+    `head` is None when the drafter shares the target's head. Then `use_head` must be called before `logits`. That head
+    stands in the list `shared_head`, so that it is no part of this module: whole, or a copy of its rows for
+    `draft_tokens`. The layer's `layer_idx` is N: its keys and
+    values belong to a cache of their own that starts at layer N.
+
+    deeper: more layers after it (EESD, Fig. 5), numbered on from it, usually none.
+    draft_tokens: ids [k], ascending, of the tokens that it has logits of; None: all of the `vocabulary`.
+    """
+
+    draft_tokens: Tensor | None
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        norm: nn.Module,
+        head: nn.Linear | None,
+        exit_layer: int,
+        window: int | None,
+        call: LayerCall,
+        rule: LogitRule,
+        vocabulary: int,
+        draft_tokens: Tensor | None = None,
+        deeper: Sequence[nn.Module] = (),
+    ):
+        super().__init__()
+        self.layer = layer
+        self.deeper = nn.ModuleList(deeper)
+        self.norm = norm
+        self.head = head
+        self.exit_layer = exit_layer
+        self.window = window
+        self.call = call
+        self.rule = rule
+        self.vocabulary = vocabulary
+        self.register_buffer("draft_tokens", draft_tokens)
+        self.shared_head: list[nn.Linear] = []
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        exit_layer: int,
+        *,
+        own_head: bool,
+        own_layer: bool = True,
+        depth: int = 1,
+        draft_tokens: Tensor | None = None,
+    ) -> "EarlyExit":
+        """`depth` copies of the last layer, and copies of the norm and, if `own_head`, the head of `model`, to sit on
+        `exit_layer` layers.
+
+        Without `own_layer` norm and head sit on those layers directly: the paper's ablation. draft_tokens: of either
+        head their rows only.
+        """
+        last = decoder_layers(model)[-1]
+        layers: list[nn.Module] = [copy.deepcopy(last) for _ in range(depth)] if own_layer else [NoLayer()]
+        for number, layer in enumerate(layers, exit_layer):
+            number_layer(layer, number)
+        parts = anatomy_of(model)
+        call = parts.calls[-1]
+        head: Any = model.get_output_embeddings()
+        drafter = cls(
+            layers[0],
+            copy.deepcopy(final_norm(model)),
+            _rows_of(head, draft_tokens) if own_head else None,
+            exit_layer,
+            model.config.sliding_window if call.slides else None,
+            call,
+            parts.logits,
+            model.config.vocab_size,
+            draft_tokens,
+            layers[1:],
+        )
+        if not own_head:
+            drafter.use_head(head)
+        return drafter
+
+    @classmethod
+    def empty(
+        cls,
+        config: PreTrainedConfig,
+        exit_layer: int,
+        *,
+        own_head: bool,
+        own_layer: bool = True,
+        depth: int = 1,
+        draft_vocabulary: int | None = None,
+    ) -> "EarlyExit":
+        """An exit of `depth` layers for a target of `config`, without weights (meta device).
+
+        draft_vocabulary: how many tokens it predicts.
+        """
+        model = empty_layers(config, exit_layers(config, exit_layer))
+        tokens = None if draft_vocabulary is None else torch.empty(draft_vocabulary, dtype=torch.long, device="meta")
+        shape: dict[str, Any] = {"own_head": own_head, "own_layer": own_layer, "depth": depth}
+        return cls.from_model(model, exit_layer, **shape, draft_tokens=tokens)
+
+    def use_head(self, head: nn.Linear) -> None:
+        """Share the target's `head` (only where the drafter has none of its own); of some tokens, a copy of its rows.
+
+        Where the head is split, all of its processes call this.
+        """
+        self.shared_head = [head if self.draft_tokens is None else _rows_of(head, self.draft_tokens)]
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The transformer layers of the exit, one after the other."""
+        return (self.layer, *self.deeper)
+
+    @property
+    def output_head(self) -> nn.Linear:
+        """The head that turns hidden states into logits: the drafter's own, else the target's."""
+        return self.head if self.head is not None else self.shared_head[0]
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., K] of the `draft_tokens` alone, from the exit layer's output [..., d]."""
+        return self.rule(normed_product(self.norm, self.output_head, hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The same over the vocabulary [..., V], where other tokens have probability 0."""
+        return self._outward(self.draft_logits(hidden))
+
+    def logits_after_norm(self, hidden: Tensor) -> Tensor:
+        """The same from what its norm gave."""
+        return self._outward(self.rule(self.output_head(hidden)))
+
+    def _outward(self, logits: Tensor) -> Tensor:
+        return logits if self.draft_tokens is None else spread(logits, self.draft_tokens, self.vocabulary)
+
+    def run(
+        self, hidden: Tensor, mask: Tensor | Band | None, rotary: Rotary, cache: LayerCache | None = None
+    ) -> Tensor:
+        """The exit's layers on hidden states [B, Q, d] of the target's layer N, which give as many."""
+        for layer in self.layers:
+            hidden = call_layer(layer, self.call, hidden, mask, rotary, cache)
+        return hidden
+
+    def assign(self, weights: Mapping[str, Tensor]) -> "EarlyExit":
+        """Take `weights` as parameters, whole and nothing else; returns self."""
+        self.load_state_dict(dict(weights), strict=True, assign=True)
+        return self
+
+
+def _rows_of(head: Any, tokens: Tensor | None) -> Any:
+    """A copy of `head`, or of its rows for `tokens` alone."""
+    if tokens is None:
+        return copy.deepcopy(head)
+    weight, bias = whole_head(head)
+    rows = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
+    rows.weight = nn.Parameter(weight.detach()[tokens], requires_grad=False)
+    if bias is not None:
+        rows.bias = nn.Parameter(bias.detach()[tokens], requires_grad=False)
+    return rows
+
+
+class EarlyExitStudent(nn.Module):
+    """What EESD trains: the target's frozen first N layers, and the exit layer on them.
+
+    The exit layer, its norm and, with `train_head`, its head become float32 masters. The rest is frozen, keeps its
+    dtype and runs without gradient.
+
+    objective: cross_entropy on the labels, as in the paper, or one of `draft_models.losses.DIVERGENCES` from the target
+    at every supervised position. `model` then is the whole target. Layers N..L−1 run as well, on the hidden states of
+    layer N that are there already. With `cached` the rows have the target's top-k instead. Then, and for cross-entropy,
+    `model` holds the layers of `exit_layers` alone (see `load_layers`).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        exit_layer: int,
+        *,
+        train_head: bool,
+        train_layer: bool = True,
+        depth: int = 1,
+        objective: str = "cross_entropy",
+        cached: bool = False,
+        start: PreTrainedModel | None = None,
+        draft_tokens: Tensor | None = None,
+    ):
+        """start: a model with the target's last layer whole, where `model` is split over processes.
+
+        draft_tokens: the only ones that the drafter has logits of. Cross-entropy is of the labels among them;
+        `draft_models.losses` says what a divergence is of. Without `train_head` they are rows of the target's head,
+        and unless the target runs along the rest of it is dropped.
+        """
+        super().__init__()
+        self.objective = objective
+        self.online = objective != "cross_entropy" and not cached  # the whole target is in here
+        copied = model if start is None else start
+        self.drafter = EarlyExit.from_model(
+            copied, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
+        ).float()
+        if not train_head:
+            head: Any = model.get_output_embeddings()
+            self.drafter.use_head(head)
+        self.head_rows = self.drafter.output_head if not train_head and draft_tokens is not None else None
+        self.stack = layer_stack(model, rotary_dtype=torch.float32)
+        if not self.online:
+            self.stack.layers = self.stack.layers[:exit_layer]
+            del self.stack.norm
+            if train_head or self.head_rows is not None:
+                del self.stack.head
+        self.stack.requires_grad_(False)
+        self.drafter.requires_grad_(True)
+
+    def train(self, mode: bool = True) -> "EarlyExitStudent":
+        """The exit layer may drop out and jitter while it trains; what is frozen is the target as it decodes."""
+        super().train(mode)
+        self.stack.eval()
+        return self
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute the exit layer in the backward pass instead of keeping its activations."""
+        layers: Any = self.drafter.layers  # without one of its own there is nothing to recompute
+        for layer in layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
+        """After the norms, [B, T, d] each: the exit layer's output and, where it is in here, the target's own."""
+        masks = self.stack.packed_masks(positions, documents)
+        self.stack.reserve(positions.shape[1])
+        rotary = self.stack.rotary(positions)
+        exit_layer = self.drafter.exit_layer
+        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
+            frozen = rotary.to(self.stack.dtype)
+            trunk = self.stack.run(self.stack.embed(input_ids, positions), 0, exit_layer, frozen, masks)
+            target = None
+            if self.online:
+                target = self.stack.run(trunk, exit_layer, len(self.stack.layers), frozen, masks)
+                target = self.stack.norm(target)
+        hidden = self.drafter.run(trunk.float(), masks[self.drafter.window], rotary)
+        return self.drafter.norm(hidden), target
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
+    ) -> dict[str, Tensor]:
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
+        shifted already and `IGNORE` where unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
+        hidden, target = self.hidden(input_ids, positions, documents)
+        mine = head_product(self.drafter.output_head, hidden)
+        rule, tokens = self.drafter.rule, self.drafter.draft_tokens
+        if self.objective == "cross_entropy":
+            labels = labels if tokens is None else places(labels, tokens, self.drafter.vocabulary)
+            return {"loss_sum": linear_cross_entropy(*mine, labels, rule=rule)}
+        if target is None:
+            ids = top_k["top_ids"]
+            ids = ids if tokens is None else places(ids, tokens, self.drafter.vocabulary)
+            known = (ids, top_k["top_logprobs"], top_k["tail"])
+            return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=rule)}
+        sides = (*mine, *head_product(self.stack.head, target))
+        options: dict[str, Any] = {"rule": rule, "target_rule": rule, "tokens": tokens}
+        return {"loss_sum": linear_divergence(*sides, labels, self.objective, **options)}
+
+    @torch.no_grad()
+    def judged(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        positions: Tensor,
+        documents: Tensor,
+        law: Law | None = None,
+        **top_k: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The drafter's argmax [B, T] at the supervised positions, IGNORE elsewhere, and its acceptance [B, T] there,
+        NaN elsewhere; None where no law of the target is known.
+
+        law: the target's at the supervised positions; None: that of the target in here, or of its top-k. Other
+        arguments as in `forward`.
+        """
+        keep, head, rule = labels != IGNORE, self.drafter.output_head, self.drafter.rule
+        hidden, target = self.hidden(input_ids, positions, documents)
+        if law is None and target is not None:
+            law = whole_law(lambda states: rule(self.stack.head(states)), target[keep])
+        elif law is None and top_k:
+            law = top_k_law(*(top_k[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
+        choices, accepted = judge(self.drafter.logits_after_norm, hidden[keep].to(head.weight.dtype), law)
+        return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
+
+
+USE = """An EESD early-exit drafter: a layer on the first layers of the target, with which it shares their
+computation. `drafter.json` names the target it belongs to; loading it for another one is refused.
+
+```
+evaluate-checkpoint checkpoint={path} target={target} method=eesd_survival
+```
+
+vLLM and SGLang have no kind of drafter that reads the target's inner layers; it runs in Outrider's own runtime."""

@@ -1,0 +1,129 @@
+"""A small causal LM as a drafter: any that shares the target's vocabulary and can run a tree."""
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from draft_models.draft_vocabulary import read_own_tokens
+from draft_models.targets.architectures import read_config, why_not_by_layers
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.proof import prove_layers, prove_rows, require_all_kept
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import open_tensors
+from draft_models.targets.whole_model import PlainLM
+from outrider.errors import UserError
+
+SmallLM = LayerStack | PlainLM
+TRAINING_FILE = "finetune_drafter.json"  # what a training here leaves beside the weights, last
+
+
+def load_small_lm(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> SmallLM:
+    """The causal LM in `source` (local directory or Hub), frozen, for a target with `tokenizer`.
+
+    It runs layer by layer where it proves that this is the same, otherwise by its own forward. Its embedding may be
+    padded to another size than the target's, but the tokens themselves must agree. Where they do not, `UserError` names
+    both sizes and the first differing token before weights are read. Raises `UserError` too where it cannot run trees.
+    """
+    config = read_config(source, revision, role="small_lm")
+    own_tokens = read_own_tokens(source, revision, config)
+    require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
+    if own_tokens is None and why_not_by_layers(config) is not None:
+        return load_plain_lm(source, config, revision, dtype, device)
+    files = open_tensors(source, revision)
+    model = load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device)
+    try:
+        prove_layers(model, f"small_lm={source}")
+    except UserError:
+        if own_tokens is not None:
+            raise
+        return load_plain_lm(source, config, revision, dtype, device)
+    model.own_tokens = None if own_tokens is None else own_tokens.to(device)  # type: ignore[assignment]
+    return layer_stack(model)
+
+
+def load_plain_lm(
+    source: str, config: PreTrainedConfig, revision: str | None, dtype: torch.dtype, device: torch.device | str
+) -> PlainLM:
+    """The causal LM in `source`, frozen. Raises `UserError` where it cannot be loaded or cannot run a tree."""
+
+    def load(dtype: torch.dtype) -> PlainLM:
+        return PlainLM(load_causal_lm(source, revision, role="small_lm", dtype=dtype))
+
+    try:
+        require_all_kept(config)
+        lm = load(torch.float32)  # in 16 bits the proof could not tell rounding from a mistake
+        prove_rows(lm)
+    except UserError as error:
+        refusal = f"small_lm={source}: architecture {config.model_type!r} cannot draft trees"
+        raise UserError(f"{refusal}: {error}. Use a drafter of another architecture") from None
+    return (lm if dtype == torch.float32 else load(dtype)).to(device)
+
+
+def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` unless both tokenizers give every token the same id."""
+    mine, theirs = drafter.get_vocab(), target.get_vocab()
+    if mine == theirs:
+        return
+    differing = sorted(
+        (theirs.get(token, mine.get(token, 0)), token)
+        for token in mine.keys() | theirs.keys()
+        if mine.get(token) != theirs.get(token)
+    )
+    _, token = differing[0]
+    raise UserError(
+        f"small_lm={drafter.name_or_path}: its vocabulary ({len(mine)} tokens) is not the target's "
+        f"({target.name_or_path}: {len(theirs)} tokens); {len(differing)} tokens differ, first {token!r}: drafter id "
+        f"{mine.get(token)}, target id {theirs.get(token)}. Use a drafter of the target's own family"
+    )
+
+
+USE_OF_SOME = """A causal LM over some of the target's tokens, in an ordinary Hugging Face directory but for
+`draft_tokens.safetensors`, which says what its ids stand for. Its tokenizer is the target's.
+
+**transformers, vLLM and SGLang cannot draft with it**: they would take its ids for the target's. For them, train one
+with `draft_vocabulary=null`.
+
+Outrider:
+
+```
+evaluate-checkpoint target={target} small_lm={path} method=vanilla
+```"""
+
+USE = """An ordinary Hugging Face causal LM with the target's tokenizer.
+
+Outrider:
+
+```
+evaluate-checkpoint target={target} small_lm={path} method=vanilla
+```
+
+transformers:
+
+```python
+target = AutoModelForCausalLM.from_pretrained("{target}")
+drafter = AutoModelForCausalLM.from_pretrained("{path}")
+target.generate(**inputs, assistant_model=drafter)
+```
+
+vLLM:
+
+```
+vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": 5}}'
+```
+
+SGLang (steps + 1 draft tokens, one candidate each):
+
+```
+python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
+  --speculative-draft-model-path {path} --speculative-num-steps 4 --speculative-eagle-topk 1 \\
+  --speculative-num-draft-tokens 5
+```"""

@@ -1,0 +1,114 @@
+"""Which targets this toolkit can run layer by layer, and what their configs say of them."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.empty_models import anatomy
+from draft_models.targets.gguf_config import gguf_config
+from draft_models.targets.gguf_file import find_gguf, open_gguf
+from draft_models.targets.model_files import CONFIG_FILE, require_description, require_stored
+from draft_models.targets.narrowed import is_narrowed
+from draft_models.targets.settings import MODEL
+from outrider.errors import UserError, reason
+from outrider.files import is_local
+
+SHORTEST_CONTEXT = 8  # positions: what a target is proven on has a few tokens
+
+
+def load_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
+    """The target's config, refused with a `UserError` where the runtime could not be exact.
+
+    role: the option that names the model, where it is not the target.
+    """
+    config = read_config(source, revision, role=role)
+    require_stored(config, source, revision, role)
+    reason = why_not_by_layers(config)
+    if reason is not None:
+        raise UserError(f"{role}={source}: {reason}")
+    if any(call.slides for call in anatomy(config).calls) and config.sliding_window < 1:
+        raise UserError(f"{role}={source}: sliding_window={config.sliding_window}: expected at least 1 token, or null")
+    return config
+
+
+NARROW = ("small_lm", "drafter.path")  # options that a drafter over some of its target's tokens may be given as
+
+
+def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
+    """The config of a causal LM of any architecture. Raises `UserError`."""
+    gguf = find_gguf(source)
+    config = _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
+    if role not in NARROW and is_narrowed(config):
+        raise UserError(
+            f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
+            "only drafts; give it as small_lm, and here a model of all tokens"
+        )
+    limit = context_limit(config)
+    if limit < SHORTEST_CONTEXT:
+        expected = f"expected at least {SHORTEST_CONTEXT}"
+        raise UserError(f"{role}={source}: room for {limit} positions (max_position_embeddings); {expected}")
+    return config
+
+
+def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig:
+    """What config.json says."""
+    path = Path(source)
+    if is_local(source) and not path.exists():
+        raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
+    require_description(source, revision, role)
+    try:
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except Exception as error:  # whatever the classes of the architectures make of values they do not expect
+        where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
+        raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
+
+
+def why_not_by_layers(config: PreTrainedConfig) -> str | None:
+    """Why `LayerStack` cannot run a model of `config`, None if it can."""
+    if (method := quantisation(config)) is not None and not runs_dequantised(config):
+        return (
+            f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); supported: fp8 with scales by block, and "
+            "GGUF files. Give the model it was made from, or a GGUF file of it"
+        )
+    if config.model_type == "opt":
+        if not config.do_layer_norm_before or config._remove_final_layer_norm:
+            return "an OPT with layer norms behind its layers (do_layer_norm_before=false), as opt-350m; not supported"
+        if config.word_embed_proj_dim != config.hidden_size:
+            return (
+                f"an OPT with projected embeddings (word_embed_proj_dim={config.word_embed_proj_dim}, "
+                f"hidden_size={config.hidden_size}), as opt-350m; not supported"
+            )
+    try:
+        anatomy(config)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def quantisation(config: PreTrainedConfig) -> str | None:
+    """How the weights of a checkpoint are quantised, by transformers' name of the method; None where they are not."""
+    settings = _quantisation_settings(config)
+    if not settings:
+        return None
+    by_flag = next(
+        (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), "unnamed"
+    )
+    return str(settings.get("quant_method") or by_flag)
+
+
+def runs_dequantised(config: PreTrainedConfig) -> bool:
+    """Whether the weights are fp8 with a scale for each block: they are multiplied out as they are read."""
+    settings = _quantisation_settings(config)
+    return settings.get("quant_method") == "fp8" and bool(settings.get("weight_block_size"))
+
+
+def _quantisation_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    settings = getattr(config, "quantization_config", None) or {}
+    return dict(settings if isinstance(settings, dict) else settings.to_dict())
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has in a learned table, None where they are rotary and have no end."""
+    return None if getattr(config, "rope_parameters", None) else config.max_position_embeddings

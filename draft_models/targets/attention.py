@@ -1,0 +1,289 @@
+"""Attention for every pass of this toolkit: grouped heads are never repeated, masks are explicit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from outrider.errors import UserError, reason
+
+ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
+# For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax one by one.
+# Fused kernels for a mask put all keys of a head on one processor of a GPU, which leaves most of it idle then.
+KERNELS = ("fused", "products")
+SPLIT = "split"  # a third one where there is Triton: the keys of a head are split among a GPU's processors
+_kernel = "fused"
+
+
+@dataclass(frozen=True)
+class Band:
+    """A causal mask that is never made as a whole: query i of row b sees keys first[b, i] to i and no others.
+
+    first: int64 [B or 1, T], ascending. starts: for every block of `BLOCK` queries the first key that any row's see.
+    front: so many keys more, ahead of all these, which every query sees.
+    """
+
+    BLOCK: ClassVar[int] = 512  # queries whose mask is made at a time; a text that is no longer has its mask made whole
+    first: Tensor
+    starts: tuple[int, ...]
+    front: int = 0
+
+    @classmethod
+    def packed(cls, documents: Tensor, window: int | None = None) -> "Band":
+        """Of packed rows, as `packed_mask`, where the positions of a document stand side by side. One transfer."""
+        places = torch.arange(documents.shape[1], device=documents.device)
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        first = torch.where(begins, places, 0).cummax(1).values
+        if window is not None:
+            first = torch.maximum(first, places - (window - 1))
+        return cls(first, tuple(first[:, :: cls.BLOCK].amin(0).tolist()))
+
+    @classmethod
+    def sliding(cls, places: Tensor, window: int) -> "Band":
+        """Of one text at `places` 0, 1, …, T − 1 [T], where a token sees `window` tokens, itself included."""
+        starts = tuple(max(0, begin - window + 1) for begin in range(0, len(places), cls.BLOCK))
+        return cls((places - (window - 1)).clamp(min=0)[None], starts)
+
+    def block(self, begin: int, end: int, start: int) -> Tensor:
+        """bool [B or 1, 1, end − begin, front + end − start]: what of `part` queries begin … end − 1 see."""
+        keys = torch.arange(start, end, device=self.first.device)
+        seen = keys >= self.first[:, begin:end, None]
+        return F.pad((seen & (keys <= keys[begin - start :, None]))[:, None], (self.front, 0), value=True)
+
+    def part(self, keys: Tensor, start: int, end: int) -> Tensor:
+        """Of keys or values [B, Hk, front + T, D] those in front and start … end − 1."""
+        own = keys[:, :, self.front + start : self.front + end]
+        return own if not self.front else torch.cat([keys[:, :, : self.front], own], 2)
+
+
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """`draft_models.targets.triton_kernels`, where it works: on a GPU, with Triton and a C compiler."""
+    return _built_kernels() if device.type == "cuda" else None
+
+
+@cache
+def _built_kernels() -> ModuleType | None:
+    try:
+        from draft_models.targets import triton_kernels as kernels
+
+        kernels.try_all("cuda")
+    except Exception as error:  # of whatever kind: without them all goes on, with more launches
+        print(f"warning: passes on this GPU go without Triton ({reason(error)})", flush=True)
+        return None
+    return kernels
+
+
+def kernels_on(device: torch.device) -> tuple[str, ...]:
+    """The kernels that attention over a filled cache may be computed with on `device`."""
+    return KERNELS if triton_kernels(device) is None else (*KERNELS, SPLIT)
+
+
+@contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Attention over a filled cache is computed with `name`, one of `kernels_on` its device, inside."""
+    global _kernel
+    before, _kernel = _kernel, name
+    try:
+        yield
+    finally:
+        _kernel = before
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Band | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention, called by transformers' attention modules.
+
+    query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend,
+    the same additive, a `Band` where Q = K but for its front, None. Returns ([B, Q, H, D], None).
+
+    softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of a sink, which takes its
+    part of the weight and has no value (gpt-oss).
+
+    G query heads share a key head. They are laid side by side along the query axis, so keys and values are read once
+    and never copied. Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask
+    is required: "no mask" has no safe meaning there.
+    """
+    if isinstance(attention_mask, Band):
+        options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        return _by_blocks(module, query, key, value, attention_mask, **options), None
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1], key.shape[2]
+    group = heads // key_heads
+    causal = attention_mask is None and queries > 1
+    if causal and queries != keys:
+        raise ValueError(f"attention over a filled cache needs a mask: {queries} queries, {keys} keys")
+    if softcap is not None or s_aux is not None:
+        if causal:
+            attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()[None, None]
+        out = _capped(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
+        return out.transpose(1, 2), None
+    if causal:
+        out = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
+        )
+        return out.transpose(1, 2), None
+    if _kernel == SPLIT and attention_mask is not None and (batch, value.shape[3]) == (1, width) and not dropout:
+        kernels = triton_kernels(query.device)
+        if kernels is None:
+            raise UserError(
+                f"attention kernel {SPLIT!r}: this run began where it was measured to be fastest. It needs Triton on a "
+                "GPU, which is not here; go on there, or begin anew with another out_dir"
+            )
+        scale = scaling if scaling is not None else width**-0.5
+        return kernels.attend(query.contiguous(), key, value, attention_mask, scale), None
+    if group > 1:
+        query = query.reshape(batch, key_heads, group * queries, width)
+        if attention_mask is not None and queries > 1:
+            rows = attention_mask.shape[0]
+            attention_mask = attention_mask.expand(rows, group, queries, keys).reshape(rows, 1, -1, keys)
+    attend = _by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
+    out = attend(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+    return out.reshape(batch, heads, queries, -1).transpose(1, 2), None
+
+
+def _by_blocks(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
+    """`grouped_attention` under a `Band`, a block of queries after the other: [B, T, H, D].
+
+    Keeps no block's mask for the backward pass, which makes it again.
+    """
+    length, parts = query.shape[2], []
+    for begin, start in zip(range(0, length, band.BLOCK), band.starts, strict=True):
+        end = min(begin + band.BLOCK, length)
+        attend = partial(_attend_block, module, band, (begin, end, start), options)
+        given = (query[:, :, begin:end], band.part(key, start, end), band.part(value, start, end))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+            attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=bool(options["dropout"]))
+        parts.append(attend(*given))
+    return torch.cat(parts, dim=1)
+
+
+def _attend_block(
+    module: nn.Module,
+    band: Band,
+    place: tuple[int, int, int],
+    options: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    return grouped_attention(module, query, key, value, band.block(*place), **options)[0]
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, scale: float | None
+) -> Tensor:
+    """`scaled_dot_product_attention` without dropout; additive masks only.
+
+    Scores, masks and softmax are in float32, as in fused kernels, or in float64 where the input is. 16 bits are for
+    what is read from memory and for the weights of the values.
+    """
+    scale = scale if scale is not None else query.shape[-1] ** -0.5
+    scores = _scores(query, key)
+    scores = scores * scale if attn_mask is None else torch.add(attn_mask, scores, alpha=scale)
+    return scores.softmax(-1).to(value.dtype) @ value
+
+
+def _capped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with a soft cap or sinks, which no fused kernel has: [B, H, Q, D]. A mask is bool or additive.
+
+    Scores and softmax are in float32 or better, as in `_by_products`.
+    """
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1], key.shape[2]
+    flat = query.reshape(batch, key_heads, -1, width)
+    scores = _scores(flat, key).view(batch, heads, queries, keys) * (scale if scale is not None else width**-0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, queries, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., :keys].to(value.dtype)
+    weights = F.dropout(weights, dropout)
+    return (weights.view(batch, key_heads, -1, keys) @ value).view(batch, heads, queries, -1)
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    """QKᵀ [B, H, Q, K], never rounded to 16 bits."""
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return query @ key.mT
+    if not query.is_cuda:
+        return query.float() @ key.float().mT
+    # The product itself gives float32: keys that were converted first would be written and read once more.
+    flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=torch.float32)
+    return flat.unflatten(0, query.shape[:2])
+
+
+def _contiguous_attention(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    """`grouped_attention` with its result in one piece, as transformers' layers take it."""
+    return grouped_attention(*args, **options)[0].contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _contiguous_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own forward works with it too
+# PyTorch's first choice on Hopper and Blackwell. It prepares a plan for every length of text it meets, which takes tens
+# of milliseconds a decoded token, and was wrong or not a number for some masks (pytorch #169849, #193893, #196678).
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def stock_name(model: PreTrainedModel) -> str:
+    """The attention that transformers takes for `model` where nothing else is asked for. Gemma 2 has no sdpa there."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+@contextmanager
+def stock_attention(model: PreTrainedModel, name: str | None = None) -> Iterator[None]:
+    """`model` with transformers' own attention `name`; it may share its layers with the runtime, which uses ours.
+
+    None: `stock_name`'s.
+    """
+    ours = model.config._attn_implementation
+    if ours == ATTENTION:  # a model that cannot have ours has transformers' own already
+        model.set_attn_implementation(name or stock_name(model))
+    try:
+        yield
+    finally:
+        if ours == ATTENTION:
+            model.set_attn_implementation(ours)
+
+
+def packed_mask(documents: Tensor) -> Tensor:
+    """Which positions of a packed row see which: causal, and only inside one document.
+
+    documents [B, T] numbers the document of each position, −1 is padding. Returns bool [B, 1, T, T], True =
+    attend. Padding sees padding, so that no softmax row is empty. For long rows see `Band.packed`.
+    """
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]

@@ -1,0 +1,210 @@
+"""The transformers config of a model in a GGUF file, from its metadata. What is not understood is refused."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig, PreTrainedConfig
+
+from draft_models.targets.gguf_file import GgufFile
+from outrider.errors import UserError, reason
+
+FAMILIES = ("llama", "qwen2", "qwen3")  # ggml's name of the architecture; Mistral's models are among its llamas
+_CLASSES = {  # transformers' names, by which serving engines go
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
+ROPE_FACTORS = "rope_freqs.weight"
+IGNORED = {ROPE_FACTORS}  # tensors that say something of the config
+_NUMBER = (int, float)
+MOST_LAYERS = 2**12
+# What is read below of an architecture's own keys. Any other might change numbers in a way that is not known here.
+_KNOWN = {
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.freq_base", "rope.dimension_count",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
+    "rope.scale_linear", "tensor_data_layout",
+}  # fmt: skip
+_OFF = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # keys that say nothing at this value
+# Llama 3's scaling stands in a file as a factor for each frequency; its bounds are these in every model so far.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_CONTEXT = 8192
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def gguf_config(file: GgufFile) -> PreTrainedConfig:
+    """The config of the model in `file`. Raises `UserError` naming the key that is missing or not understood."""
+    family = require_family(file)
+    _require_known(file, family)
+    layers = _of(file, "block_count")
+    if layers > MOST_LAYERS:  # lists of this length are made before anything else of it is looked at
+        raise UserError(f"{file.path}: {family}.block_count={layers}: expected 1 to {MOST_LAYERS}; fetch it again")
+    heads, kv_heads = head_counts(file)
+    hidden = _of(file, "embedding_length")
+    head_dim = _of(file, "attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if _of(file, key, head_dim) != head_dim:
+            raise UserError(
+                f"{file.path}: {family}.{key}={_of(file, key)} with heads of {head_dim} values; only whole heads of "
+                "one size are supported"
+            )
+    values: dict[str, Any] = {
+        "vocab_size": _vocabulary_size(file),
+        "hidden_size": hidden,
+        "intermediate_size": _of(file, "feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": _of(file, "context_length"),
+        "rms_norm_eps": _decimal(_of(file, "attention.layer_norm_rms_epsilon", kind=_NUMBER)),
+        "rope_parameters": _rope(file, head_dim),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int, None),
+        "eos_token_id": _end_tokens(file),
+        "pad_token_id": file.get("tokenizer.ggml.padding_token_id", int, None),
+    }
+    if family != "qwen2" or head_dim != hidden // heads:
+        values["head_dim"] = head_dim
+    kind = family
+    if "attention.sliding_window" in _own_keys(file):
+        if family != "llama":
+            raise UserError(f"{file.path}: {family}.attention.sliding_window: supported with Mistral's models only")
+        kind, values["sliding_window"] = "mistral", _of(file, "attention.sliding_window")
+    elif family != "qwen2":
+        values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    values["architectures"] = [_CLASSES[kind]]
+    if kind == "llama":
+        values["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except Exception as error:  # whatever the classes of the architectures make of values they do not expect
+        raise UserError(f"{file.path}: no usable metadata ({reason(error)}); convert the model again") from error
+
+
+def require_family(file: GgufFile) -> str:
+    """The architecture that a file names. Raises `UserError` for one of several files, and for another one."""
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise UserError(
+            f"{file.path}: one of {file.metadata['split.count']} files of a model (split.count); put them together "
+            "with llama-gguf-split --merge"
+        )
+    family: str = file.get("general.architecture", str)
+    if family not in FAMILIES:
+        raise UserError(f"{file.path}: general.architecture={family!r}; supported in GGUF: {', '.join(FAMILIES)}")
+    return family
+
+
+def head_counts(file: GgufFile) -> tuple[int, int]:
+    """How many heads, and how many of them keys and values have."""
+    heads = _of(file, "attention.head_count")
+    return heads, _of(file, "attention.head_count_kv", heads)
+
+
+def _own_keys(file: GgufFile) -> dict[str, Any]:
+    """What the file says under the name of its architecture, without that name."""
+    prefix = f"{file.metadata['general.architecture']}."
+    return {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+
+
+def _require_known(file: GgufFile, family: str) -> None:
+    for key, value in _own_keys(file).items():
+        if key not in _KNOWN and not (key in _OFF and value == _OFF[key]):
+            raise UserError(
+                f"{file.path}: {family}.{key}={value!r} is not supported; it may change what the model computes"
+            )
+
+
+def _of(file: GgufFile, key: str, default: Any = None, kind: type | tuple[type, ...] = int) -> Any:
+    """A positive number of the architecture. Raises `UserError` where it is missing without a default."""
+    key = f"{file.metadata['general.architecture']}.{key}"
+    value = file.get(key, kind, *(() if default is None else (default,)))
+    if not 0 < value < math.inf:
+        raise UserError(f"{file.path}: {key}={value}: expected a positive number; fetch it again")
+    return value
+
+
+def _vocabulary_size(file: GgufFile) -> int:
+    """Rows of the embedding, which may be padded beyond the tokens."""
+    if "token_embd.weight" not in file.tensors:
+        raise UserError(f"{file.path}: holds no tensor 'token_embd.weight'; expected a whole model")
+    return file.tensors["token_embd.weight"].shape[0]
+
+
+def _end_tokens(file: GgufFile) -> int | list[int] | None:
+    """The end of a text, and that of a turn where it is another."""
+    found = [file.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot")]
+    ends = list(dict.fromkeys(one for one in found if one is not None))
+    return ends if len(ends) > 1 else ends[0] if ends else None
+
+
+def _dtype(file: GgufFile) -> str:
+    """The type of most of the weights; bfloat16 where they are quantised, as no range is lost in it."""
+    names = {0: "float32", 1: "float16"}
+    sizes: dict[str, int] = {}
+    for place in file.tensors.values():
+        name = names.get(place.kind, "bfloat16")
+        sizes[name] = sizes.get(name, 0) + math.prod(place.shape)
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal of a number stored as float32: 1e-05 and not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """`rope_parameters` of the config. Raises `UserError` for a scaling that is not known here."""
+    theta = _decimal(_of(file, "rope.freq_base", 10000.0, kind=_NUMBER))
+    own, family = _own_keys(file), file.metadata["general.architecture"]
+    if ROPE_FACTORS in file.tensors:
+        return {"rope_type": "llama3", "rope_theta": theta, **_llama3(file, theta, head_dim)}
+    kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind not in ("linear", "yarn"):
+        raise UserError(f"{file.path}: {family}.rope.scaling.type={kind!r}; supported: none, linear, yarn")
+    key = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
+    scaling = {"rope_type": kind, "rope_theta": theta, "factor": _decimal(_of(file, key, kind=_NUMBER))}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = _of(file, "rope.scaling.original_context_length")
+    return scaling
+
+
+def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """The scaling whose factors, one a frequency, are those that the file holds as a tensor."""
+    place = file.tensors[ROPE_FACTORS]
+    refused = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
+    if place.kind != 0 or place.shape != (head_dim // 2,):
+        raise UserError(f"{refused} (expected {head_dim // 2} values in F32); not supported")
+    stored = np.fromfile(file.path, np.float32, head_dim // 2, offset=place.begin)
+    if len(stored) < head_dim // 2:
+        raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
+    scaling: dict[str, Any] = {
+        "factor": _decimal(stored.max()),
+        **_LLAMA3,
+        "original_max_position_embeddings": _LLAMA3_CONTEXT,
+    }
+    if not np.allclose(stored, llama3_factors(theta, head_dim, **scaling), rtol=1e-4):
+        raise UserError(f"{refused} with {_LLAMA3} and a first context of {_LLAMA3_CONTEXT}; not supported")
+    return scaling
+
+
+def llama3_factors(
+    theta: float,
+    head_dim: int,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> Sequence[float]:
+    """By what Llama 3 divides each frequency [head_dim / 2]: 1 for short waves, `factor` for long ones.
+
+    Source: `_compute_llama3_parameters` in transformers, whose quotient this is.
+    """
+    turns = original_max_position_embeddings / (2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim))
+    smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
+    found: list[float] = (1 / ((1 - smooth) / factor + smooth)).tolist()
+    return found

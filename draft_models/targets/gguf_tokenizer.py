@@ -1,0 +1,178 @@
+"""The tokenizer of a GGUF file, made of its metadata as the Hugging Face tokenizer that it was converted from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from draft_models.targets.gguf_file import GgufFile
+from outrider.errors import UserError, reason
+
+_KEY = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of a token, in "token_type"
+_SPACE = "▁"  # SentencePiece's
+
+# How a text is cut before merges apply. Each pattern is that of its model's published tokenizer.json.
+_LLAMA3 = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_PATTERNS = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("gpt-2", "smollm"), None),
+}
+
+
+def gguf_tokenizer(file: GgufFile, source: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of the model in `file`, with its chat template. Raises `UserError` naming what is not supported."""
+    kind = file.get(f"{_KEY}model", str)
+    if kind not in ("gpt2", "llama"):
+        raise UserError(
+            f"{file.path}: {_KEY}model={kind!r}; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
+        )
+    tokens = file.texts(f"{_KEY}tokens")
+    try:
+        tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(file, tokens)
+        _add_tokens(tokenizer, file, tokens)
+        special = _special(file, tokens)
+        tokenizer.post_processor = _post_processor(file, kind, special, tokens)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            name_or_path=source,
+            chat_template=file.get("tokenizer.chat_template", str, None),
+            clean_up_tokenization_spaces=False,
+            model_max_length=file.get(f"{file.metadata['general.architecture']}.context_length", int, None),
+            **special,
+        )
+    except UserError:
+        raise
+    except Exception as error:  # whatever tokenizers makes of pieces that do not fit together
+        raise UserError(f"{file.path}: no usable tokenizer ({reason(error)}); convert the model again") from error
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    cut = file.get(f"{_KEY}pre", str)
+    if cut not in _PATTERNS:
+        raise UserError(
+            f"{file.path}: {_KEY}pre={cut!r}: texts are cut in an unknown way; known: {', '.join(_PATTERNS)}"
+        )
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
+    pattern = _PATTERNS[cut]
+    bpe = models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=pattern == _LLAMA3)
+    tokenizer = Tokenizer(bpe)
+    if pattern == _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    before: list[Any] = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    if cut == "smollm":
+        before = [pre_tokenizers.Digits(individual_digits=True)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    unknown = file.get(f"{_KEY}unknown_token_id", int, 0)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=_ids(tokens),
+            merges=_merges(file, tokens),
+            unk_token=_token(file, tokens, "unknown_token_id", unknown),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = file.get(f"{_KEY}add_space_prefix", bool, True)
+    prepend = [normalizers.Prepend(_SPACE)] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    plain = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(plain)
+    return tokenizer
+
+
+def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """Every cut of a token into two tokens, best token first: what SentencePiece's BPE does with its scores.
+
+    It joins the two neighbours whose whole has the highest score.
+    """
+    scores, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
+    if len(scores) != len(tokens):
+        raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
+    plain = {token: index for index, token in enumerate(tokens) if types[index] == _NORMAL}
+    found = []
+    for token, index in plain.items():
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = [(left, right) for left, right in cuts if left in plain and right in plain]
+        found += [(-scores[index], index, plain[left], plain[right], left, right) for left, right in pairs]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> None:
+    """Make the tokens that are no text special, and keep those whole that a user defined."""
+    types = _types(file, tokens)
+    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+        special = kind == _CONTROL
+        wanted = [
+            token for token, one in zip(tokens, types, strict=True) if one == kind or (special and one == _UNKNOWN)
+        ]
+        add([AddedToken(token, normalized=False, special=special) for token in wanted])
+
+
+def _post_processor(file: GgufFile, kind: str, special: Mapping[str, str], tokens: Sequence[str]) -> Any:
+    """What puts the tokens before and after a text that the file asks for."""
+    sides = []
+    for side, default in (("bos", kind == "llama"), ("eos", False)):
+        wanted = file.get(f"{_KEY}add_{side}_token", bool, default)
+        if wanted and f"{side}_token" not in special:
+            raise UserError(f"{file.path}: {_KEY}add_{side}_token is on, but {_KEY}{side}_token_id is missing")
+        sides.append([special[f"{side}_token"]] if wanted else [])
+    bos, eos = sides
+    if not bos and not eos:
+        return processors.ByteLevel(trim_offsets=False) if kind == "gpt2" else None
+    ids = _ids(tokens)
+    return processors.TemplateProcessing(
+        single=[*bos, "$A", *eos],
+        pair=[*bos, "$A", *eos, *(f"{token}:1" for token in bos), "$B:1", *(f"{token}:1" for token in eos)],
+        special_tokens=[(token, ids[token]) for token in {*bos, *eos}],
+    )
+
+
+def _special(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
+    """The special tokens under transformers' names."""
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in names.items()}
+    return {
+        name: _token(file, tokens, f"{names[name]}_token_id", index)
+        for name, index in found.items()
+        if index is not None
+    }
+
+
+def _token(file: GgufFile, tokens: Sequence[str], key: str, index: int) -> str:
+    if not 0 <= index < len(tokens):
+        raise UserError(f"{file.path}: {_KEY}{key}={index} of {len(tokens)} tokens; fetch it again")
+    return tokens[index]
+
+
+def _types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
+    types: list[int] = file.get(f"{_KEY}token_type", list, [_NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise UserError(
+            f"{file.path}: {len(types)} values of {_KEY}token_type for {len(tokens)} tokens; fetch it again"
+        )
+    return types
+
+
+def _ids(tokens: Sequence[str]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(tokens)}

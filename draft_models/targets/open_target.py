@@ -1,0 +1,182 @@
+"""A target, opened in one place: its config, tokenizer, files, fingerprint, and all of its layers or some."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from draft_models.targets.architectures import load_config, read_config
+from draft_models.targets.empty_models import empty_model, layer_stack
+from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
+from draft_models.targets.gguf_file import find_gguf, open_gguf
+from draft_models.targets.gguf_tokenizer import gguf_tokenizer
+from draft_models.targets.int8 import quantise, require_linear
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.proof import prove_layers
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import TensorFiles, open_tensors
+from draft_models.targets.tensor_parallel import prove_split
+from draft_models.targets.vocabulary import vocabulary_digest
+from outrider.errors import UserError, reason
+from outrider.groups import ALONE, Group
+
+
+@dataclass(frozen=True)
+class OpenTarget:
+    """A target in `source`, a directory, Hub name or GGUF file. Its parts are looked at when asked for, and once.
+
+    Each part raises `UserError` where it is missing or unusable.
+    """
+
+    source: str
+    revision: str | None
+    config: PreTrainedConfig
+
+    @cached_property
+    def files(self) -> TensorFiles:
+        """Its tensors by name; none is read yet."""
+        return open_tensors(self.source, self.revision)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer."""
+        return load_tokenizer(self.source, self.revision)
+
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """What its tokenizer's tokens and their ids are."""
+        return vocabulary_digest(self.tokenizer.get_vocab())
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """How many ids it knows."""
+        return self.config.vocab_size
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What a drafter for it is bound to. Fetches what is not here yet."""
+        return self.fingerprinted(fetch=True)
+
+    def fingerprinted(self, *, fetch: bool) -> Fingerprint:
+        """The fingerprint; fetch: also of the tensors that are not on this machine yet."""
+        return fingerprint_target(self.files, self.config, self.tokenizer, fetch=fetch)
+
+    def require_int8(self) -> None:
+        """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as is known before its weights are."""
+        gguf = find_gguf(self.source)
+        if self.files.block is not None or (gguf is not None and open_gguf(gguf).quantised):
+            raise UserError(
+                f"target={self.source}: its weights are quantised as they are stored, and dtype=int8 would quantise "
+                "them a second time; give the model it was made from, or decode with dtype=fast"
+            )
+        require_linear(empty_model(self.config), f"target={self.source}")
+
+    def layers(
+        self,
+        layers: Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        group: Group = ALONE,
+        vocabulary: bool = True,
+        int8: bool = False,
+    ) -> PreTrainedModel:
+        """A model of the given layers, by default of all: made by `load_layers`, proven by `prove_layers`.
+
+        group, vocabulary: of whose processes each has a part of it (see `split_model`), which is proven before.
+        int8: of the int8 model, which computes in `dtype`; the weights are quantised as they are stored.
+        """
+        chosen = range(self.config.num_hidden_layers) if layers is None else layers
+        if group.size > 1:
+            prove_split(self.config, group, device)
+        loaded = stored_dtype(self.config) if int8 else dtype
+        options: dict[str, Any] = {"dtype": loaded, "device": device, "group": group, "vocabulary": vocabulary}
+        model = load_layers(self.files, self.config, chosen, **options)
+        prove_layers(model, f"target={self.source}")
+        if int8:
+            quantise(model, dtype, f"target={self.source}")
+        return model
+
+    def stack(
+        self,
+        layers: Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        group: Group = ALONE,
+        int8: bool = False,
+    ) -> LayerStack:
+        """The same, ready to be run a range of layers at a time."""
+        return layer_stack(self.layers(layers, dtype=dtype, device=device, group=group, int8=int8))
+
+
+def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
+    """The target in `source`. Raises `UserError` unless its config is one that the runtime can be exact with.
+
+    by_layers: off for a model that is only run as a whole, by transformers; its architecture may be any.
+    """
+    return OpenTarget(source, revision, (load_config if by_layers else read_config)(source, revision))
+
+
+def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
+    """The target's tokenizer; role: the option that names it. Raises `UserError` where there is none."""
+    if (gguf := find_gguf(source)) is not None:
+        return gguf_tokenizer(open_gguf(gguf), source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are looked at only now
+    except Exception as error:  # whatever the Hub client or a tokenizer's own files raise
+        raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
+    return tokenizer
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the current CUDA device if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # where streams, events and graphs are made
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]}); try device=auto") from None
+    return device
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16, or float32 on a CPU without instructions for it, which takes several times as long in bfloat16."""
+    quick = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if quick else torch.float32
+
+
+def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
+
+    "fast" is `fast_dtype` on a CPU, and elsewhere as "auto". Of "int8" it is what the int8 model computes in.
+    """
+    if name == "int8":
+        return _int8_floats(device)
+    if name == "fast" and device.type == "cpu":
+        return fast_dtype(device)
+    if name not in ("auto", "fast"):
+        return getattr(torch, name)
+    return torch.float32 if device.type == "cpu" else stored_dtype(config)
+
+
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """What the weights of a checkpoint are, by its config; float32 where that does not say it."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def _int8_floats(device: torch.device) -> torch.dtype:
+    """bfloat16 where `device` computes in it natively, else float32; in float16 a sum over codes may overflow.
+
+    Where there is no GPU to ask, as in a plan, it is one that does.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return fast_dtype(device)

@@ -1,0 +1,205 @@
+"""A target, or a drafter, proves itself: run as this toolkit runs it, it gives what its own forward does."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.attention import stock_attention
+from draft_models.targets.empty_models import anatomy_of, decoder_layers, layer_stack, pick_layers, settings_by_layer
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.whole_model import PlainLM, RowCache
+from outrider.errors import UserError, reason
+from outrider.progress import counted
+
+# Allowed root mean square of a difference between logits, as a share of their standard deviation. In float32 rounding
+# stays below a tenth of it. A quirk that is ignored, a wrong position or the sight of a sibling goes far beyond. In 16
+# bits it is for gross mistakes only.
+EXACT, ROUNDED = 1e-4, 0.1
+LARGEST_COPY = 2 * 2**30  # bytes of a float32 copy that is worth its memory
+LONGEST_WINDOW = 4096  # that a text is made to go beyond
+FEW_TOKENS = 4096  # of the vocabulary that a copy of some layers has
+SHORT = 12  # tokens of a text that goes beyond nothing
+
+# Logits [n, V] of tokens [n] at positions [n] that see what `visible` [n, cached + n] says, after what a cache holds.
+Feed = Callable[[Tensor, Tensor, Tensor, RowCache], Tensor]
+
+
+def prove_layers(model: PreTrainedModel, name: str) -> None:
+    """Raise `UserError` unless a `LayerStack` of `model` agrees with the model's own forward (see `_difference`).
+
+    Weights of 16 bits are compared in float32. Where a copy of the whole is too large, one of some layers is compared
+    (see `_one_of_each_kind`), and the whole coarsely. name: the option and value that gave the model, for the message.
+    """
+    if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
+        _prove_layers(model, name, EXACT)
+    elif _copied_bytes(model) <= LARGEST_COPY:
+        _prove_layers(copy.deepcopy(model).float(), name, EXACT)
+    else:
+        _prove_layers(model, name, ROUNDED)
+        _prove_layers(_one_of_each_kind(model), name, EXACT)
+
+
+def _copied_bytes(model: PreTrainedModel) -> int:
+    """Of a float32 copy; the codes of an int8 model are buffers, and stay what they are."""
+    floats = 4 * sum(parameter.numel() for parameter in model.parameters())
+    return floats + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
+    stack = layer_stack(model)
+    for length in counted(_lengths(model.config, stack.windows), f"comparing {name} with its own forward", "texts"):
+        try:
+            with stock_attention(model, "eager"):
+                expected = _expected(model, length)
+            difference, place = _difference(_by_layers(stack), expected, _ids(model, length))
+        except Exception as error:  # whatever the code of an architecture raises that was not made for this
+            raise UserError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
+        if not difference <= allowed:  # a NaN is not
+            raise UserError(
+                f"{name}: run layer by layer its logits differ from its own forward's by {difference:.2g} of their "
+                f"spread at {place} (rounding: up to {allowed:.0e}), so it does something that is not known here. "
+                "Drafters that need no layers of it are not affected (prompt lookup, n-grams, small LMs)"
+            )
+
+
+def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
+    """A float32 copy of `model` with the first layer of every kind, in their order, and its first tokens.
+
+    Layers are of a kind where they are called alike, have the same entries in the config's lists, and consist of the
+    same modules with the same switches.
+    """
+    first: dict[Any, int] = {}
+    by_layer = settings_by_layer(model.config).values()
+    for index, (layer, call) in enumerate(zip(decoder_layers(model), anatomy_of(model).calls, strict=True)):
+        made_of = [(type(module), _switches(module)) for module in layer.modules()]
+        first.setdefault((call, str([values[index] for values in by_layer]), str(made_of)), index)
+    embed: Any = model.get_input_embeddings()
+    outer = [*embed.parameters(), *model.get_output_embeddings().parameters()]
+    cut = {id(weight): nn.Parameter(weight[:FEW_TOKENS].detach().float(), False) for weight in outer}
+    copied = pick_layers(model, list(first.values()), cut).float()
+    own: Any = copied.get_input_embeddings()
+    own.num_embeddings, own.padding_idx = len(own.weight), None
+    copied.config.get_text_config().vocab_size = len(own.weight)
+    return copied
+
+
+def _switches(module: nn.Module) -> list[tuple[str, object]]:
+    """What is on, off, named or absent in a module."""
+    return sorted((name, value) for name, value in vars(module).items() if value is None or type(value) in (bool, str))
+
+
+def prove_rows(lm: PlainLM) -> None:
+    """Raise `UserError` unless `lm` (float32) gives a tree its paths' logits, and forgets what is not kept.
+
+    A forward may apply a window whatever mask it is given. So a text goes beyond every number of tokens that the config
+    calls a window.
+    """
+    settings = lm.config.to_dict().items()
+    windows = [value for name, value in settings if "window" in name and type(value) is int]
+
+    def feed(tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache) -> Tensor:
+        return lm.rows(tokens, positions, visible, cache)[1]
+
+    for length in _lengths(lm.config, windows):
+        try:
+            difference, place = _difference(feed, _expected(lm.model, length), _ids(lm.model, length))
+        except Exception as error:  # as above
+            raise UserError(
+                f"its forward does not take a 4-D mask, positions and a cache ({type(error).__name__}: {reason(error)})"
+            ) from None
+        if not difference <= EXACT:
+            raise UserError(
+                f"its logits for a tree differ from those of each path alone by {difference:.1g} of their spread at "
+                f"{place} (rounding: up to {EXACT:.0e}), so it does not go by the given mask and positions"
+            )
+
+
+def require_all_kept(config: PreTrainedConfig) -> None:
+    """Raise `UserError` unless every layer of a model keeps every key and value: rejected rows must be taken back."""
+    try:
+        kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    except (KeyError, ValueError) as error:
+        raise UserError(f"its layers are unknown to transformers' cache ({error})") from None
+    evicting = sorted(kind.__name__ for kind in kinds - {DynamicLayer})
+    if evicting:
+        raise UserError(f"its layers do not keep every key and value ({', '.join(evicting)})")
+
+
+def _lengths(config: PreTrainedConfig, windows: "list[int | None] | list[int]") -> list[int]:
+    """Tokens of the prompts: a short one, and one beyond all `windows` that are not too long to go beyond."""
+    beyond = [window + SHORT for window in windows if window is not None and 0 < window <= LONGEST_WINDOW]
+    longest = context_limit(config) - 4
+    return sorted({min(length, longest) for length in (SHORT, max([SHORT, *beyond]))})
+
+
+def _ids(model: PreTrainedModel, length: int) -> Tensor:
+    """A prompt of `length` tokens, then root, dropped, kept and follower (see `_difference`)."""
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(vocabulary, (length + 4,), generator=generator).to(model.device)
+
+
+@torch.inference_mode()
+def _expected(model: PreTrainedModel, length: int) -> Tensor:
+    """The own forward's logits of prompt, root, dropped, kept and follower, each after its path as plain text."""
+    ids = _ids(model, length)
+    *prompt, root, dropped, kept, follower = range(length + 4)
+    paths = [[*prompt, root, dropped], [*prompt, root, kept, follower]]
+    first, second = (model(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths)
+    return torch.cat([first, second[length + 1 :]])
+
+
+@torch.inference_mode()
+def _difference(feed: Feed, expected: Tensor, ids: Tensor) -> tuple[float, str]:
+    """How far the logits that `feed` gives are from the `expected` ones at the worst token, and where that stands.
+
+    A root with two children is fed at once after the prompt. Then one child is dropped, and a token is fed after the
+    other:
+
+        prompt ─ root ┬ dropped
+                      └ kept ─ follower
+    """
+    length, cache = len(ids) - 4, RowCache(len(ids))
+    places = torch.arange(len(ids), device=ids.device)
+    visible = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
+    found = [feed(ids[:length], places[:length], visible, cache)]
+    own = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=ids.device)
+    visible = torch.cat([own.new_ones(3, length), own], dim=1)
+    found.append(feed(ids[length:-1], places[[length, length + 1, length + 1]], visible, cache))
+    cache.keep(length, [0, 2])
+    found.append(feed(ids[-1:], places[[length + 2]], own.new_ones(1, length + 3), cache))
+    off = (torch.cat(found) - expected).float().square().mean(-1).sqrt() / expected.float().std()
+    worst = int(off.argmax())
+    in_text = worst < length + 2
+    return float(off[worst]), f"token {worst + 1} of a text of {length + 2}" if in_text else "a branch of a tree"
+
+
+def _by_layers(stack: LayerStack) -> Feed:
+    """`stack` in two halves. A text from its beginning needs no mask where there is no window."""
+
+    def feed(tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache) -> Tensor:
+        begins = visible.shape[1] == len(tokens)
+        keys = torch.cat([torch.arange(visible.shape[1] - len(tokens), device=tokens.device), positions])
+        masks: dict[int | None, Tensor | None] = {}
+        for window in set(stack.windows):
+            seen = visible if window is None else visible & (keys > positions[:, None] - window)
+            masks[window] = None if begins and torch.equal(seen, visible) else _additive(seen, stack.dtype)
+        stack.reserve(int(positions.max()) + 1)
+        rotary, middle = stack.rotary(positions[None]), len(stack.layers) // 2
+        hidden = stack.embed(tokens[None], positions[None])
+        for part in ((0, middle), (middle, len(stack.layers))):
+            hidden = stack.run(hidden, *part, rotary, masks, cache)  # type: ignore[arg-type]  # a cache of transformers
+        return stack.logits(hidden)[0]
+
+    return feed
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]

@@ -1,0 +1,227 @@
+"""A frozen target's layers, run a range at a time."""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draft_models.targets.anatomy import Anatomy, LayerCall, context_limit
+from draft_models.targets.attention import Band, packed_mask
+from draft_models.targets.narrowed import own_tokens_of
+from outrider.groups import ALONE, Group
+
+
+class LayerCache(Protocol):
+    """What a layer needs of a cache: take the new keys and values, give back all of them."""
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+
+
+class AtOnce(Protocol):
+    """A faster way through a range of layers, which `LayerStack.run` asks first."""
+
+    def run(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: "Tensor | Band | None",
+        cache: LayerCache | None,
+    ) -> Tensor | None:
+        """Layers start … stop − 1 on hidden [B, Q, d]; None where it does not run such a pass."""
+
+
+class Rotary(NamedTuple):
+    """Where rows stand: positions [B, Q], and cos and sin [B, Q, D] at them of every rotary table of the target."""
+
+    positions: Tensor
+    tables: tuple[tuple[Tensor, Tensor], ...]
+
+    def to(self, dtype: torch.dtype) -> "Rotary":
+        """The tables in `dtype`."""
+        return Rotary(self.positions, tuple((cos.to(dtype), sin.to(dtype)) for cos, sin in self.tables))
+
+
+def call_layer(
+    layer: nn.Module,
+    call: LayerCall,
+    hidden: Tensor,
+    mask: Tensor | Band | None,
+    rotary: Rotary,
+    cache: LayerCache | None = None,
+) -> Tensor:
+    """A decoder layer on hidden [B, Q, d], called as its model calls it."""
+    given: dict[str, Any] = {}
+    for ours, theirs in call.keywords:
+        if ours == "rotary":
+            given[theirs] = rotary.tables[call.table]
+        elif ours == "positions":
+            given[theirs] = rotary.positions
+        else:
+            given[theirs] = mask if ours == "mask" else cache
+    out = layer(hidden, **given)
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def normed_product(norm: Any, head: Any, hidden: Tensor) -> Tensor:
+    """head(norm(hidden)); in one step where the head can do that `after` a norm of this kind, and does."""
+    if not (hasattr(head, "after") and hasattr(norm, "divides_by_rms")):
+        return head(norm(hidden))
+    done = head.after(norm.weight, norm.eps, hidden)
+    return head(norm(hidden)) if done is None else done
+
+
+class LayerStack(nn.Module):
+    """The layers of a causal LM, called a range at a time on hidden states.
+
+    Rotary tables are computed once (`reserve`) and indexed. The values are those of computing them in every pass.
+    They are kept in `rotary_dtype`, by default the model's, as the model itself would use them. Where positions are
+    learned, `embed` adds them. A target may have several tables (gemma3: one for its sliding layers), or none.
+    A drafter may be made of some of the target's tokens (see `OwnTokens`): what comes in and goes out are the target's.
+    """
+
+    def __init__(self, model: PreTrainedModel, parts: Anatomy, rotary_dtype: torch.dtype | None = None):
+        super().__init__()
+        self.embed_tokens: Any = model.get_submodule(parts.embed)
+        self.embed_positions = model.get_submodule(parts.positions) if parts.positions else None
+        self.input_norm = model.get_submodule(parts.input_norm) if parts.input_norm else None
+        self.layers: Any = model.get_submodule(parts.layers)
+        self.norm = model.get_submodule(parts.norm)
+        self.head: Any = model.get_submodule(parts.head)
+        self.config = model.config
+        self.anatomy = parts
+        self.group = group_of(model)
+        self.own_tokens = own_tokens_of(model)
+        self.windows = [model.config.sliding_window if call.slides else None for call in parts.calls]
+        self._rotary = [model.get_submodule(table.module) for table in parts.tables]
+        self._rotary_dtype = rotary_dtype or self.dtype
+        self._reserved = 0
+        self.at_once: AtOnce | None = None
+        for number, _ in enumerate(parts.tables):
+            self.register_buffer(f"cos{number}", torch.empty(0), persistent=False)
+            self.register_buffer(f"sin{number}", torch.empty(0), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """cos and sin [P, D] of every rotary table, at the positions that are reserved."""
+        return tuple((getattr(self, f"cos{i}"), getattr(self, f"sin{i}")) for i in range(len(self._rotary)))
+
+    def reserve(self, positions: int) -> None:
+        """Make `rotary` ready for positions 0..positions−1."""
+        if positions <= self._reserved:
+            return
+        self._reserved = positions
+        like = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
+        # No text goes beyond the limit, only the places of padding do.
+        every = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
+        for number, (module, table) in enumerate(zip(self._rotary, self.anatomy.tables, strict=True)):
+            cos, sin = module(like, position_ids=every, **dict(table.options))
+            setattr(self, f"cos{number}", cos[0])
+            setattr(self, f"sin{number}", sin[0])
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The first layer's input [B, Q, d] for tokens at positions [B, Q], unused where they are rotary."""
+        if self.own_tokens is not None:
+            tokens = self.own_tokens.inward(tokens)
+        hidden = self.embed_tokens(tokens)
+        if self.anatomy.scale != 1.0:
+            hidden = hidden * self.anatomy.scale
+        if self.embed_positions is not None:
+            if type(self.embed_positions) is nn.Embedding:
+                hidden = hidden + self.embed_positions(positions)
+            else:  # OPT's would count positions from a mask, but for those it is given
+                hidden = hidden + self.embed_positions(None, position_ids=positions)
+        return hidden if self.input_norm is None else self.input_norm(hidden)
+
+    def rotary(self, positions: Tensor) -> Rotary:
+        """What layers are told of rows at positions [B, Q], which must have been reserved."""
+        return Rotary(positions, tuple((cos[positions], sin[positions]) for cos, sin in self.tables))
+
+    def run(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        rotary: Rotary,
+        masks: Mapping[int | None, Tensor | Band | None],
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `windows`)."""
+        if self.at_once is not None and stop > start:
+            call = self.anatomy.calls[start]
+            done = self.at_once.run(hidden, start, stop, rotary.tables[call.table], masks[self.windows[start]], cache)
+            if done is not None:
+                return done
+        every = zip(self.layers, self.anatomy.calls, self.windows, strict=True)  # an index into modules is slow
+        for layer, call, window in islice(every, start, stop):
+            hidden = call_layer(layer, call, hidden, masks[window], rotary, cache)
+        return hidden
+
+    def run_tapped(
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        rotary: Rotary,
+        masks: Mapping[int | None, Tensor | Band | None],
+        taps: Sequence[int],
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`run`, and the hidden states [B, Q, d] at the boundaries `taps`, ascending, all from start to stop.
+
+        Boundary b is what layer b is given: 0 the embedding, i the output of layer i − 1, as many as there are layers
+        what the final norm is given.
+        """
+        tapped = []
+        for boundary in taps:
+            hidden = self.run(hidden, start, boundary, rotary, masks, cache)
+            tapped.append(hidden)
+            start = boundary
+        return self.run(hidden, start, stop, rotary, masks, cache), tapped
+
+    def packed_masks(self, positions: Tensor, documents: Tensor) -> dict[int | None, Tensor | Band | None]:
+        """Masks of packed rows for `run`, by window size; positions, documents [B, T] as in `data_prep.text.rows`."""
+        if positions.shape[1] > Band.BLOCK:
+            return {w: Band.packed(documents, w) for w in set(self.windows)}
+        base = packed_mask(documents)
+        distance = positions[:, None, :, None] - positions[:, None, None, :]
+        return {w: base if w is None else base & (distance < w) for w in set(self.windows)}
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [..., K] of its `own_tokens` alone, of the hidden states after the last layer.
+
+        K = V where it is made of all tokens.
+        """
+        logits = self.anatomy.logits(normed_product(self.norm, self.head, hidden))
+        return logits if self.own_tokens is None else logits[..., : len(self.own_tokens.tokens)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The same over the target's vocabulary [..., V]."""
+        return self._outward(self.anatomy.logits(normed_product(self.norm, self.head, hidden)))
+
+    def logits_after_norm(self, hidden: Tensor) -> Tensor:
+        """The same from what its norm gave."""
+        return self._outward(self.anatomy.logits(self.head(hidden)))
+
+    def _outward(self, logits: Tensor) -> Tensor:
+        return logits if self.own_tokens is None else self.own_tokens.outward(logits)
+
+
+def group_of(model: nn.Module) -> Group:
+    """The processes that `model` is split over; this one alone where it is whole."""
+    group = getattr(model, "group", ALONE)
+    return group if isinstance(group, Group) else ALONE

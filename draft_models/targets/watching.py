@@ -1,0 +1,303 @@
+"""How a causal LM is put together, found out by watching its own forward call stand-ins for its decoder layers.
+
+A forward of transformers embeds the text, calls its decoder layers one after the other, and norms what comes out.
+Here the layers are replaced by stand-ins that note what they are given. That shows, without a list of names, where the
+parts are, which keywords a layer takes, which rotary table and which mask it gets. It takes no weights: parameters may
+be on the meta device.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from draft_models.targets.anatomy import Anatomy, LayerCall, LogitRule, Table
+from outrider.errors import UserError, reason
+
+ROWS = 7  # of the text that is watched
+WINDOW = 3  # tokens a sliding window is made to have while masks are watched
+
+
+class _StandIn(nn.Module):
+    """Takes a layer's place: notes what it is called with, and returns its input."""
+
+    def __init__(self, layer: nn.Module, notes: list[dict[str, Any]]):
+        super().__init__()
+        self._layer = [layer]  # in a list, so that its parameters are none of this module's
+        self._notes = notes
+
+    def __getattr__(self, name: str) -> Any:  # a model may look at its layers before it calls them
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._layer[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        signature = inspect.signature(type(self._layer[0]).forward)
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given.update(given.pop(name, {}))
+        _, first, *_ = given
+        given.pop(next(iter(given)))  # self
+        self._notes.append({"hidden": given.pop(first), **given})
+        return self._notes[-1]["hidden"]
+
+
+@dataclass
+class _Watched:
+    """What one forward did: (module name, arguments) in order around the layers, and every layer's arguments."""
+
+    before: list[tuple[str, nn.Module, tuple, dict, Any]]
+    after: list[tuple[str, nn.Module, tuple, dict, Any]]
+    layers: list[dict[str, Any]]
+
+
+def find_layers(model: PreTrainedModel) -> str:
+    """The name of the module list that holds the decoder layers. Raises `ValueError` where there is none."""
+    count = model.config.num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name
+    raise ValueError("it has no list of decoder layers")
+
+
+def watch(model: PreTrainedModel, **options: Any) -> _Watched:
+    """The forward of the part that holds the layers, on made-up embeddings; `options` replace arguments."""
+    layers_name = find_layers(model)
+    base_name, _, attribute = layers_name.rpartition(".")
+    base: Any = model.get_submodule(base_name)
+    seen = _Watched([], [], [])
+    embed = model.get_input_embeddings()
+
+    def note(name: str, module: nn.Module) -> Any:
+        def hook(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            (seen.after if seen.layers else seen.before).append((name, module, args, kwargs, output))
+
+        return module.register_forward_hook(hook, with_kwargs=True)
+
+    with ExitStack() as undo:
+        undo.enter_context(_stood_in_for(model, seen.layers))
+        for name, module in list(base.named_modules()):
+            inside = name.startswith(f"{attribute}.") or name in ("", attribute)
+            if not inside and module is not embed:
+                undo.callback(note(f"{base_name}.{name}", module).remove)
+        undo.enter_context(_filled(base, embed))
+        with torch.no_grad():
+            base.eval()(**{**_arguments(model), **options})
+    return seen
+
+
+@contextmanager
+def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, Any]]) -> Iterator[None]:
+    """Stand-ins in the place of the layers, which note in `notes` what they are called with."""
+    base, _, attribute = find_layers(model).rpartition(".")
+    parent: Any = model.get_submodule(base)
+    layers = getattr(parent, attribute)
+    setattr(parent, attribute, nn.ModuleList([_StandIn(layer, notes) for layer in layers]))
+    try:
+        yield
+    finally:
+        setattr(parent, attribute, layers)
+
+
+def _arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """What a forward is called with: embeddings of ones, and all else that leaves nothing to its own choice."""
+    device, dtype = _place(model)
+    embed: Any = model.get_input_embeddings()
+    return {
+        "inputs_embeds": torch.ones(1, ROWS, embed.weight.shape[1], dtype=dtype, device=device),
+        "position_ids": torch.arange(ROWS, device=device)[None],
+        "attention_mask": torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool, device=device).tril(),
+        "past_key_values": DynamicCache(),
+        "use_cache": True,
+    }
+
+
+def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where and in what a forward of `model` can run: on a CPU where its parameters are on the meta device."""
+    first = next(model.parameters())
+    return torch.device("cpu") if first.is_meta else first.device, first.dtype
+
+
+@contextmanager
+def _filled(base: nn.Module, embed: nn.Module) -> Iterator[None]:
+    """Parameters on the meta device, all but the token embedding's, are zeros for as long as the context lasts."""
+    kept = []
+    for module in base.modules():
+        for name, parameter in module._parameters.items():
+            if module is not embed and parameter is not None and parameter.is_meta:
+                kept.append((module, name, parameter))
+    for module, name, parameter in kept:
+        module._parameters[name] = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in kept:
+            module._parameters[name] = parameter
+
+
+def observe(model: PreTrainedModel) -> Anatomy:
+    """The anatomy of `model`. Raises `UserError` where its forward does more than `LayerStack` can do."""
+    try:
+        return _observe(model)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the code of an architecture raises that was not made for this
+        kind = model.config.model_type
+        raise UserError(f"architecture {kind!r} cannot be run layer by layer ({reason(error)})") from None
+
+
+def _observe(model: PreTrainedModel) -> Anatomy:
+    forgetting = {
+        type(layer) for layer in DynamicCache(config=model.config).layers if not isinstance(layer, DynamicLayer)
+    }
+    if forgetting:
+        raise ValueError(f"its layers do not keep keys and values, but a state ({min(k.__name__ for k in forgetting)})")
+    layers = find_layers(model)
+    seen = watch(model)
+    count = model.config.num_hidden_layers
+    if len(seen.layers) != count:
+        raise ValueError(f"its forward calls {len(seen.layers)} decoder layers, not {count}")
+    names = {id(module): name for name, module in model.named_modules()}
+    positions = input_norm = None
+    for name, module, _, _, output in seen.before:
+        if isinstance(module, nn.Dropout) or not isinstance(output, Tensor):
+            continue
+        if isinstance(module, nn.Embedding):
+            positions = name
+        elif output.shape == seen.layers[0]["hidden"].shape:
+            input_norm = name
+    norms = [name for name, module, *_ in seen.after if not isinstance(module, nn.Dropout)]
+    if len(set(norms)) != 1:
+        raise ValueError(f"after its layers come {norms or 'nothing'}, not one norm")
+    tables = _tables(seen)
+    slides = _slides(model, count)
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError("it has no head")
+    scale = 1.0 if positions or input_norm else float(seen.layers[0]["hidden"].flatten()[0])
+    return Anatomy(
+        layers=layers,
+        embed=names[id(model.get_input_embeddings())],
+        norm=norms[0],
+        head=names[id(head)],
+        calls=tuple(_call(given, tables, slide) for given, slide in zip(seen.layers, slides, strict=True)),
+        tables=tuple(table for table, _ in tables),
+        positions=positions,
+        input_norm=input_norm,
+        scale=scale,
+        logits=_logit_rule(model, names[id(head)]),
+    )
+
+
+def _tables(seen: _Watched) -> list[tuple[Table, Any]]:
+    """Every call of a rotary module before the layers, with what came out."""
+    found = []
+    for name, module, args, kwargs, output in seen.before:
+        if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
+            parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            options = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
+            found.append((Table(name, tuple(options.items())), output))
+    return found
+
+
+def _call(given: Mapping[str, Any], tables: Sequence[tuple[Table, Any]], slides: bool) -> LayerCall:
+    """How a layer is called, from what it was given. Raises `ValueError` for what is not understood."""
+    keywords: dict[str, str] = {}
+    table = 0
+    for name, value in given.items():
+        if name == "hidden" or value is None or isinstance(value, bool):
+            continue
+        if isinstance(value, DynamicCache):
+            keywords["cache"] = name
+        elif isinstance(value, Tensor) and value.dim() == 4 and value.shape[-2:] == (ROWS, ROWS):
+            keywords["mask"] = name
+        elif isinstance(value, Tensor) and value.shape == (1, ROWS) and not value.is_floating_point():
+            keywords["positions"] = name
+        elif isinstance(value, tuple) and any(value is output for _, output in tables):
+            keywords["rotary"] = name
+            table = next(i for i, (_, output) in enumerate(tables) if value is output)
+        else:
+            raise ValueError(f"its layers take {name!r}, which is not known here")
+    if not {"cache", "mask"} <= set(keywords):
+        raise ValueError("a layer without a mask or a cache of keys and values: not attention")
+    return LayerCall(tuple(sorted(keywords.items())), table, slides)
+
+
+def _slides(model: PreTrainedModel, count: int) -> list[bool]:
+    """Which layers get a mask with a sliding window, as the model itself makes it of the config."""
+    config = model.config
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return [False] * count
+    config.sliding_window = WINDOW
+    try:
+        layers = watch(model, attention_mask=None, past_key_values=None, use_cache=False).layers
+    finally:
+        config.sliding_window = window
+    rows = torch.arange(ROWS)
+    causal = rows <= rows[:, None]
+    banded = causal & (rows > rows[:, None] - WINDOW)
+    found = []
+    for given in layers:
+        mask = next((value for value in given.values() if isinstance(value, Tensor) and value.dim() == 4), None)
+        seen = causal if mask is None else _visible(mask)
+        if not torch.equal(seen, causal) and not torch.equal(seen, banded):
+            raise ValueError("its masks are neither causal nor a sliding window")
+        found.append(torch.equal(seen, banded))
+    return found
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """bool [Q, K] of a mask [1, 1, Q, K], bool or additive."""
+    return (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu()
+
+
+class _KnownHead(nn.Module):
+    """In the place of a head: gives the same logits for every row."""
+
+    def __init__(self, logits: Tensor):
+        super().__init__()
+        self.logits = logits
+        self.weight = nn.Parameter(torch.zeros(1, device=logits.device, dtype=logits.dtype), False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.logits.expand(*hidden.shape[:-1], -1)
+
+
+def _logit_rule(model: PreTrainedModel, head: str) -> LogitRule:
+    """What the model makes of its head's logits, by giving it known ones. Raises `ValueError` for other than a rule."""
+    device, dtype = _place(model)
+    given = torch.linspace(-40, 40, model.config.get_text_config().vocab_size, device=device, dtype=dtype)
+    parent_name, _, attribute = head.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    kept = getattr(parent, attribute)
+    embed = model.get_input_embeddings()
+    setattr(parent, attribute, _KnownHead(given))
+    try:
+        with _stood_in_for(model, []), _filled(model, embed), torch.no_grad():
+            found = model.eval()(**_arguments(model)).logits[0, -1]
+    finally:
+        setattr(parent, attribute, kept)
+    config = model.config
+    cap = getattr(config, "final_logit_softcapping", None)
+    candidates = [LogitRule(), LogitRule(cap=cap)]
+    for name in ("logit_scale", "logits_scaling"):
+        value = getattr(config, name, None)
+        if value:
+            candidates += [LogitRule(factor=value), LogitRule(divisor=value)]
+    for rule in candidates:
+        if torch.equal(rule(given).to(found.dtype), found):
+            return rule
+    for rule in candidates:
+        if torch.allclose(rule(given).to(found.dtype), found, rtol=1e-5, atol=1e-6):
+            return rule
+    raise ValueError("it changes its head's logits in a way that is not known here")

@@ -1,0 +1,149 @@
+"""Random models so small that a command can be rehearsed with them, made without a network."""
+
+import copy
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from draft_models.calibration.checkpoint import drafter_digest, save_calibration
+from draft_models.calibration.head import CalibrationHead
+from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
+from draft_models.eagle3.export import save_head
+from draft_models.eagle3.model import Eagle3
+from draft_models.eagle3.reading import Reading
+from draft_models.early_exit.checkpoint import read_meta, save_pretrained
+from draft_models.early_exit.model import EarlyExit, exit_layers
+from draft_models.ngrams.table import TrigramTable
+from draft_models.targets.model_identity import model_identity
+from draft_models.targets.open_target import open_target
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TABLE, TARGET
+from draft_models.targets.tensor_files import open_tensors
+from draft_models.targets.vocabulary import vocabulary_digest
+from draft_models.tiny.architectures import TINY_ARCHITECTURES, WINDOW, tiny_settings
+from outrider.errors import reason
+
+VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
+}  # fmt: skip
+_OTHER_SIZES = {  # that some architectures have besides
+    "head_dim": 16, "sliding_window": WINDOW, "max_window_layers": 2, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+}  # fmt: skip
+
+
+def save_tiny_models(folder: Path, architecture: str, like: PreTrainedConfig | None = None) -> str:
+    """Random models in `folder`, always the same ones: `TARGET`, and what can draft for it. Returns their architecture.
+
+    like: the config of a model whose architecture they have, if it can be made tiny and run by layers.
+
+    `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with one tokenizer, `EARLY_EXIT` is an early-exit
+    drafter's, `EAGLE3` an EAGLE-3 head's, `TABLE` an n-gram table's. Those three that draft by hidden states have
+    calibration heads.
+    """
+    transformers_logging.disable_progress_bar()
+    if like is not None:
+        try:
+            _save_tiny_models(folder, like.model_type, shrunk(like))
+            return str(like.model_type)
+        except Exception as error:  # whatever an architecture makes of sizes that its authors never saw
+            print(f"debug architecture={like.model_type} cannot be made tiny: {reason(error)}", flush=True)
+    _save_tiny_models(folder, architecture, None)
+    return architecture
+
+
+def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy at tiny size; what else it says of the model's architecture stays."""
+    small = copy.deepcopy(config)
+    for name, value in {**_SIZES, **_OTHER_SIZES, **TINY_ARCHITECTURES.get(config.model_type, {})}.items():
+        if getattr(small, name, None) is not None:
+            setattr(small, name, value)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # of every layer: each kind once
+            kinds = list(dict.fromkeys(value))
+            setattr(small, name, (kinds * small.num_hidden_layers)[: small.num_hidden_layers])
+    small.dtype = torch.float32
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    return small
+
+
+def _save_tiny_models(folder: Path, architecture: str, config: PreTrainedConfig | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    for seed, name in enumerate((TARGET, SMALL_LM)):
+        save_tiny_model(folder / name, architecture, seed, config=config)
+    target = open_target(str(folder / TARGET))
+    config, tokenizer = target.config, target.tokenizer
+    layers = target.layers(exit_layers(config, 1), dtype=torch.float32)
+    drafter = EarlyExit.from_model(layers, 1, own_head=True)
+    save_pretrained(folder / EARLY_EXIT, drafter, target.fingerprint, {}, torch.float32)
+    head = CalibrationHead(config.hidden_size, config.hidden_size)
+    facts = {"target": model_identity(target.files)}
+    save_calibration(folder / EARLY_EXIT, head, read_meta(folder / EARLY_EXIT).weights_sha256, facts)
+    save_head(folder / EAGLE3, tiny_head(config), "specforge", config, TARGET)
+    for name in (SMALL_LM, EAGLE3):
+        (folder / name / HEAD_FOLDER).mkdir()
+        digest = drafter_digest(open_tensors(str(folder / name)))
+        save_calibration(folder / name / HEAD_FOLDER, head, digest, facts)
+    text = tokenizer("to be or not to be, that is the question, or not ")["input_ids"]
+    digest = vocabulary_digest(tokenizer.get_vocab())
+    TrigramTable.from_documents([text], (2, 3, 4), VOCABULARY, digest).save(folder / TABLE)
+
+
+def save_tiny_model(
+    path: Path,
+    architecture: str,
+    seed: int = 0,
+    *,
+    context: int = 256,
+    template: str | None = None,
+    config: PreTrainedConfig | None = None,
+) -> None:
+    """A causal LM of 4 layers with random weights and a byte-level tokenizer, as a Hugging Face directory.
+
+    context: tokens that it can hold. template: the tokenizer's chat template. config: a tiny one to take.
+    """
+    settings = {**_SIZES, "max_position_embeddings": context, "tie_word_embeddings": False}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config or AutoConfig.for_model(architecture, **{**settings, **tiny_settings(architecture)}),
+            dtype=torch.float32,
+            trust_remote_code=False,
+        )
+    model.save_pretrained(path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+
+
+def tiny_head(target: PreTrainedConfig) -> Eagle3:
+    """A random EAGLE-3 head of one layer that shares the target's embedding and has logits of the bytes only."""
+    width = target.hidden_size
+    reading = Reading(
+        taps=(1, 2, 3), target_hidden=width, hidden=width, intermediate=96, layers=1, heads=4, key_heads=2,
+        head_dim=width // 4, epsilon=1e-5, activation="silu", vocabulary=target.vocab_size, draft_vocabulary=256,
+        rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256, windows=(None,),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(2)
+    weights = {
+        name: torch.randn(shape, generator=generator) * 0.1 if len(shape) == 2 else torch.ones(shape)
+        for name, shape in head_shapes(reading).items()
+    }
+    return Eagle3.of(reading, {**weights, DRAFT_TOKENS: torch.arange(256)})
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, no merges, plus <s>, </s> and <pad>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")

@@ -1,0 +1,38 @@
+"""Talk to a target in the terminal, with a drafter before it, and see what the drafter had of every answer.
+
+outrider chat target=runs/demo/target checkpoint=runs/demo/eesd
+"""
+
+import sys
+
+from conf import entry
+from inference.settings.chat import ChatConfig
+
+
+@entry("chat", ChatConfig, waits=True)
+def main(config: ChatConfig) -> None:
+    # Imported once the config is known to be good: torch and transformers take seconds.
+    import outrider
+    from inference.chat.loop import Chat
+    from inference.chat.screen import open_screen
+    from inference.drafters.ngram.ngram_memory import save_all
+
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # `input` then knows the arrow keys
+    methods = iter(config.methods.items())
+    name, method = next(methods, (None, None))
+    model = outrider.load(
+        config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
+        small_lm=config.small_lm, eagle3=config.eagle3, table=config.table, dtype=config.dtype, device=config.device,
+        runtime=config.runtime, template=config.template, target=config.target if config.checkpoint else None,
+    )  # fmt: skip
+    screen = open_screen(sys.stdout)
+    try:
+        Chat(model, config, screen, input).run()
+    finally:
+        screen.close()
+        save_all()  # what any of the methods that were chosen in between has kept
+
+
+if __name__ == "__main__":
+    main()

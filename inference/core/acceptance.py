@@ -1,0 +1,97 @@
+"""How tokens are chosen from the target's logits, one at a time or along a draft: greedily, or by sampling."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inference.core.ops import likeliest
+from inference.core.sampling import Sampler, branches
+from inference.core.session import TargetSession
+from inference.core.tree import DraftTree
+from inference.core.verify import Matching, NodeRule, RandomChance, Rejection, verify_greedy, verify_sampled
+
+
+class Chooser:
+    """Chooses the next token after the text, and verifies drafts, for one generation.
+
+    sampler: logits → probabilities; None: plain greedy.
+    generator: its coins, where the sampler samples.
+    naive: verify sampled candidates as if they were chosen, by sampling from p (MCNS) instead of rejection.
+    plain: the likeliest token is chosen, by the logits alone.
+
+    The text is kept only for processors that read it. Where the target's logits are not finite numbers, what is chosen
+    is no token of the vocabulary.
+    """
+
+    def __init__(self, sampler: Sampler | None = None, generator: random.Random | None = None, *, naive: bool = False):
+        self.sampler = sampler
+        self.plain = sampler is None
+        self.greedy = sampler is None or sampler.greedy
+        self.reads_context = sampler is not None and sampler.reads_context
+        self.naive = naive
+        if not self.greedy:
+            if generator is None:
+                raise ValueError("sampling needs a generator")
+            self.chance = RandomChance(generator)
+
+    def begin(self, session: TargetSession, prompt: Sequence[int]) -> None:
+        """Start a generation after `prompt`."""
+        self._device = session.stack.device
+        if self.reads_context:
+            self.text = torch.tensor(prompt, device=self._device)
+
+    def next_token(self, logits: Tensor) -> Tensor:
+        """The token [1] after the text, from its logits [1, V]."""
+        contexts = [self.text] if self.reads_context else None
+        if self.greedy:
+            token = likeliest(self._scores(logits, contexts))
+        else:
+            token = self._token(self.chance.choose(self.probabilities(logits, contexts)[0]))
+        self._extend_text(token)
+        return token
+
+    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
+        """Verify a draft under the last token of the text, given the target's logits [n + 1, V] (root first).
+
+        Returns the draft's tokens as a list, the accepted nodes, and the token that follows them, as a tensor
+        [1] and as a number. Greedy: one transfer from the device.
+        """
+        contexts = branches(self.text, tree.tokens, tree.parents) if self.reads_context else None
+        if self.greedy:
+            choices = likeliest(self._scores(logits, contexts))
+            together = torch.cat([tree.tokens, choices]).tolist()
+            tokens = together[: len(tree)]
+            nodes, bonus = verify_greedy(tokens, tree.parents, together[len(tree) :])
+            last = nodes[-1] + 1 if nodes else 0
+            following = choices[last : last + 1]
+        else:
+            tokens = tree.tokens.tolist()
+            p = self.probabilities(logits, contexts)
+            rule: NodeRule = Rejection(replace=bool(tree.draws)) if tree.q and not self.naive else Matching()
+            draws = None if self.naive else tree.draws
+            nodes, bonus = verify_sampled(tokens, tree.parents, tree.q, p, rule, self.chance, draws=draws)
+            following = self._token(bonus)
+        if self.reads_context and 0 <= bonus < logits.shape[-1]:
+            self._extend_text(tree.tokens[nodes], following)
+        return tokens, nodes, following, bonus
+
+    def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
+        """The law [n, V] of the token after each row, for target and drafter alike."""
+        assert self.sampler is not None
+        return self.sampler.probabilities(logits, contexts)
+
+    def draft_probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
+        """`probabilities` for a drafter's logits; where those are NaN q is uniform: something to draw from."""
+        return self.probabilities(logits, contexts).nan_to_num_(1 / logits.shape[-1])
+
+    def _scores(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
+        return logits if self.sampler is None else self.sampler.scores(logits, contexts)
+
+    def _token(self, token: int) -> Tensor:
+        return torch.tensor([token], device=self._device)
+
+    def _extend_text(self, *tokens: Tensor) -> None:
+        if self.reads_context:
+            self.text = torch.cat([self.text, *tokens])

@@ -1,0 +1,218 @@
+"""The two arms: plain autoregressive decoding and speculative decoding, on one cache, counted by one rule."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.stack import LayerStack
+from inference.core.acceptance import Chooser
+from inference.core.drafter import Drafter
+from inference.core.runtime import Eager, Runtime
+from inference.core.session import TargetSession
+from inference.core.stopwatch import Clock, Stopwatch
+from inference.core.tree import ROOT, DraftTree
+from outrider.errors import UserError
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass of the target committed. The first round of a generation is the prefill.
+
+    tokens: committed ids, never beyond the first EOS or the budget.
+    drafted: proposed tokens. accepted: how many of `tokens` came from the draft.
+    depth: the draft's, so how many could have.
+
+    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: everything else
+    that the drafter does. verify: the target's pass and its transfer; in plain decoding the pass alone.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    depth: int
+    seconds: float
+    draft_seconds: float = 0.0
+    structure_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+
+def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, ...]:
+    """`tokens` up to and including the first EOS, at most `budget` of them: the one rule for what is counted."""
+    for index, token in enumerate(tokens[:budget]):
+        if token in eos:
+            return tuple(tokens[: index + 1])
+    return tuple(tokens[:budget])
+
+
+def until(
+    rounds: Iterator[Round], prompt: Sequence[int], first_end: Callable[[Sequence[int], int], int | None]
+) -> Iterator[Round]:
+    """`rounds` up to and including the token with which the text ends; those after it were never decoded.
+
+    first_end: of the last n tokens of a text, prompt included, how many there are when it ends, None where it does
+    not (see `StopStrings.first_end`).
+    """
+    text = list(prompt)
+    for r in rounds:
+        text += r.tokens
+        count = first_end(text, len(r.tokens))
+        if count is not None:
+            yield replace(r, tokens=r.tokens[:count], accepted=min(r.accepted, count))
+            return
+        yield r
+
+
+@torch.inference_mode()
+def autoregressive(
+    stack: LayerStack,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos: Collection[int] = (),
+    chooser: Chooser | None = None,
+    runtime: Runtime | None = None,
+    clock: Clock = time.perf_counter,
+) -> Iterator[Round]:
+    """Plain decoding, one token a pass. Yields a `Round` per pass. Raises `UserError` as `speculative` does.
+
+    chooser: how tokens are chosen from logits; None: greedily.
+    runtime: how passes run; None: eagerly.
+    """
+    chooser = chooser or Chooser()
+    with closing(_new_session(runtime, stack, 0, prompt, max_new_tokens, spare=0)) as session:
+        started = clock()
+        logits = session.prefill(prompt)
+        session.commit(range(len(prompt)))
+        chooser.begin(session, prompt)
+        root = chooser.next_token(logits)
+        token = _require_token(int(root), session, session.base - 1)
+        yield Round((token,), 0, 0, 0, clock() - started)
+        for _ in range(max_new_tokens - 1):
+            if token in eos:
+                return
+            started = clock()
+            if chooser.plain and session.step is not None:
+                root = session.step(root)
+                passed = clock()
+            else:
+                session.feed(root, (ROOT,))
+                logits = session.finish()
+                passed = clock()
+                session.commit((0,))
+                root = chooser.next_token(logits)
+            token = _require_token(int(root), session, session.base - 1)
+            yield Round((token,), 0, 0, 0, clock() - started, verify_seconds=passed - started)
+
+
+@torch.inference_mode()
+def speculative(
+    stack: LayerStack,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos: Collection[int] = (),
+    chooser: Chooser | None = None,
+    runtime: Runtime | None = None,
+    clock: Clock = time.perf_counter,
+) -> Iterator[Round]:
+    """Speculative decoding: the tokens, or under sampling their law, are `autoregressive`'s whatever is drafted.
+
+    drafter: a fresh one.
+    chooser: how tokens are chosen from logits; None: greedily.
+    runtime: how passes run; None: eagerly.
+
+    Raises `UserError` for an impossible length, and where the target's logits are not finite numbers.
+    """
+    session = _new_session(runtime, stack, drafter.split, prompt, max_new_tokens, spare=drafter.max_rows)
+    with closing(session):
+        yield from decode_rounds(session, drafter, chooser or Chooser(), prompt, max_new_tokens, eos, clock)
+
+
+def decode_rounds(
+    session: TargetSession,
+    drafter: Drafter,
+    chooser: Chooser,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    eos: Collection[int],
+    clock: Clock,
+) -> Iterator[Round]:
+    """The loop: draft a tree under the last token, run the target once over it, verify, commit. Prefill first."""
+    watch = Stopwatch(clock)
+    session.taps, session.successors = drafter.taps, drafter.successors
+    logits = session.prefill(prompt)
+    drafter.begin(session, chooser, watch)
+    session.commit(range(len(prompt)))
+    chooser.begin(session, prompt)
+    root = chooser.next_token(logits)
+    token = _require_token(int(root), session, session.base - 1)
+    yield Round((token,), 0, 0, 0, watch.seconds)
+    budget = max_new_tokens - 1
+    while budget > 0 and token not in eos:
+        watch.restart()
+        with watch.part("structure"):
+            tree = drafter.draft(root, budget - 1)
+        with watch.part("verify"):
+            logits = session.run_tree(root, tree)
+            proposed, nodes, root, bonus = _verify(session, chooser, root, tree, logits)
+        accepted = [proposed[node] for node in nodes]
+        with watch.part("structure"):
+            drafter.commit(tree, nodes, [token, *accepted])
+        session.commit(session.path(nodes))
+        tokens = cut([*accepted, bonus], eos, budget)
+        budget -= len(tokens)
+        token = tokens[-1]
+        seconds = {f"{part}_seconds": spent for part, spent in watch.parts.items()}
+        yield Round(tokens, len(tree), min(len(nodes), len(tokens)), tree.depth, watch.seconds, **seconds)
+
+
+def _verify(
+    session: TargetSession, chooser: Chooser, root: Tensor, tree: DraftTree, logits: Tensor
+) -> tuple[list[int], list[int], Tensor, int]:
+    """`Chooser.verify`. Raises `UserError` where the target's logits are not finite numbers."""
+    proposed, nodes, following, bonus = chooser.verify(tree, logits)
+    if not nodes and len(tree) and not _is_token(bonus, session):
+        # To the target a drafted token may be no number, and then all rows beside it are none: 0 · NaN is NaN.
+        alone = session.finish([0])
+        _, nodes, following, bonus = chooser.verify(DraftTree(root[:0], (), ()), alone)
+    _require_token(bonus, session, session.base + len(nodes))
+    return proposed, nodes, following, bonus
+
+
+def _is_token(token: int, session: TargetSession) -> bool:
+    return 0 <= token < session.vocabulary
+
+
+def _require_token(token: int, session: TargetSession, position: int) -> int:
+    """`token`, chosen by the target's logits at `position`. Raises `UserError` where they are not finite numbers."""
+    if not _is_token(token, session):
+        dtype = str(session.stack.dtype).removeprefix("torch.")
+        raise UserError(
+            f"the target's logits at position {position} are NaN or infinite in dtype={dtype}; try dtype=bfloat16, "
+            "which has the range of float32, or dtype=float32, and if that is no help look for damaged weights"
+        )
+    return token
+
+
+def _new_session(
+    runtime: Runtime | None, stack: LayerStack, split: int, prompt: Sequence[int], max_new_tokens: int, spare: int
+) -> TargetSession:
+    if not prompt:
+        raise UserError("empty prompt: the target needs at least one token to continue from")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1")
+    limit = context_limit(stack.config)
+    if len(prompt) + max_new_tokens > limit:
+        raise UserError(
+            f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceeds the target's context "
+            f"of {limit}; shorten one of them"
+        )
+    # A tree needs more cache slots than positions: near the end of the context the slots go beyond it.
+    context = len(prompt) + max_new_tokens
+    return (runtime or Eager()).session(stack, split, context + spare + 1, context)

@@ -1,0 +1,30 @@
+"""One text continued: its tokens and the time they took."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from inference.core.decode import Round
+from inference.core.stopwatch import Clock
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt continued by one arm. `rounds` leaves the prefill out; seconds are wall clock."""
+
+    tokens: tuple[int, ...]
+    prefill_seconds: float
+    decode_seconds: float
+    rounds: tuple[Round, ...] = ()
+    totals: Mapping[str, float] = field(default_factory=dict)  # of the drafter (see `Structure.totals`)
+
+
+def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
+    """Run a decoding generator to its end, timing prefill and decoding apart."""
+    started = clock()
+    first = next(rounds)
+    prefilled = clock()
+    rest = tuple(rounds)
+    ended = clock()
+    tokens = tuple(token for r in (first, *rest) for token in r.tokens)
+    return Generation(tokens, prefilled - started, ended - prefilled, rest)

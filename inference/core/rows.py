@@ -1,0 +1,125 @@
+"""Which rows a pass computes, where they stand and what they see."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_models.targets.attention import Band
+from inference.core.ops import ancestor_mask
+from inference.core.tree import chain_parents
+
+# By window size of the layers; None: attention needs no mask.
+Masks = dict[int | None, Tensor | Band | None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows start..stop−1 of a round, as a pass computes them; a negative start reaches into the committed ones.
+
+    base: committed positions before row 0. depths, lineages: of the round's rows 0..stop−1; row j's bit is set in the
+    lineage of j and of all below it. A row sees every committed position and its own lineage. is_chain: every row is
+    the parent of the next, so what is seen is a triangle.
+    """
+
+    base: int
+    start: int
+    stop: int
+    depths: Sequence[int]
+    lineages: Sequence[int]
+    is_chain: bool
+
+    @property
+    def span(self) -> slice | None:
+        """The positions where they are consecutive."""
+        consecutive = self.is_chain or self.stop <= 1
+        return slice(self.base + self.start, self.base + self.stop) if consecutive else None
+
+    def positions(self, places: Tensor) -> Tensor:
+        """Positions [1, stop − start]; places: 0, 1, 2, … on the device."""
+        if self.span is not None:
+            return places[None, self.span]
+        positions = [self.base + depth for depth in self.depths[self.start : self.stop]]
+        return torch.tensor([positions], device=places.device)
+
+    def masks(self, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
+        """Additive masks [1, 1, stop − start, base + stop] by window size.
+
+        None where attention needs no mask: one query, or causal attention over an empty cache; a `Band` for a long
+        text that begins there.
+        """
+        past, keys = self.base + self.start, self.base + self.stop
+        trivial = self.is_chain and (keys - past == 1 or past == 0)
+        built: Masks = {}
+        for window in set(windows):
+            binding = window if window is not None and window < keys else None
+            if binding not in built:
+                built[binding] = None if trivial and binding is None else self._mask(binding, places, dtype)
+            built[window] = built[binding]
+        return built
+
+    def _mask(self, window: int | None, places: Tensor, dtype: torch.dtype) -> Tensor | Band:
+        past, keys = self.base + self.start, self.base + self.stop
+        if self.is_chain and past == 0 and window is not None and keys > Band.BLOCK:
+            return Band.sliding(places[:keys], window)
+        if not self.is_chain and window is None:
+            made = ancestor_mask(self.lineages[self.start : self.stop], self.base, self.stop, dtype, places.device)
+            if made is not None:
+                return made
+        lowest = torch.finfo(dtype).min
+        mask = torch.zeros(keys - past, keys, dtype=dtype, device=places.device)
+        columns = places[:keys]
+        if self.is_chain:
+            mask.masked_fill_(columns > columns[past:, None], lowest)
+        else:
+            closure = torch.from_numpy(unpack(self.lineages[self.start : self.stop], self.stop))
+            mask[:, self.base :].masked_fill_(~closure.to(places.device), lowest)
+        if window is not None:
+            if not self.is_chain:
+                depths = torch.tensor(self.depths, device=places.device)
+                columns = torch.cat([columns[: self.base], self.base + depths])
+            mask.masked_fill_(columns <= columns[past:, None] - window, lowest)
+        return mask[None, None]
+
+
+class Rows:
+    """The rows of a round while it grows: parents, depths and lineages."""
+
+    def __init__(self, parents: Sequence[int] = ()) -> None:
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.lineages: list[int] = []  # bits: a round asks for several masks, and tensor steps cost more
+        self.is_chain = True
+        self.add(parents)
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def add(self, parents: Sequence[int]) -> None:
+        """Rows under `parents` (−1: no parent in this round)."""
+        self.is_chain = self.is_chain and tuple(parents) == chain_parents(len(self), len(parents))
+        for parent in parents:
+            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+            self.lineages.append((0 if parent < 0 else self.lineages[parent]) | 1 << len(self.lineages))
+            self.parents.append(parent)
+
+    def select(self, chosen: Sequence[int]) -> "Rows":
+        """The rows `chosen` (ascending, with all their ancestors) as a round of their own."""
+        place = {row: index for index, row in enumerate(chosen)}
+        return Rows([place.get(self.parents[row], -1) for row in chosen])
+
+    def layout(self, base: int, start: int, stop: int) -> Layout:
+        """Rows start..stop−1 behind `base` committed positions."""
+        whole = stop == len(self)
+        depths, lineages = (self.depths, self.lineages) if whole else (self.depths[:stop], self.lineages[:stop])
+        return Layout(base, start, stop, depths, lineages, self.is_chain)
+
+
+def unpack(lineages: Sequence[int], columns: int) -> np.ndarray:
+    """bool [rows, columns]: bit j of lineage i. `columns` may leave out only bits that are not set."""
+    width = -(-columns // 8)
+    packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in lineages), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(len(lineages), width), axis=1, count=columns, bitorder="little")
+    return bits.view(np.bool_)

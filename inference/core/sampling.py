@@ -1,0 +1,189 @@
+"""From logits to probabilities: once, and the same for target and drafter; and from those to tokens.
+
+transformers' own processors in transformers' own order: what reads the text (repetition penalty, processors of the
+user), then the warpers (temperature, top-k, top-p, min-p). In a tree every row has a text of its own: the committed
+tokens and its branch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from inference.settings.sampling import SamplingConfig
+
+# Exactly these types, no subclasses: they never look at the text, so all rows go through them together.
+_IGNORE_CONTEXT = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+class Sampler:
+    """`config` and the user's `processors`, ready to apply.
+
+    own: what the target's generation config asks for (see `loading.generation_config`), before what `config` does.
+
+    As in `generate`, a processor of the user replaces the one of its type among those. The others come before the
+    warpers, and greedy decoding has no warpers. A processor must be a function of its arguments: one that remembers
+    earlier calls would mix branches.
+    """
+
+    def __init__(
+        self,
+        config: SamplingConfig,
+        processors: Sequence[LogitsProcessor] = (),
+        *,
+        own: Sequence[LogitsProcessor] = (),
+    ):
+        self.greedy = config.temperature == 0
+        ours = list(own)
+        if config.repetition_penalty not in (None, 1):
+            ours.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
+        steps: list[LogitsProcessor] = [next((p for p in processors if type(p) is type(mine)), mine) for mine in ours]
+        # All of transformers' own treat rows alike, but for one that in older versions sees the first row only.
+        alike = [step for step in ours if type(step) is not EncoderRepetitionPenaltyLogitsProcessor]
+        self._batched = [step for step in steps if step in alike]
+        steps += [p for p in processors if p not in steps]
+        self._steps = steps if self.greedy else [*steps, *_warpers(config)]
+        self.reads_context = any(type(step) not in _IGNORE_CONTEXT for step in self._steps)
+
+    def scores(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
+        """Processed logits [n, V] in float32.
+
+        contexts: for each row of logits [n, V] all tokens before it (int64, on the same device), see `branches`;
+        needed only if `reads_context`.
+        """
+        scores = logits.float()
+        for step in self._steps:
+            if type(step) in _IGNORE_CONTEXT:
+                scores = step(None, scores)
+            else:
+                if contexts is None or len(contexts) != len(logits):
+                    given = "no contexts" if contexts is None else f"{len(contexts)} contexts"
+                    raise ValueError(f"{type(step).__name__} reads the context: {len(logits)} rows but {given}")
+                scores = self._by_context(step, scores, contexts)
+        return scores
+
+    def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
+        """The distribution [n, V] in float32 that each row's next token is sampled from; greedy: a point mass.
+
+        Arguments as in `scores`.
+        """
+        scores = self.scores(logits, contexts)
+        if self.greedy:
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return scores.softmax(-1)
+
+    def _by_context(self, step: LogitsProcessor, scores: Tensor, contexts: Sequence[Tensor]) -> Tensor:
+        """Apply a processor row by row, as plain decoding would; ours treats rows alike and goes depth by depth.
+
+        It gets copies of the rows: transformers lets a processor write to its input.
+        """
+        together = step in self._batched
+        groups: dict[int, list[int]] = {}
+        for row, context in enumerate(contexts):
+            groups.setdefault(len(context) if together else row, []).append(row)
+        processed = torch.empty_like(scores)
+        for rows in groups.values():
+            processed[rows] = step(torch.stack([contexts[row] for row in rows]), scores[rows])
+        return processed
+
+
+def successors(logits: Tensor, count: int) -> Tensor:
+    """The `count` likeliest tokens after each row of logits [..., V], then the probability of each.
+
+    float32 [..., 2k], k being the smaller of count and V: one tensor to fetch. Ids below 2^24 are exact in it.
+    """
+    scores = logits.float()
+    values, tokens = largest(scores, min(count, logits.shape[-1]))
+    return torch.cat([tokens.float(), (values - scores.logsumexp(-1, keepdim=True)).exp()], dim=-1)
+
+
+def largest(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
+    """`scores.topk(count)` of [..., V]. They lie in the `count` chunks of the largest maxima: one look at all of V."""
+    size = scores.shape[-1]
+    whole = size - size % chunk
+    if count * chunk * 4 > size:
+        values, tokens = scores.topk(count)
+        return values, tokens
+    chunks = scores[..., :whole].unflatten(-1, (-1, chunk))
+    best = chunks.amax(-1).topk(count).indices
+    inside = chunks.gather(-2, best[..., None].expand(*best.shape, chunk)).flatten(-2)
+    places = (best[..., None] * chunk + torch.arange(chunk, device=scores.device)).flatten(-2)
+    if whole < size:
+        last = torch.arange(whole, size, device=scores.device).expand(*scores.shape[:-1], size - whole)
+        inside, places = torch.cat([inside, scores[..., whole:]], -1), torch.cat([places, last], -1)
+    values, at = inside.topk(count)
+    return values, places.gather(-1, at)
+
+
+def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tensor]:
+    """The text before each row of a verified tree: `text` [length], and for each node `text` and the path to it.
+
+    tokens, parents [n]: the draft tree under the last token of `text`. Returns n + 1 tensors, the root's first.
+    """
+    found = [text]
+    for node, parent in enumerate(parents):
+        found.append(torch.cat([found[parent + 1], tokens[node : node + 1]]))
+    return found
+
+
+def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
+    """Draw from each row of weights [m, V] ≥ 0 by its inverse distribution function.
+
+    uniforms: float64 [m, k] in [0, 1), or one number for a single draw from each row.
+    Returns tokens [m, k]: the first one at which the row's running sum exceeds that share of its total, −1 only where a
+    row has no weight at all. Example: weights (1, 3) and uniform 0.5 give token 1, as 1 is not more than 2 but 4 is.
+
+    The sums are in float64. A token's share is off by some V · 2⁻⁵³ of the total at most. There is no transfer from a
+    GPU.
+    """
+    sums = _running_sums(weights)
+    found = torch.searchsorted(sums, sums[:, -1:] * uniforms, right=True).clamp_(max=weights.shape[-1] - 1)
+    hit = weights.gather(-1, found) > 0
+    if weights.device.type == "cpu" and bool(hit.all()):
+        return found
+    # Sums taken in parallel, as on CUDA, may step up by a rounding error where the weight is 0, or step down.
+    heaviest = weights.argmax(-1, keepdim=True)
+    return torch.where(hit, found, torch.where(weights.gather(-1, heaviest) > 0, heaviest, -1))
+
+
+def _running_sums(weights: Tensor) -> Tensor:
+    return weights.to(torch.float64, copy=True).cumsum_(-1)  # in place: twice as much memory takes seven times as long
+
+
+def _warpers(config: SamplingConfig) -> list[LogitsProcessor]:
+    warpers: list[LogitsProcessor] = []
+    if config.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(config.temperature)))
+    if config.top_k:
+        warpers.append(TopKLogitsWarper(config.top_k))
+    if config.top_p < 1:
+        warpers.append(TopPLogitsWarper(config.top_p))
+    if config.min_p:
+        warpers.append(MinPLogitsWarper(config.min_p))
+    return warpers

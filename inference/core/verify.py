@@ -1,0 +1,252 @@
+"""Verification rules: pure functions from a draft and the target's opinion to what is accepted.
+
+Under sampling all rules are one recursion. Take a node whose target distribution is p, with candidates x_1, x_2, …
+drawn from q_1, q_2, …. Start from r = p. Accept x_i with probability min(1, r(x_i) / q_i(x_i)), else set
+r ← norm(max(r − q_i, 0)). If all are rejected, emit a sample from r. The emitted token has law p exactly, whatever the
+q_i are. Example: p = (0.5, 0.5), q = (1, 0), one candidate. It is accepted with probability 0.5; else r = (0, 1), and
+the other token is emitted.
+
+The rules differ in what they take q_i to be:
+
+- with replacement: q_i = q, the candidates are independent draws (one candidate: Leviathan et al. 2023);
+- without replacement: q_1 = q, q_{i+1} = norm(q_i with x_i removed);
+- naive: q_i = the point mass on x_i, so r loses one token at a time. That is sampling from p and accepting the sample
+  if it is among the candidates. It needs no q and is the rule for candidates that were chosen, not drawn.
+
+(MCSD §3.) The arrays are torch tensors in production. Rejection and matching use only what torch tensors and numpy
+arrays have in common. So tests run this code on arrays of fractions and sum over every random branch.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.core.sampling import invert
+from inference.core.tree import ROOT
+
+Rows = Any  # a torch tensor, or a numpy array of numbers
+
+
+class Chance(Protocol):
+    """A source of randomness for decisions."""
+
+    def accept(self, probability: Any) -> bool:
+        """True with `probability`; values above 1 mean 1."""
+        ...
+
+    def choose(self, weights: Rows) -> int:
+        """An index of `weights` [V] (≥ 0, not all 0), each with probability proportional to its weight."""
+        ...
+
+
+class RandomChance:
+    """Decisions by the numbers of `generator`; the same on every device up to rounding of the probabilities."""
+
+    def __init__(self, generator: random.Random):
+        self._random = generator  # Python's draws single numbers on the host ten times cheaper than a tensor op
+
+    def accept(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+    def choose(self, weights: Tensor) -> int:
+        """By the inverse distribution function. One transfer."""
+        return int(invert(weights[None], self._random.random()))
+
+
+class NodeRule(Protocol):
+    """What happens at one node. A family is (parent, its children's tokens in draw order)."""
+
+    def acceptance(
+        self, families: Sequence[tuple[int, Sequence[int]]], q: Mapping[int, Rows], p: Rows
+    ) -> dict[int, list[Any]]:
+        """By parent, for each child: the probability that it is accepted if those before it were not.
+
+        q: the distribution [V] that each parent's children were drawn from; p [n + 1, V]: the target's, row 0
+        at the root and row i + 1 at node i. Probabilities above 1 mean 1. One transfer from the device.
+        """
+        ...
+
+    def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
+        """The law [V], up to a factor, of the token to emit at the parent when all its children were rejected."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Candidates drawn from q, with or without replacement.
+
+    A candidate with q_i(x_i) = 0 was not drawn from q_i (the support was exhausted, or it is repeated): it is never
+    accepted and leaves r alone, so the tree is narrower and the law the same. Repeated draws with replacement do count
+    (they are rejected and take their share of r), so a draft must keep them.
+    """
+
+    replace: bool
+
+    def acceptance(
+        self, families: Sequence[tuple[int, Sequence[int]]], q: Mapping[int, Rows], p: Rows
+    ) -> dict[int, list[Any]]:
+        families = sorted(families, key=lambda family: -len(family[1]))  # those with an i-th child come first
+        r, q_i = self._start([parent for parent, _ in families], q, p)
+        ratios: list[Rows] = []
+        drawn: list[int] = []
+        for i in range(len(families[0][1])):
+            before, drawn = drawn, [tokens[i] for _, tokens in families if i < len(tokens)]
+            if i:
+                count = len(drawn)
+                r, q_i = self._reject(r[:count], q_i[:count], before[:count])
+            ratios.append(_ratio(r, q_i, drawn))
+        flat = iter(_module(p).concatenate(ratios).tolist())
+        found: dict[int, list[Any]] = {parent: [] for parent, _ in families}
+        for i in range(len(ratios)):
+            for parent, tokens in families:
+                if i < len(tokens):
+                    found[parent].append(next(flat))
+        return found
+
+    def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
+        parent, tokens = family
+        r, q_i = self._start([parent], q, p)
+        for token in tokens:
+            r, q_i = self._reject(r, q_i, [token])
+        return r[0]
+
+    def _start(self, parents: Sequence[int], q: Mapping[int, Rows], p: Rows) -> tuple[Rows, Rows]:
+        """r and q_1 [m, V]; the latter is a copy to work in."""
+        if not all(parent in q for parent in parents):
+            raise ValueError("this draft was not sampled: its candidates have no q; verify it with the naive rule")
+        return _rows(p, parents), _module(p).stack([q[parent] for parent in parents])
+
+    def _reject(self, r: Rows, q_i: Rows, drawn: Sequence[int]) -> tuple[Rows, Rows]:
+        """r and q_i [m, V] after the tokens `drawn` [m] were rejected. Works in q_i."""
+        rows = range(len(drawn))
+        real = (q_i[rows, drawn] > 0)[:, None]
+        r = _normalised((r - q_i * real).clip(min=0))
+        if not self.replace:
+            q_i[rows, drawn] = 0
+            q_i = _normalised(q_i)
+        return r, q_i
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The naive rule, for any candidates however chosen. At every node of a deterministic tree it is sample-and-match.
+
+    It works on one gathered number per candidate. Only the last row is touched as a whole.
+    """
+
+    def acceptance(
+        self, families: Sequence[tuple[int, Sequence[int]]], q: Mapping[int, Rows], p: Rows
+    ) -> dict[int, list[Any]]:
+        rows = [parent + 1 for parent, tokens in families for _ in tokens]
+        columns = [token for _, tokens in families for token in tokens]
+        masses = iter(p[rows, columns].tolist())
+        found: dict[int, list[Any]] = {}
+        for parent, tokens in families:
+            found[parent] = []
+            seen: set[int] = set()
+            left: Any = 1  # the mass of r before renormalising
+            for token in tokens:
+                mass = next(masses) * (token not in seen)
+                found[parent].append(mass / left if left > 0 else 0)
+                left -= mass
+                seen.add(token)
+        return found
+
+    def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
+        parent, tokens = family
+        r = p[[parent + 1]][0]  # a copy
+        r[list(tokens)] = 0
+        return r
+
+
+def verify_sampled(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    q: Mapping[int, Rows],
+    p: Rows,
+    rule: NodeRule,
+    chance: Chance,
+    *,
+    draws: Mapping[int, Sequence[int]] | None = None,
+    at_once: bool | None = None,
+) -> tuple[list[int], int]:
+    """Verification under sampling: apply `rule` from the root down, then to the children of what it accepted.
+
+    tokens, parents [n]: the draft tree, siblings in draw order. q, p: as in `NodeRule.acceptance`, p being normalised.
+    Returns (accepted nodes in order, the next token). The emitted tokens have exactly the law of sampling from p one by
+    one.
+
+    draws: for candidates drawn with replacement, the child that each draw of a parent hit (`DraftTree.draws`).
+    at_once: find the acceptance probabilities of all nodes in one batch, so that a round takes two transfers from the
+    device. Otherwise only those of visited nodes are found, which is less work, but one transfer each. Default: at once
+    unless p is on the CPU.
+    """
+    children: dict[int, Sequence[int]] = dict(draws or {})
+    if not children:
+        for node, parent in enumerate(parents):
+            children[parent] = [*children.get(parent, ()), node]
+    families = {parent: [tokens[node] for node in nodes] for parent, nodes in children.items()}
+    if at_once is None:
+        at_once = isinstance(p, Tensor) and p.device.type != "cpu"
+    known = rule.acceptance(list(families.items()), q, p) if at_once and families else {}
+    accepted: list[int] = []
+    last = ROOT
+    while last in families:
+        probabilities = known[last] if at_once else rule.acceptance([(last, families[last])], q, p)[last]
+        pairs = zip(children[last], probabilities, strict=True)
+        taken = next((node for node, probability in pairs if chance.accept(probability)), None)
+        if taken is None:
+            break
+        accepted.append(taken)
+        last = taken
+    weights = p[last + 1]
+    if last in families:
+        rest = rule.residual((last, families[last]), q, p)
+        # Where p ≤ q up to rounding, rejecting has a probability of 1e-7 instead of 0 and may leave nothing to emit.
+        weights = rest + (rest.sum() == 0) * weights
+    return accepted, chance.choose(weights)
+
+
+def verify_greedy(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[list[int], int]:
+    """Greedy verification: walk down while the target's own choice is among the children.
+
+    tokens, parents [n]: the draft tree; choices [n + 1]: the target's argmax after the root and after each
+    node. Returns (accepted nodes in order, the next token), the next token being the target's choice after
+    the last accepted node. The emitted text is exactly the target's greedy text.
+    """
+    accepted: list[int] = []
+    last = ROOT
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent == last and token == choices[last + 1]:
+            accepted.append(node)
+            last = node
+    return accepted, choices[last + 1]
+
+
+def _module(rows: Rows) -> Any:
+    """Where the functions for such arrays live."""
+    return torch if isinstance(rows, Tensor) else np
+
+
+def _rows(p: Rows, parents: Sequence[int]) -> Rows:
+    """p after each of `parents` [m, V]; a view if there is one."""
+    return p[parents[0] + 1][None] if len(parents) == 1 else p[[parent + 1 for parent in parents]]
+
+
+def _ratio(r: Rows, q: Rows, drawn: Sequence[int]) -> Rows:
+    """r(x) / q(x) [m] at the tokens `drawn` [m]; 0 where q(x) = 0."""
+    rows = range(len(drawn))
+    mass = q[rows, drawn]
+    real = mass > 0
+    return r[rows, drawn] * real / (mass + ~real)
+
+
+def _normalised(rows: Rows) -> Rows:
+    """Rows [m, V] divided by their sums; rows of zeros stay so."""
+    mass = rows.sum(-1, keepdims=True)
+    return rows / (mass + (mass == 0))

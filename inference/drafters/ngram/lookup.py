@@ -1,0 +1,142 @@
+"""Prompt lookup: the draft is what followed the last tokens when they occurred before, in prompt or output."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.core.acceptance import Chooser
+from inference.core.drafter import Drafter
+from inference.core.session import TargetSession
+from inference.core.stopwatch import Stopwatch
+from inference.core.tree import DraftTree, chain_parents
+from inference.settings.kinds import Maker
+from inference.settings.method import AUTO, CHAIN_TOKENS, LONGEST_CHAIN, MethodConfig
+from inference.sizing.allowance import Allowance
+from inference.sizing.node_sizes import BestNodes
+from inference.sizing.policy import OWN, Tuning
+from outrider.streams import Streams
+
+# With max_draft=auto: what a drafted token is taken to be right with where the one before it is, until seen otherwise.
+_FIRST = (0.3, 0.4, 0.6)  # by the length of the n-gram that occurred before; each lies in a band of its own
+_FURTHER = 0.8
+_FILLING = 1e-6  # of what fills a draft up to a length whose cost is measured
+# Drafts that do not pay after which so many tokens of one are submitted all the same, at first and at most.
+_TRIAL, _PATIENCE = 2, (8, 128)
+_LOSS = 0.01  # see `Allowance`; generations are short, and each one begins with all of it
+
+
+class PromptLookup(Drafter):
+    """Needs no model, so a round costs one dictionary look-up per n-gram length.
+
+    The longest suffix of the text, `max_ngram` tokens down to one, that occurred before gives the draft: the
+    up to `max_draft` tokens after its latest earlier occurrence.
+
+    tuning: for max_draft=auto. As many of the tokens are submitted as pay, often none. An allowance bounds what wrong
+    ones cost. None: all of them.
+    """
+
+    def __init__(self, max_ngram: int = 3, max_draft: int = 10, tuning: Tuning | None = None):
+        self.max_ngram = max_ngram
+        self.max_rows = max_draft
+        self._allowance = None
+        if tuning is not None:
+            # How often copies are right is up to the text, so what is known of another one counts for little.
+            self.sizes, self._allowance = BestNodes(tuning, own=OWN, neighbour=OWN), Allowance(tuning.costs, _LOSS)
+        self._skipped: Counter[int] = Counter()  # by the length of the n-gram
+        self._patience: dict[int, int] = {}
+        self._tried = 0  # the length of which this round tries one, 0: of none
+
+    @property
+    def totals(self) -> Mapping[str, float]:  # type: ignore[override]
+        return {} if self.sizes is None else self.sizes.totals
+
+    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+        self._text: list[int] = []
+        self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → where its latest continuation begins
+        self._append(session.tokens.tolist())
+
+    def draft(self, root: Tensor, limit: int) -> DraftTree:
+        last = int(root)
+        self._note_end()  # what ends the text is followed by the root
+        found: list[int] = []
+        if self._allowance is None or not self._allowance.spent():
+            found = self._submitted(last, min(limit, self.max_rows))
+        tokens = torch.tensor(found, dtype=torch.long, device=root.device)
+        return DraftTree(tokens, chain_parents(0, len(found)), (-1,) * len(found))
+
+    def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        self._append(tokens)
+        if self.sizes is not None and len(tree):
+            self.sizes.observe(*self._shape(len(tree)), nodes)
+        if self._allowance is not None:
+            self._allowance.observe([len(tree)] if len(tree) else [], len(tree), len(nodes) + 1)
+        if self._tried:
+            longer = min(2 * self._patience.get(self._tried, _PATIENCE[0]), _PATIENCE[1])
+            self._patience[self._tried] = _PATIENCE[0] if nodes else longer
+        self._tried = 0
+
+    def _submitted(self, last: int, room: int) -> list[int]:
+        """What to submit after the token `last`, at most `room` tokens."""
+        found, size = self._found(last, room)
+        if self.sizes is None:
+            return found
+        room = min(room, self.sizes.room())
+        found = found[:room]
+        sure = [_FIRST[min(size, len(_FIRST)) - 1], *[_FURTHER] * room][: len(found)]
+        if self._allowance is None:  # what lengths cost is measured, whatever is found
+            sure += [_FILLING] * (room - len(found))
+            found += [last] * (room - len(found))
+        self._paths = np.cumprod(sure)
+        count = self.sizes.count(*self._shape(len(found)))
+        if found and not count and self._is_due(size):
+            count, self._tried = min(_TRIAL, len(found)), size
+        return found[:count]
+
+    def _found(self, last: int, room: int) -> tuple[list[int], int]:
+        """At most `room` tokens that followed the longest suffix before, and that one's length."""
+        suffix = [*self._text[-self.max_ngram :], last]
+        for size in range(min(self.max_ngram, len(suffix)), 0, -1):
+            at = self._followed_at.get(tuple(suffix[-size:]))
+            if at is not None:
+                return [*self._text[at : at + room], last][:room], size
+        return [], 0
+
+    def _is_due(self, size: int) -> bool:
+        """Whether n-grams of this length, whose drafts do not pay, were left alone for long enough."""
+        self._skipped[size] += 1
+        if self._skipped[size] < self._patience.get(size, _PATIENCE[0]):
+            return False
+        self._skipped[size] = 0
+        return True
+
+    def _shape(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The parents and the path probabilities of the first `count` tokens (see `Sizes`)."""
+        return np.arange(-1, count - 1), self._paths[:count]
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._note_end()
+            self._text.append(token)
+
+    def _note_end(self) -> None:
+        """Whatever comes next follows the n-grams that end the text now."""
+        end = len(self._text)
+        for size in range(1, min(self.max_ngram, end) + 1):
+            self._followed_at[tuple(self._text[end - size :])] = end
+
+
+class LookupMaker(Maker):
+    """There is no model."""
+
+    def make(
+        self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> Drafter:
+        if method.stop.max_draft == AUTO:
+            return PromptLookup(method.max_ngram, LONGEST_CHAIN, tuning)
+        return PromptLookup(method.max_ngram, method.stop.limit(CHAIN_TOKENS))
+
+
+MAKER = LookupMaker()

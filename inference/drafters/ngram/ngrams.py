@@ -1,0 +1,346 @@
+"""Drafting from an n-gram table: ADED's tri-gram search with adaptation, and a mixture of longer contexts.
+
+Neither runs a model, and both see nothing but tokens.
+"""
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_models.ngrams.kernels import compiled_for
+from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, with_room
+from draft_models.ngrams.recycled import recycle
+from draft_models.ngrams.suffixes import no_suffixes, read_only
+from draft_models.ngrams.table import TrigramTable, make_level
+from draft_models.ngrams.table_files import read_header, table_digest
+from draft_models.targets.open_target import OpenTarget
+from inference.core.acceptance import Chooser
+from inference.core.drafter import Drafter
+from inference.core.session import TargetSession
+from inference.core.stopwatch import Stopwatch
+from inference.core.tree import DraftTree
+from inference.drafters.ngram.ngram_learning import learn_text
+from inference.drafters.ngram.ngram_memory import Learnt, carried, close, memory_of, nothing, open_memory, save_all
+from inference.drafters.ngram.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, weights_from
+from inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
+from inference.settings.kinds import Maker, recorded_data
+from inference.settings.method import AUTO, MethodConfig, NgramConfig, number
+from inference.sizing.node_sizes import ROOMS, BestNodes
+from inference.sizing.policy import Tuning
+from outrider.errors import require
+from outrider.processes import join_processes
+from outrider.streams import Streams
+
+_Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
+
+
+class _OverText(Drafter):
+    """Keeps the text as an array of ids and has every token of it learnt once, in order.
+
+    With nodes=auto it looks for as many nodes as `sizes` says, and for the most where that is None.
+    """
+
+    def __init__(self, table: TrigramTable, config: NgramConfig):
+        self.table, self.config = table, config
+        rooms = ROOMS if config.nodes == AUTO else (number(config.nodes),)
+        self._rooms = {room: new_nodes(room) for room in rooms}
+        self.max_rows = rooms[-1]
+        self._draft: _Found = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
+
+    @property
+    def totals(self) -> Mapping[str, float]:  # type: ignore[override]
+        return {} if self.sizes is None else self.sizes.totals
+
+    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+        prompt, keep = session.tokens.tolist(), self.config.keep
+        learnt = nothing(self.table, self.config) if keep is None else memory_of(keep).begin(prompt, self._known)
+        self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
+        self._length = self._learnt = 0
+        self._reset(learnt)
+        self._append(prompt)
+        self._learn_prompt(self._ids, self._length)
+        self._learnt = self._length
+
+    def read(self, root: int) -> None:
+        """A round begins with `root`, the last token of the text; learn what is new of it."""
+        self._reserve(1)
+        self._ids[self._length] = root  # committed, but only with the round it opens
+        self._learn(self._ids, self._learnt, self._length + 1)
+        self._learnt = self._length + 1
+
+    def _catch_up(self) -> None:
+        """Learn the end of the text, which no further draft has asked for."""
+        self._learn(self._ids, self._learnt, self._length)
+        self._learnt = self._length
+
+    def draft(self, root: Tensor, limit: int) -> DraftTree:
+        self.read(int(root))
+        if limit <= 0:
+            return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
+        nodes = self._rooms[self.max_rows if self.sizes is None else self.sizes.room()]
+        tokens, parents, probs = self._search(self._ids, self._length + 1, limit, nodes)
+        if self.sizes is not None:
+            assert probs is not None
+            count = self.sizes.count(parents, probs)
+            tokens, parents, probs = self._draft = tokens[:count], parents[:count], probs[:count]
+        return DraftTree(
+            torch.from_numpy(tokens).to(root.device),
+            tuple(parents.tolist()),
+            (-1,) * len(tokens),
+            None if probs is None else torch.from_numpy(probs),
+        )
+
+    def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        if self.sizes is not None:
+            _, parents, probs = self._draft
+            assert probs is not None
+            self.sizes.observe(parents[: len(tree)], probs[: len(tree)], nodes)
+        self._append(tokens)
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._reserve(len(tokens))
+        self._ids[self._length : self._length + len(tokens)] = tokens
+        self._length += len(tokens)
+
+    def _reserve(self, more: int) -> None:
+        if self._length + more > len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(len(self._ids) + more, np.int64)])
+
+    @abstractmethod
+    def _reset(self, learnt: Learnt) -> None:
+        """A new text begins, with what was learnt from others."""
+
+    @abstractmethod
+    def _known(self) -> Learnt:
+        """What was learnt, of all the text so far."""
+
+    @abstractmethod
+    def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
+        """Learn from ids[start : stop], which follow what was learnt before."""
+
+    def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
+        self._learn(ids, 0, stop)
+
+    @abstractmethod
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
+        """The draft under ids[:stop], no deeper than `limit`, of as many nodes as there is room for."""
+
+
+class TrigramDrafter(_OverText):
+    """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
+
+    What it learns from a text it forgets with it, but for ngrams.keep.
+    """
+
+    def __init__(self, table: TrigramTable, config: NgramConfig, seed: int):
+        super().__init__(table, config)
+        self.seed = seed
+        self.overlay = Overlay(table, config.order, config.increment, config.max_probability)
+        if config.search == "puct":
+            self._tree = new_search(config.iterations)
+            self._explore = exploration(config.iterations, config.c1, config.c2)
+            self._found = (np.empty((config.iterations, config.depth), np.int64), np.empty(config.iterations))
+        else:
+            self._states = np.empty(self.max_rows, np.uint64)
+
+    def _reset(self, learnt: Learnt) -> None:
+        self._seed = np.array([self.seed % 2**64], np.uint64)
+        self._others = learnt
+        self.overlay.known = learnt.known
+
+    def _known(self) -> Learnt:
+        self._catch_up()
+        return self._others._replace(known=self.overlay.known)
+
+    def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
+        if self.config.adapt:
+            self.overlay.learn(ids, start, stop)
+
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
+        config, overlay = self.config, self.overlay
+        place = (overlay.level, overlay.known, ids, stop, self.table.vocabulary, min(limit, config.depth))
+        if config.search == "best_first":
+            return _found(nodes, best_first(*place, nodes, self._states))
+        size = (config.widest, self._explore, config.sentences)
+        count = puct(*place, *size, self._seed, self._tree, self._found, nodes)
+        tokens, parents, _ = _found(nodes, count)
+        return tokens, parents, None  # scores of sentences are no path probabilities
+
+
+class MixedDrafter(_OverText):
+    """The mixture of `inference.drafters.ngram.ngram_mixing`, best-first. Uses the orders 2 to 4 that the table
+    has, and its suffixes.
+
+    Its rows of a round are the root and the nodes in their order: it shares nothing with the target.
+    """
+
+    def __init__(self, table: TrigramTable, config: NgramConfig):
+        super().__init__(table, config)
+        self._levels = tuple(_level_or_empty(table, order) for order in CORPUS_ORDERS)
+        self._scratch = new_scratch(config.longest)
+        self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
+        self.successors = config.recycle
+        self._verified: tuple[Any, ...] | None = None  # the last round's rows, as `recycle` takes them, until it does
+
+    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+        self._session: Any = weakref.proxy(session)  # a memory holds this drafter longer, and not its target's cache
+        super().begin(session, chooser, watch)
+
+    def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        if self.successors:
+            self.verified(tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64), range(len(tree) + 1))
+        super().commit(tree, nodes, tokens)
+
+    def verified(self, tokens: np.ndarray, parents: np.ndarray, rows: Sequence[int]) -> None:
+        """The target ran a draft's `tokens` under `parents`, int64 [n]; rows: of the root and of each token."""
+        ran, found = self._session.recycled()
+        place = {row: i for i, row in enumerate(rows)}
+        numbers = np.array([place[row] for row in ran], np.int64)
+        self._verified = (self._length + 1, tokens, parents, numbers, found.cpu().numpy())
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """The round ended with `tokens` committed, the root first."""
+        self._append(tokens)
+
+    @property
+    def text(self) -> tuple[np.ndarray, int]:
+        """The text's ids with room behind them, and how many there are, the root included."""
+        return self._ids, self._length + 1
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """What `predict` asks, as compiled code takes it; until the text grows."""
+        config, table = self.config, self.table
+        kept = (self.recycled, self._suffixes, self.weights)
+        return (self._levels, self.index.known, config.longest, *kept, table.vocabulary)
+
+    def _reset(self, learnt: Learnt) -> None:
+        self._verified = None
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self.index = TextIndex(self.config.longest, self.config.decay)
+        self.index.known, self.recycled = learnt.known, learnt.recycled
+        self.weights = weights_from(learnt.shares)
+
+    def _known(self) -> Learnt:
+        self._catch_up()
+        return Learnt(self.index.known, self.recycled, carried(self.weights.now))
+
+    def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
+        self.index.learn(ids, 0, stop)  # what a user wrote says little about how the target follows its sources
+
+    def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
+        index, config = self.index, self.config
+        index.known = with_room(index.known, config.longest * (stop - start))
+        self._call(
+            learn_text, self._levels, index.known, config.longest, config.decay, self.recycled, self._suffixes,
+            self.weights, config.strength, self.table.vocabulary, ids, start, stop, self._scratch,
+        )  # fmt: skip
+        if self._verified is not None:  # only now: its rows are what these very tokens were chosen by
+            recycle(self.recycled, ids, *self._verified)
+            self._verified = None
+
+    def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
+        config = self.config
+        count = self._call(
+            mixed_best_first, self._levels, self.index.known, config.longest, self.recycled, self._suffixes,
+            self.weights, self.table.vocabulary, ids, stop, min(limit, config.depth), nodes, self._scratch,
+        )  # fmt: skip
+        return _found(nodes, count)
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        """Of a text, all calls of a function have arguments of the same types."""
+        if function not in self._compiled:
+            self._compiled[function] = compiled_for(function, arguments)
+        return self._compiled[function](*arguments)
+
+
+def _found(nodes: Nodes, count: int) -> _Found:
+    tokens, parents = nodes.tree[:, :count].copy()
+    return tokens, parents, nodes.ranked[:count].copy()
+
+
+def make_ngram_drafter(
+    table: TrigramTable, config: NgramConfig, seed: int, tuning: Tuning | None = None
+) -> TrigramDrafter | MixedDrafter:
+    """The drafter of `config` over `table`, fresh. Raises `UserError` where the table lacks what it needs.
+
+    tuning: for nodes=auto; None: as many nodes as that ever chooses.
+    """
+    mixed = config.evidence == "mixed"
+    drafter = MixedDrafter(table, config) if mixed else TrigramDrafter(table, config, seed)
+    if config.nodes == AUTO and tuning is not None:
+        drafter.sizes = BestNodes(tuning)
+    return drafter
+
+
+def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:
+    if order in table.levels:
+        return flat(table.levels[order])
+    nothing = np.empty(0, np.uint32)
+    return flat(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))
+
+
+def open_table(where: str, digest: str, vocabulary: int | None = None) -> TrigramTable:
+    """The n-gram table in `where`.
+
+    digest: `vocabulary_digest` of the target's tokenizer; vocabulary: the target's, which every id must be in. Raises
+    `UserError` for a table of another tokenizer, or a damaged one.
+    """
+    table = TrigramTable.open(where)
+    table.require_tokenizer(digest, f"table={where}")
+    limit = table.vocabulary if vocabulary is None else vocabulary
+    require(table.vocabulary <= limit, "table", where, f"ids below the target's {limit}, not {table.vocabulary}")
+    return table
+
+
+def identity_of(target: Any) -> dict[str, Any]:
+    """What a memory belongs to: the target, wherever it lies. A recording is known by its tokenizer alone."""
+    fingerprint = getattr(target, "fingerprint", None)
+    known = {} if fingerprint is None else asdict(fingerprint)
+    return {name: value for name, value in known.items() if name not in ("target", "revision")}
+
+
+class NgramMaker(Maker):
+    """The model is a `TrigramTable`."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {"table": None if where is None else table_digest(Path(where))[:16]}
+
+    def data_of(self, where: str) -> dict[str, Any] | None:
+        corpus = recorded_data({"data": read_header(Path(where)).facts.get("corpus")})
+        return corpus and {key: value for key, value in corpus.items() if key not in ("text", "digest")}
+
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Any
+    ) -> TrigramTable | None:
+        if not any(method.reads_ngrams for method in methods.values()):
+            return None
+        table = open_table(where, target.vocabulary_digest, target.vocabulary_size)
+        for method in methods.values():
+            if method.ngrams.keep is not None:
+                processes = join_processes().num_processes
+                require(processes == 1, "ngrams.keep", method.ngrams.keep, f"null for {processes} processes")
+                open_memory(method.ngrams, table, identity_of(target))
+        return table
+
+    def finish(self, model: TrigramTable) -> None:
+        save_all()
+
+    def release(self, method: MethodConfig) -> None:
+        if method.ngrams.keep is not None:
+            close(method.ngrams.keep)
+
+    def make(
+        self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> Drafter:
+        return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64), tuning)
+
+
+MAKER = NgramMaker()

@@ -1,0 +1,292 @@
+"""Layers and products on a CPU by `inference.engines.cpu`: what of a model they can run, and how they are called."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draft_models.targets.int8 import Int8Linear
+from inference.core.cache import KVCache
+from inference.engines.cpu import entries
+from inference.engines.cpu.layout import Layout, call, out_of_panels
+from inference.engines.cpu.linear import PANEL
+from inference.engines.cpu.pages import in_large_pages
+from inference.engines.cpu.passes import Shape
+from inference.engines.cpu.recorded import settle
+from inference.engines.cpu.team import most_threads
+from inference.engines.cpu.vectors import LANES
+
+ONE_BY_ONE, AT_ONCE = "one by one", "at once"
+WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured
+SEEN = 2**20  # rows times positions of a call: a float each and for each head is room for scores
+TOGETHER = 64  # rows of a call for a norm and a product: every thread has all of them for itself
+COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
+SMALL = 2**19  # bytes of a layer whose time is that of its calls
+SOME = 256  # positions by which room grows
+REPEATS = 3  # after a first one that does not count
+_FLOATS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS)
+
+
+def fits_panels(linear: Any) -> bool:
+    """Whether the kernels multiply by such a layer's weight on a CPU."""
+    if isinstance(linear, Int8Linear):
+        kind, device = linear.scale.dtype, linear.codes.device
+    elif type(linear) is nn.Linear:
+        kind, device = linear.weight.dtype, linear.weight.device
+    else:
+        return False
+    whole = linear.out_features % PANEL == 0
+    return whole and device.type == "cpu" and kind in (torch.float32, torch.bfloat16)
+
+
+def _scales(linear: Any) -> Tensor:
+    return linear.scale.float() if isinstance(linear, Int8Linear) else torch.ones(linear.out_features)
+
+
+def _biases(linear: Any) -> Tensor:
+    return torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
+
+
+class PanelLinear(nn.Module):
+    """A linear layer without gradient by `products`, for one that `fits_panels`. Sums are in float32."""
+
+    def __init__(self, linear: Any):
+        super().__init__()
+        self.shape = (linear.out_features, linear.in_features)
+        self._dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
+        self.layout = Layout.of([linear], self._dtype)
+        self._panels = in_large_pages(self.layout.panels(linear))
+        self._scales, self._biases = _scales(linear), _biases(linear)
+        self.bias = linear.bias
+        self._function = self.layout.entry(entries.product_entry)
+        self._normed = self.layout.entry(entries.head_entry)
+        table = [0] * entries.TABLE
+        table[entries.OUTPUTS], table[entries.INPUTS] = self.shape
+        self._table = table
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy [out, in]."""
+        plain = out_of_panels(self._panels, self.shape[0], self.layout.together).to(self._dtype)
+        return plain * self._scales.to(self._dtype)[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]. Given `x` of another dtype it computes in that, as `precise` does."""
+        if x.dtype != self._dtype:
+            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return self._call(self._function, x, self.layout.operand(x.reshape(-1, self.shape[1])))
+
+    __call__ = forward
+
+    def after(self, weight: Tensor, eps: float, x: Tensor) -> Tensor | None:
+        """`forward` of weight · round(x / rms(x)), with nothing between; None for an x of another dtype."""
+        size = self.shape[1]
+        rows = x.numel() // size
+        if x.dtype != self._dtype or weight.dtype != x.dtype or size % LANES or rows == 0:
+            return None
+        if rows > TOGETHER:
+            parts = [self.after(weight, eps, part) for part in x.reshape(rows, size).split(TOGETHER)]
+            return torch.cat(parts).view(*x.shape[:-1], -1)  # type: ignore[arg-type]  # none of them is None
+        room = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * size,), eps)
+        table = {entries.NORMS: weight.data_ptr(), entries.ROOM: room.data_ptr()}
+        return self._call(self._normed, x, x.contiguous(), table)
+
+    def _call(self, entry: int, x: Tensor, operand: Tensor, more: dict[int, int] | None = None) -> Tensor:
+        """Outputs [..., out] for x [..., in] of an entry, which is given `operand` and what else it asks for."""
+        out = x.new_empty(*x.shape[:-1], self.shape[0])
+        table = self._table.copy()
+        table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
+        table[entries.BIASES] = self._biases.data_ptr()
+        table[entries.X], table[entries.OUT] = operand.data_ptr(), out.data_ptr()
+        table[entries.ROWS] = x.numel() // self.shape[1]
+        for place, number in (more or {}).items():
+            table[place] = number
+        call(entry, table, self._panels.nbytes)
+        return out
+
+
+class LayersAtOnce:
+    """Consecutive layers of one shape, any range of which runs in one call where a pass has few rows.
+
+    layout: of its weights, which it has a second time, beside the layers' own.
+    """
+
+    def __init__(self, layers: Sequence[Any]):
+        first = layers[0]
+        self._dtype = dtype_of(first)
+        self._first = first.layer_idx
+        self._shape = Shape(
+            first.qkv.in_features, first.heads, first.rotated - first.heads, first.head_dim, first.down.in_features
+        )
+        linears = [linear for layer in layers for linear in layer.products]
+        self.layout = Layout.of(linears, self._dtype)
+        sizes = [linear.out_features * linear.in_features for linear in first.products]
+        self._weights = in_large_pages(torch.empty(len(layers), sum(sizes), dtype=self.layout.stored))
+        # One by one, so that there is no third copy of a large model.
+        for row, layer in zip(self._weights, layers, strict=True):
+            for part, linear in zip(row.split(sizes), layer.products, strict=True):
+                part.copy_(self.layout.panels(linear))
+        ones = torch.ones(first.rotated, first.head_dim)
+        head_eps = -1.0 if first.head_scale is None else first.head_eps
+        self._floats = (  # in the order of `_FLOATS`
+            torch.stack([torch.cat([_scales(linear) for linear in layer.products]) for layer in layers]),
+            torch.stack([torch.cat([_biases(linear) for linear in layer.products]) for layer in layers]),
+            torch.stack(
+                [torch.stack([layer.attention_norm.weight, layer.mlp_norm.weight]) for layer in layers]
+            ).float(),
+            torch.stack([ones if layer.head_scale is None else layer.head_scale.float() for layer in layers]),
+            torch.tensor([first.attention_norm.eps, head_eps, first.head_dim**-0.5]),
+        )
+        self._function = self.layout.entry(entries.layers_entry)
+        table = [0] * entries.TABLE
+        table[entries.LAYERS] = len(layers)
+        table[entries.INPUTS], table[entries.HEADS], table[entries.KEY_HEADS] = self._shape[:3]
+        table[entries.WIDTH], table[entries.INNER] = self._shape[3:]
+        self._table = table  # addresses are put in where it is used: those of a copy are others
+        self._rooms: dict[tuple[int, int, int], int] = {}
+
+    def chosen(self, layers: Sequence[Any]) -> str:
+        """Which is the faster way through `layers`, here and now: `AT_ONCE` or `ONE_BY_ONE`; or what is recorded.
+
+        It is the way of all passes behind a text, few rows or many, as the two round differently.
+        """
+        hidden, inner = self._shape.hidden, self._shape.inner
+        question = f"{len(layers)} layers of {hidden} and {inner} in {str(self._dtype).removeprefix('torch.')}"
+        return settle(question, (ONE_BY_ONE, AT_ONCE), lambda: AT_ONCE if self.is_faster(layers) else ONE_BY_ONE)
+
+    @torch.inference_mode()  # with gradients it would run nothing, which takes no time
+    def is_faster(self, layers: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> bool:
+        """Whether passes of `WIDTHS` are faster at once than layer by layer: the mean of the logarithms decides.
+
+        Over as many `layers` as exceed the caches. Where a layer is so small that its calls take all the time, it is
+        not measured: at once is faster then.
+        """
+        size = self._weights[0].nbytes
+        if size < SMALL:
+            return True
+        count = min(len(layers), math.ceil(COLD / size))
+        like = torch.zeros(1, 1, self._shape.hidden, dtype=self._dtype)
+        turned = torch.ones(1, 1, self._shape.width, dtype=self._dtype)
+        gained = 0.0
+        for rows in WIDTHS:
+            hidden, table = like.expand(1, rows, -1).contiguous(), turned.expand(1, rows, -1).contiguous()
+            mask = torch.zeros(1, 1, rows, rows + 1, dtype=self._dtype)
+            seconds: tuple[list[float], list[float]] = ([], [])
+            for _ in range(1 + REPEATS):
+                cache = KVCache(range(self._first, self._first + count), rows + 1)
+                cache.length = 1  # behind a text
+                started = clock()
+                done = self.run(hidden, 0, count, (table, table), mask, cache)
+                between = clock()
+                assert done is not None
+                for layer in layers[:count]:
+                    layer.one_by_one(hidden, mask, (table, table), cache)
+                seconds[0].append(between - started)
+                seconds[1].append(clock() - between)
+            gained += math.log(statistics.median(seconds[1][1:]) / statistics.median(seconds[0][1:]))
+        return gained > 0
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> "LayersAtOnce | None":
+        """`layers`, `inference.engines.fused_layers.FusedLayer`s; None where the kernels cannot run them."""
+        able = layers and all(layer.gates_by_silu for layer in layers)
+        if not able or not all(fits_panels(part) for layer in layers for part in layer.products):
+            return None
+        kinds = {
+            (
+                type(layer.qkv), layer.heads, layer.rotated, layer.head_dim, layer.up.out_features, layer.head_eps,
+                layer.attention_norm.eps, layer.mlp_norm.eps, layer.head_scale is None, dtype_of(layer),
+                layer.layer_idx - place,
+            )
+            for place, layer in enumerate(layers)
+        }  # fmt: skip
+        return cls(layers) if len(kinds) == 1 and layers[0].head_dim % LANES == 0 else None
+
+    def run(
+        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor] | None, mask: Any, cache: Any
+    ) -> Tensor | None:
+        """Layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None where it does not run such a pass.
+
+        rotary, mask, cache: as a layer is given them. It runs passes behind a text over a `KVCache`, without gradients,
+        where everything is of the dtype of the layers. A prompt, whose rows see no text before them, is none of them.
+        """
+        batch, rows, _ = hidden.shape
+        able = batch == 1 and isinstance(cache, KVCache) and cache.fixed is None
+        if not able or rotary is None or torch.is_grad_enabled():
+            return None
+        if rows > 1 and (mask is None or cache.length == 0):
+            return None
+        given = (hidden, rotary[0], *([] if mask is None else [mask]))
+        if not all(isinstance(tensor, Tensor) and tensor.dtype == self._dtype for tensor in given):
+            return None
+        kept = cache.whole(self._shape.key_heads, self._shape.width, hidden)
+        if kept is None:
+            return None
+        first, past = cache.layers.start - self._first, cache.length
+        most = max(1, SEEN // (past + rows))
+        done = []
+        for begin in range(0, rows, most):  # those of a later call see the keys and values of the ones before
+            end = min(rows, begin + most)
+            own = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
+            place = (rotary[0][:, begin:end], rotary[1][:, begin:end])
+            more = {
+                entries.MASK: 0 if own is None else own.data_ptr(),
+                entries.FIRST: first,
+                entries.PAST: past + begin,
+            }
+            done.append(self._call(hidden[:, begin:end], start, stop, place, kept[:, :, None], past + end, more))
+        return done[0] if len(done) == 1 else torch.cat(done, dim=1)
+
+    def run_each(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], kept: Tensor, seats: Tensor) -> Tensor:
+        """All layers on one more token of each of R sequences, hidden [R, d] → [R, d]; any number of rows.
+
+        kept [L, 2, S, G, positions, D]: keys and values of S sequences, where those of the rows go too. seats int64
+        [R, 2]: which of these a row belongs to, and how many positions it has before. rotary: cos and sin [R, D]. All
+        are of the dtype of the layers, and contiguous.
+        """
+        past = int(seats[:, 1].max())
+        more = {entries.SEATS: seats.data_ptr(), entries.PAST: past}
+        return self._call(hidden, 0, len(self._weights), rotary, kept, past + 1, more)
+
+    def _call(
+        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor], kept: Tensor, positions: int,
+        more: dict[int, int],
+    ) -> Tensor:  # fmt: skip
+        """Layers start … stop − 1 on rows hidden [..., d], of up to so many `positions`; kept as in `run_each`."""
+        hidden = hidden.contiguous()
+        rows, threads = hidden.numel() // self._shape.hidden, most_threads()
+        out = torch.empty_like(hidden)
+        cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
+        room = torch.empty(self._room(rows, threads, positions))
+        table = self._table.copy()
+        table[entries.WEIGHTS] = self._weights.data_ptr()
+        for place, tensor in zip(_FLOATS, self._floats, strict=True):
+            table[place] = tensor.data_ptr()
+        table[entries.X], table[entries.OUT] = hidden.data_ptr(), out.data_ptr()
+        table[entries.COS], table[entries.SIN] = cos.data_ptr(), sin.data_ptr()
+        table[entries.CACHE], table[entries.ROOM] = kept.data_ptr(), room.data_ptr()
+        table[entries.CACHED], table[entries.SEQUENCES], table[entries.CAPACITY] = kept.shape[0], *kept.shape[2:5:2]
+        table[entries.START], table[entries.STOP], table[entries.ROWS] = start, stop, rows
+        table[entries.MOST] = threads
+        for number, value in more.items():
+            table[number] = value
+        call(self._function, table, self._weights[0].nbytes * (stop - start))
+        return out
+
+    def _room(self, rows: int, threads: int, positions: int) -> int:
+        """How many floats a pass over so many positions works in, or some more: asking takes as long as ten of them."""
+        size = (rows, threads, -(-positions // SOME) * SOME)
+        if size not in self._rooms:
+            self._rooms[size] = sum(entries.room_sizes(self._shape, *size, self.layout.parts))
+        return self._rooms[size]
+
+
+def dtype_of(layer: Any) -> torch.dtype:
+    """Of what a fused layer computes."""
+    dtype: torch.dtype = layer.attention_norm.weight.dtype
+    return dtype

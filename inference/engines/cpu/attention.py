@@ -1,0 +1,182 @@
+# mypy: allow-untyped-defs
+"""Attention of a few queries, compiled: what a head's keys and values are read for is done while they are near."""
+
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from inference.engines.cpu.elementwise import put_columns
+from inference.engines.cpu.numbers import kernel, wide
+from inference.engines.cpu.task import seen_by, softmax
+from inference.engines.cpu.vectors import (
+    FLOATS,
+    LANES,
+    LONG,
+    ZEROS,
+    added,
+    arrays_of,
+    every,
+    loaded,
+    loop,
+    row_of,
+    sums_of_lanes,
+)
+
+_KEYS = 8  # whose scores are summed at once
+_VECTORS = 4  # of a value, which are summed at once
+NEAR = 64  # positions whose keys or values stay in the nearest cache while all queries look at them
+
+
+def _scores_of(keys_at_once):
+    """A function (query [D], keys [positions, D], row, scores, place) for the scores of some keys from a row on.
+
+    They go into scores, from a place on. What a score is does not depend on how many are computed at once.
+    """
+
+    @intrinsic
+    def scores_of(context, query, keys, row, scores, place):
+        def make(context, builder, signature, given):
+            kinds, arrays = (query, keys, scores), (given[0], given[1], given[3])
+            of_query, of_keys, of_scores = arrays_of(context, builder, kinds, arrays)
+            row, place = given[2], given[4]
+            rows = [row_of(builder, of_keys, builder.add(row, LONG(number))) for number in range(keys_at_once)]
+
+            def multiply(block, sums):
+                at = builder.mul(block, LONG(LANES))
+                part = loaded(builder, of_query.data, at, query.dtype)
+                each = [loaded(builder, one, at, keys.dtype) for one in rows]
+                return [added(builder, total, part, one) for total, one in zip(sums, each, strict=True)]
+
+            width = cgutils.unpack_tuple(builder, of_query.shape, 1)[0]
+            blocks = builder.sdiv(width, LONG(LANES))
+            sums = sums_of_lanes(builder, loop(builder, blocks, [ZEROS] * keys_at_once, multiply))
+            into = builder.gep(of_scores.data, [place])
+            builder.store(sums, builder.bitcast(into, sums.type.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(query, keys, types.int64, scores, types.int64), make
+
+    return scores_of
+
+
+def _weighed(vectors):
+    """A function (weights, place, values [positions, D], row, count, column, sums [D]) for vectors from a column on.
+
+    sums[column:] += Σ_j weights[place + j] · values[row + j] over `count` rows, in their order.
+    """
+
+    @intrinsic
+    def weighed(context, weights, place, values, row, count, column, sums):
+        def make(context, builder, signature, given):
+            kinds, arrays = (weights, values, sums), (given[0], given[2], given[6])
+            of_weights, of_values, of_sums = arrays_of(context, builder, kinds, arrays)
+            place, (row, count, column) = given[1], given[3:6]
+            columns = [builder.add(column, LONG(number * LANES)) for number in range(vectors)]
+
+            def multiply(position, totals):
+                address = builder.gep(of_weights.data, [builder.add(place, position)])
+                weight = every(builder, builder.load(address, align=4))
+                value = row_of(builder, of_values, builder.add(row, position))
+                each = [loaded(builder, value, at, values.dtype) for at in columns]
+                return [added(builder, total, weight, one) for total, one in zip(totals, each, strict=True)]
+
+            starting = [loaded(builder, of_sums.data, at, types.float32) for at in columns]
+            for at, total in zip(columns, loop(builder, count, starting, multiply), strict=True):
+                into = builder.bitcast(builder.gep(of_sums.data, [at]), FLOATS.as_pointer())
+                builder.store(total, into, align=4)
+            return context.get_dummy_value()
+
+        whole = types.int64
+        return types.void(weights, whole, values, whole, whole, whole, sums), make
+
+    return weighed
+
+
+_scores_of_some, _score_of_one = _scores_of(_KEYS), _scores_of(1)
+_weigh_some, _weigh_one = _weighed(_VECTORS), _weighed(1)
+
+
+@kernel
+def attend(task, first, last, halves, out):
+    """out [R, H·D] of queries first … last − 1: the means of values by softmax(scale · query · key + mask).
+
+    They are counted by key heads, then by the task's rows, then by the heads that share a key head. What nothing seen
+    comes after is not looked at, so a row of a chain gets what it gets alone.
+    """
+    heads = task.queries.shape[1] // task.keys.shape[2]
+    each = task.rows * heads // task.keys.shape[0]
+    while first < last:
+        head = first // each
+        end = min(last, (head + 1) * each)
+        _attend_head(task, heads, head, first - head * each, end - head * each, halves, out)
+        first = end
+
+
+@kernel
+def _attend_head(task, heads, head, first, last, halves, out):
+    """`attend` for queries first … last − 1 of one key head."""
+    keys, values, near = task.keys[head], task.values[head], task.near
+    width, group = keys.shape[1], heads // task.keys.shape[0]
+    widen = keys.itemsize == 2 and last - first > 2  # once for all of them
+    for begin in range(0, task.seen, NEAR):
+        if widen:
+            _widen(keys, begin, min(begin + NEAR, task.seen), near)
+        for query in range(first, last):
+            row, place = task.row + query // group, head * group + query % group
+            count = min(NEAR, seen_by(task, row) - begin)
+            own, scores = task.queries[row, place * width : (place + 1) * width], task.scores[row * heads + place]
+            if widen:
+                _score(own, near, 0, count, scores, begin)
+            else:
+                _score(own, keys, begin, count, scores, begin)
+    for query in range(first, last):
+        row, place = task.row + query // group, head * group + query % group
+        count = seen_by(task, row)
+        softmax(task.scores, row * heads + place, count, -(-count // LANES) * LANES, task.mask[row], task.scale)
+        task.sums[row, place * width : (place + 1) * width] = np.float32(0.0)
+    for begin in range(0, task.seen, NEAR):
+        if widen:
+            _widen(values, begin, min(begin + NEAR, task.seen), near)
+        for query in range(first, last):
+            row, place = task.row + query // group, head * group + query % group
+            count = min(NEAR, seen_by(task, row) - begin)
+            scores, sums = task.scores[row * heads + place], task.sums[row, place * width : (place + 1) * width]
+            if widen:
+                _weigh(scores, begin, near, 0, count, sums)
+            else:
+                _weigh(scores, begin, values, begin, count, sums)
+    for query in range(first, last):
+        row, place = task.row + query // group, head * group + query % group
+        put_columns(task.sums, row, place * width, out, row, place * width, width, halves)
+
+
+@kernel
+def _widen(stored, begin, end, near):
+    for j in range(end - begin):
+        for i in range(near.shape[1]):
+            near[j, i] = wide(stored[begin + j, i])
+
+
+@kernel
+def _score(query, keys, row, count, scores, place):
+    """scores[place + j] = query · keys[row + j], j < count."""
+    whole = max(count, 0) // _KEYS * _KEYS
+    for j in range(0, whole, _KEYS):
+        _scores_of_some(query, keys, row + j, scores, place + j)
+    for j in range(whole, count):
+        _score_of_one(query, keys, row + j, scores, place + j)
+
+
+@kernel
+def _weigh(scores, place, values, row, count, sums):
+    """sums += Σ_j scores[place + j] · values[row + j], j < count."""
+    if count <= 0:
+        return
+    column = 0
+    while column + _VECTORS * LANES <= sums.shape[0]:
+        _weigh_some(scores, place, values, row, count, column, sums)
+        column += _VECTORS * LANES
+    while column < sums.shape[0]:
+        _weigh_one(scores, place, values, row, count, column, sums)
+        column += LANES

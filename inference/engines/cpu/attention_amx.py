@@ -1,0 +1,307 @@
+# mypy: allow-untyped-defs
+"""Attention over bfloat16s by AMX, of 16 queries of a key head at once.
+
+A step reads keys as they are stored: 16 positions by 32 numbers of a register, times queries, are scores with positions
+in rows. These are transposed to where they are softmaxed. A weight is the sum of two bfloat16s, in the place of the
+float that it was, so 32 weights of each query are a register and their rests are another. Values are interleaved, two
+positions at a time, as that instruction reads its right side.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from inference.engines.cpu.by_amx import BLOCK, LINE, REGISTER, STEP, call_amx, set_down, set_up
+from inference.engines.cpu.elementwise import put_columns
+from inference.engines.cpu.numbers import kernel
+from inference.engines.cpu.task import seen_by, softmax
+from inference.engines.cpu.vectors import (
+    BYTE,
+    FLOAT,
+    INT,
+    INTS,
+    LANES,
+    LONG,
+    arrays_of,
+    loaded,
+    loop,
+    nearest_bfloat16,
+    place_in,
+    rounded,
+    row_of,
+)
+
+# Registers. The first four have as many rows as there are queries.
+_SUMS, _WEIGHTS, _RIGHT, _SCORES, _KEYS = (0, 1), (2, 3), (4, 5), 6, 7
+_OF_QUERIES = 3  # the last of those four
+_ALWAYS = ir.Constant(ir.IntType(1), 1)
+_SHORT = ir.IntType(16)
+_SHORTS = ir.VectorType(_SHORT, LANES)
+
+
+def _bytes_of(builder, array):
+    return builder.bitcast(array.data, BYTE.as_pointer())
+
+
+def _line_of(builder, array):
+    """How many bytes after each other the rows of an array of two axes begin."""
+    return cgutils.unpack_tuple(builder, array.strides, 2)[0]
+
+
+def _transposed(builder, vectors):
+    """Sixteen vectors of ints: lane j of vector i becomes lane i of vector j."""
+    distance = 1
+    while distance < LANES:
+        for one in range(LANES):
+            if one & distance:
+                continue
+            left, right = vectors[one], vectors[one + distance]
+            lower = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+            upper = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+            vectors[one], vectors[one + distance] = (
+                builder.shuffle_vector(left, right, ir.Constant(INTS, mask)) for mask in (lower, upper)
+            )
+        distance *= 2
+    return vectors
+
+
+def _shorts(builder, values):
+    """Floats as bfloat16s."""
+    return builder.trunc(builder.lshr(nearest_bfloat16(builder, values), ir.Constant(INTS, [16] * LANES)), _SHORTS)
+
+
+def _vector_at(builder, address, kind):
+    return builder.bitcast(address, kind.as_pointer())
+
+
+@intrinsic
+def _place_queries(context, block, count, packed):
+    """Queries float32 block[:count] [16, D], rounded, as a right side: pairs of one query in a column."""
+
+    def make(context, builder, signature, given):
+        of_block, of_packed = arrays_of(context, builder, (block, packed), (given[0], given[2]))
+        last = builder.sub(given[1], LONG(1))
+        width = cgutils.unpack_tuple(builder, of_block.shape, 2)[1]
+
+        def place(step, nothing):
+            rows = []
+            for number in range(BLOCK):
+                here = builder.select(builder.icmp_signed("<", LONG(number), last), LONG(number), last)
+                line, at = row_of(builder, of_block, here), builder.mul(step, LONG(STEP))
+                parts = [
+                    _shorts(builder, loaded(builder, line, builder.add(at, LONG(half)), types.float32))
+                    for half in (0, LANES)
+                ]
+                joined = builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(INT, STEP), list(range(STEP))))
+                rows.append(builder.bitcast(joined, INTS))
+            into = builder.gep(_bytes_of(builder, of_packed), [builder.mul(step, LONG(REGISTER))])
+            for number, row in enumerate(_transposed(builder, rows)):
+                builder.store(row, _vector_at(builder, builder.gep(into, [LONG(number * LINE)]), INTS), align=4)
+            return nothing
+
+        loop(builder, builder.sdiv(width, LONG(STEP)), [], place)
+        return context.get_dummy_value()
+
+    return types.void(block, types.int64, packed), make
+
+
+def _copy_tail(builder, keys, position, positions, width, into):
+    """Copy keys from a position on, 16 of them, to one after the other; the last one stands for those behind it."""
+    last = builder.sub(positions, LONG(1))
+
+    def copy(block, nothing):
+        at = builder.mul(block, LONG(LANES))
+        for number in range(BLOCK):
+            here = builder.add(position, LONG(number))
+            here = builder.select(builder.icmp_signed("<", here, last), here, last)
+            line = place_in(builder, row_of(builder, keys, here), at, _SHORT)
+            place = place_in(builder, into, builder.add(builder.mul(width, LONG(number)), at), _SHORT)
+            some = builder.load(_vector_at(builder, line, _SHORTS), align=2)
+            builder.store(some, _vector_at(builder, place, _SHORTS), align=2)
+        return nothing
+
+    loop(builder, builder.sdiv(width, LONG(LANES)), [], copy)
+
+
+@intrinsic
+def _score_keys(context, keys, position, packed, room, tail, scores, line, count):
+    """scores[line + i, position + j] = query i · keys[position + j], i < count ≤ 16, j < 16.
+
+    room: of 16 · 16 floats; tail: of 16 keys, where there are fewer.
+    """
+
+    def make(context, builder, signature, given):
+        kinds, arrays = (keys, packed, room, tail, scores), (given[0], *given[2:6])
+        of_keys, of_packed, of_room, of_tail, of_scores = arrays_of(context, builder, kinds, arrays)
+        position, line, count = given[1], given[6], given[7]
+        positions, width = cgutils.unpack_tuple(builder, of_keys.shape, 2)
+        right, left = _bytes_of(builder, of_packed), _bytes_of(builder, of_tail)
+        several = builder.icmp_signed("<=", builder.add(position, LONG(BLOCK)), positions)
+        with builder.if_then(builder.not_(several)):
+            _copy_tail(builder, of_keys, position, positions, width, left)
+        source = builder.select(several, row_of(builder, of_keys, position), left)
+        distance = builder.select(several, _line_of(builder, of_keys), builder.mul(width, LONG(2)))
+        call_amx(builder, "tilezero", _SCORES)
+
+        def multiply(step, nothing):
+            at = builder.gep(source, [builder.mul(step, LONG(LINE))])
+            call_amx(builder, "tileloadd64", _KEYS, at, distance)
+            at = builder.gep(right, [builder.mul(step, LONG(REGISTER))])
+            call_amx(builder, "tileloadd64", _RIGHT[0], at, LONG(LINE))
+            call_amx(builder, "tdpbf16ps", _SCORES, _KEYS, _RIGHT[0])
+            return nothing
+
+        loop(builder, builder.sdiv(width, LONG(STEP)), [], multiply)
+        between = _bytes_of(builder, of_room)
+        call_amx(builder, "tilestored64", _SCORES, between, LONG(LINE))
+        rows = [
+            builder.load(_vector_at(builder, builder.gep(between, [LONG(number * LINE)]), INTS), align=4)
+            for number in range(BLOCK)
+        ]
+        for number, row in enumerate(_transposed(builder, rows)):
+            into = place_in(builder, row_of(builder, of_scores, builder.add(line, LONG(number))), position, INT)
+            there = builder.icmp_signed("<", LONG(number), count)
+            into = builder.select(there, builder.bitcast(into, BYTE.as_pointer()), between)  # else to where none look
+            builder.store(row, _vector_at(builder, into, INTS), align=4)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(keys, whole, packed, room, tail, scores, whole, whole), make
+
+
+@intrinsic
+def _split_weights(context, scores, line, steps):
+    """In place of every 32 floats of a line, 32 bfloat16s nearest to them and 32 of what is left."""
+
+    def make(context, builder, signature, given):
+        (of_scores,) = arrays_of(context, builder, (scores,), given[:1])
+        start = row_of(builder, of_scores, given[1])
+
+        def split(step, nothing):
+            at = builder.mul(step, LONG(STEP))
+            values = [loaded(builder, start, builder.add(at, LONG(half)), types.float32) for half in (0, LANES)]
+            rests = [builder.fsub(value, rounded(builder, value, _ALWAYS)) for value in values]
+            for number, value in enumerate((*values, *rests)):
+                into = builder.gep(start, [builder.add(builder.mul(at, LONG(4)), LONG(number * LINE // 2))])
+                builder.store(_shorts(builder, value), _vector_at(builder, into, _SHORTS), align=2)
+            return nothing
+
+        loop(builder, given[2], [], split)
+        return context.get_dummy_value()
+
+    return types.void(scores, types.int64, types.int64), make
+
+
+@intrinsic
+def _weigh_values(context, scores, line, values, seen, nothing, room, block, column):
+    """block[i, column:][:32] = Σ_j weight j of a split line i of scores · values[j, column:][:32], j < seen.
+
+    nothing: 32 bfloat16s, 0; room: of 32 · 32 bfloat16s.
+    """
+
+    def make(context, builder, signature, given):
+        kinds = (scores, values, nothing, room, block)
+        arrays = arrays_of(context, builder, kinds, (given[0], given[2], given[4], given[5], given[6]))
+        of_scores, of_values, of_nothing, of_room, of_block = arrays
+        seen, column = given[3], given[7]
+        start = row_of(builder, of_scores, given[1])
+        right, zeros = _bytes_of(builder, of_room), _bytes_of(builder, of_nothing)
+        ends = [place // 2 + LANES * (place % 2) for place in range(STEP)]
+        interleave = ir.Constant(ir.VectorType(INT, STEP), ends)
+        for register in _SUMS:
+            call_amx(builder, "tilezero", register)
+
+        def place_pair(pair, step):
+            position = builder.add(builder.mul(step, LONG(STEP)), builder.mul(pair, LONG(2)))
+            sources = []
+            for offset in (0, 1):
+                here = builder.add(position, LONG(offset))
+                own = place_in(builder, row_of(builder, of_values, here), column, _SHORT)
+                own = builder.bitcast(own, BYTE.as_pointer())
+                sources.append(builder.select(builder.icmp_signed("<", here, seen), own, zeros))
+            for number in range(len(_SUMS)):
+                vectors = [
+                    builder.load(_vector_at(builder, builder.gep(one, [LONG(number * LINE // 2)]), _SHORTS), align=2)
+                    for one in sources
+                ]
+                offset = builder.add(builder.mul(pair, LONG(LINE)), LONG(number * REGISTER))
+                joined = builder.shuffle_vector(*vectors, interleave)
+                builder.store(joined, _vector_at(builder, builder.gep(right, [offset]), joined.type), align=2)
+            return ()
+
+        def multiply(step, kept):
+            loop(builder, LONG(STEP // 2), [], lambda pair, _: place_pair(pair, step))
+            at = builder.mul(step, LONG(2 * LINE))
+            for number, register in enumerate(_WEIGHTS):
+                own = builder.gep(start, [builder.add(at, LONG(number * LINE))])
+                call_amx(builder, "tileloadd64", register, own, _line_of(builder, of_scores))
+            for number, (total, register) in enumerate(zip(_SUMS, _RIGHT, strict=True)):
+                call_amx(builder, "tileloadd64", register, builder.gep(right, [LONG(number * REGISTER)]), LONG(LINE))
+                for weights in _WEIGHTS:
+                    call_amx(builder, "tdpbf16ps", total, weights, register)
+            return kept
+
+        loop(builder, builder.sdiv(builder.add(seen, LONG(STEP - 1)), LONG(STEP)), [], multiply)
+        for number, register in enumerate(_SUMS):
+            into = place_in(builder, of_block.data, builder.add(column, LONG(number * LANES)), FLOAT)
+            into = builder.bitcast(into, BYTE.as_pointer())
+            call_amx(builder, "tilestored64", register, into, _line_of(builder, of_block))
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(scores, whole, values, whole, nothing, room, block, whole), make
+
+
+# What stands where in a thread's room, in rows of as many floats as a head is wide: queries, and later their results,
+# [16, D]; queries as a right side; scores or values on the way, 2 KiB; keys, where fewer than 16 are left, [16, D].
+_PACKED, _BETWEEN, _TAIL, _NOTHING, WORK = 16, 24, 40, 48, 50
+
+
+@kernel
+def attend_by_amx(task, first, last, halves, out):
+    """`attention.attend` for keys and values of bfloat16s whose heads have a multiple of 32 numbers.
+
+    Queries are rounded to bfloat16. Weights of what a query does not see are 0, and its values are read all the same.
+    """
+    width = task.keys.shape[2]
+    each = task.rows * (task.queries.shape[1] // width) // task.keys.shape[0]
+    nothing = task.near[_NOTHING:WORK]
+    for row in range(nothing.shape[0]):
+        nothing[row] = np.float32(0.0)
+    while first < last:
+        head = first // each
+        end = min(last, (head + 1) * each, first + BLOCK)
+        set_up(end - first, _OF_QUERIES)
+        _attend_block(task, head, first, end - first, halves, out)
+        first = end
+    set_down()
+
+
+@kernel
+def _attend_block(task, head, first, count, halves, out):
+    """Queries first … first + count − 1, all of one key head."""
+    keys, values, near, scores = task.keys[head], task.values[head], task.near, task.scores
+    seen, width = task.seen, task.keys.shape[2]
+    heads = task.queries.shape[1] // width
+    group = heads // task.keys.shape[0]
+    each, line = group * task.rows, task.row * heads + first  # of scores: each query has its own
+    steps = -(-seen // STEP)
+    for i in range(count):
+        row, place = task.row + (first + i - head * each) // group, head * group + (first + i) % group
+        for j in range(width):
+            near[i, j] = task.queries[row, place * width + j]
+    packed, between = near[_PACKED:_BETWEEN], near[_BETWEEN:_TAIL]
+    _place_queries(near, count, packed)
+    for position in range(0, seen, BLOCK):
+        _score_keys(keys, position, packed, between, near[_TAIL:_NOTHING], scores, line, count)
+    for i in range(count):
+        row = task.row + (first + i - head * each) // group
+        softmax(scores, line + i, seen_by(task, row), steps * STEP, task.mask[row], task.scale)
+        _split_weights(scores, line + i, steps)
+    for column in range(0, width, STEP):
+        _weigh_values(scores, line, values, seen, near[_NOTHING:WORK], between, near, column)
+    for i in range(count):
+        row, place = task.row + (first + i - head * each) // group, head * group + (first + i) % group
+        put_columns(near, i, 0, out, row, place * width, width, halves)

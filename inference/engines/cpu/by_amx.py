@@ -1,0 +1,228 @@
+# mypy: allow-untyped-defs
+"""Products by AMX, Intel's matrix registers: 16 rows by 16 outputs over 32 inputs in one instruction.
+
+A panel of pairs of bfloat16s lies as that instruction reads it. It multiplies 16 rows in about the time in which it
+multiplies one, and in less than memory takes to bring the weights, so a pass of few rows takes as long as one of one.
+A float32 is the sum of three bfloat16s. So what is multiplied in a float32 run are three times as many rows, and the
+results are as exact as those of floats.
+"""
+
+import ctypes
+import platform
+import sys
+from functools import cache
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from inference.engines.cpu.linear import PANEL, PARTS, Outputs, distances_ahead, switch_between
+from inference.engines.cpu.numbers import kernel
+from inference.engines.cpu.vectors import BYTE, FEATURES, FLOAT, LANES, LONG, arrays_of, ask_for, loaded, loop, row_of
+
+BLOCK = 16  # rows of a register
+STEP = 32  # inputs of a register: bfloat16s in a row of 64 bytes
+LINE = 64  # bytes of a row of a register, and of a line of a cache
+REGISTER = BLOCK * LINE
+_REGISTERS = 8
+_MOST = 4  # panels that are read at once: their sums, `x`, and the other registers are for weights
+_SUMS = PARTS * REGISTER  # bytes of the sums of a panel
+_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+_SHORT = ir.IntType(16)
+_POINTER = types.CPointer(types.float32)
+
+
+@cache
+def has_amx() -> bool:
+    """Whether the processor has AMX for bfloat16s and this process may use it, for which Linux wants to be asked."""
+    if not (FEATURES.get("amx-tile") and FEATURES.get("amx-bf16") and FEATURES.get("avx512f")):
+        return False
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    numbers = (ctypes.c_long(number) for number in (_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA))
+    return bool(ctypes.CDLL(None).syscall(*numbers) == 0)
+
+
+def call_amx(builder, name, *given):
+    """One of LLVM's functions for AMX. Registers are numbers of 8 bits, known when compiled."""
+    kinds = [BYTE if isinstance(one, int) else one.type for one in given]
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), f"llvm.x86.{name}")
+    builder.call(function, [BYTE(one) if isinstance(one, int) else one for one in given])
+
+
+def _lines(builder, size):
+    """Bytes on the stack, at a line's begin."""
+    with builder.goto_entry_block():  # numba's own way stores a 0 in each byte, which takes LLVM 15 s
+        room = builder.alloca(ir.ArrayType(BYTE, size))
+    room.align = LINE
+    return builder.bitcast(room, BYTE.as_pointer())
+
+
+@intrinsic
+def _room_of_sums(context):
+    """Room for the sums of a block, [panels, PARTS, rows, PANEL]."""
+
+    def make(context, builder, signature, given):
+        return builder.bitcast(_lines(builder, _MOST * _SUMS), FLOAT.as_pointer())
+
+    return _POINTER(), make
+
+
+@intrinsic
+def set_up(context, rows, panels):
+    """Registers for blocks of so many rows; see `_add_block`."""
+
+    def make(context, builder, signature, given):
+        rows, panels = given
+        table = _lines(builder, LINE)
+        cgutils.memset(builder, table, LONG(LINE), 0)
+        builder.store(BYTE(1), table)
+        for register in range(_REGISTERS):
+            width = builder.bitcast(builder.gep(table, [LONG(16 + 2 * register)]), _SHORT.as_pointer())
+            builder.store(_SHORT(LINE), width)
+            weights = builder.icmp_signed(">", LONG(register), panels)  # these have all rows
+            height = builder.select(weights, LONG(BLOCK), rows)
+            builder.store(builder.trunc(height, BYTE), builder.gep(table, [LONG(48 + register)]))
+        call_amx(builder, "ldtilecfg", table)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 2), make
+
+
+@intrinsic
+def set_down(context):
+    """Registers as they are in a process that has none: what is not used is not kept when threads change."""
+
+    def make(context, builder, signature, given):
+        call_amx(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), make
+
+
+def _add_block(builder, weights, source, line, depth, panel, ahead_of, room, panels):
+    """The code for the sums of a block of rows, whose first begins at `source` and the next a `line` later.
+
+    Registers are, in order, sums of each panel, `x`, and weights. A sum's terms are added in the order of inputs, and
+    those of one step as the processor does. So it does not depend on other rows, and not on other panels.
+    """
+    of_weights = range(panels + 1, _REGISTERS)
+    size = builder.mul(depth, LONG(REGISTER))
+    first = builder.gep(weights, [builder.mul(builder.sdiv(panel, LONG(LANES)), size)])
+    starts = [builder.gep(first, [builder.mul(size, LONG(place))]) for place in range(panels)]
+    ahead = ahead_of(size, panels)
+    for place in range(panels):
+        call_amx(builder, "tilezero", place)
+
+    def multiply(k, nothing):
+        call_amx(builder, "tileloadd64", panels, builder.gep(source, [builder.mul(k, LONG(LINE))]), line)
+        at = builder.mul(k, LONG(REGISTER))
+        for place, (start, distance) in enumerate(zip(starts, ahead, strict=True)):
+            here, register = builder.gep(start, [at]), of_weights[place % len(of_weights)]
+            # Where it is not this turn's to ask, it asks for what is near: a load of a line costs more than that.
+            own = builder.icmp_signed("!=", distance, LONG(0))
+            asked = builder.select(own, builder.gep(here, [distance]), source)
+            for offset in range(0, REGISTER, LINE):
+                ask_for(builder, builder.gep(asked, [LONG(offset)]))
+            call_amx(builder, "tileloadd64", register, here, LONG(LINE))
+            call_amx(builder, "tdpbf16ps", place, panels, register)
+        return nothing
+
+    loop(builder, depth, [], multiply)
+    for place in range(panels):
+        call_amx(builder, "tilestored64", place, builder.gep(room, [LONG(place * _SUMS)]), LONG(LINE))
+
+
+@intrinsic
+def _multiply_block(context, weights, x, depth, row, panel, panels, turn, turns, room, at):
+    """Sums of a block of x's rows from `row` on, of panels from output `panel` on, into room from row `at` on."""
+
+    def make(context, builder, signature, given):
+        of_weights, of_x = arrays_of(context, builder, (weights, x), given[:2])
+        depth, row, panel, panels, turn, turns, room, at = given[2:]
+        bytes_of = builder.bitcast(of_weights.data, BYTE.as_pointer())
+        source, line = row_of(builder, of_x, row), cgutils.unpack_tuple(builder, of_x.strides, 2)[0]
+        into = builder.gep(builder.bitcast(room, BYTE.as_pointer()), [builder.mul(at, LONG(LINE))])
+
+        def ahead_of(size, panels):
+            return distances_ahead(builder, size, panels, turn, turns)
+
+        def add(panels):
+            _add_block(builder, bytes_of, source, line, depth, panel, ahead_of, into, panels)
+
+        switch_between(builder, (1, _MOST), panels, add)
+        return context.get_dummy_value()
+
+    return types.void(weights, x, *[types.int64] * 6, _POINTER, types.int64), make
+
+
+@intrinsic
+def _put_sums(context, scales, biases, out, room, row, rows, panel, parts, apart, halves):
+    """Outputs of a panel for rows from `row` on: of the sums of all parts, which lie `apart` rows from each other."""
+    kinds = {"scales": scales, "biases": biases, "out": out}
+
+    def make(context, builder, signature, given):
+        outputs = Outputs.of(context, builder, kinds, given[:3], given[-1])
+        room, row, rows, panel, parts, apart = given[3:-1]
+        scaled = outputs.scaled(builder, panel)
+        several = builder.icmp_signed(">", parts, LONG(1))
+
+        def sums_of(row, part):
+            place = builder.add(row, builder.select(several, builder.mul(apart, LONG(part)), LONG(0)))
+            return loaded(builder, room, builder.mul(place, LONG(LANES)), types.float32)
+
+        def put(number, nothing):
+            total = sums_of(number, 0)
+            rest = builder.fadd(sums_of(number, 1), sums_of(number, 2))
+            total = builder.select(several, builder.fadd(total, rest), total)
+            outputs.put(builder, total, scaled, builder.add(row, number), panel)
+            return nothing
+
+        loop(builder, rows, [], put)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    return types.void(*kinds.values(), _POINTER, whole, whole, whole, whole, whole, types.boolean), make
+
+
+@intrinsic
+def _sums_of_panel(context, room, place):
+    """Where in `room` the sums of a panel begin."""
+
+    def make(context, builder, signature, given):
+        return builder.gep(given[0], [builder.mul(given[1], LONG(_SUMS // 4))])
+
+    return _POINTER(_POINTER, types.int64), make
+
+
+@kernel
+def by_amx(linear, x, rows, first, last, halves, out):
+    """`products.product` where weights are uint64."""
+    weights, inputs, scales, biases = linear
+    parts = x.shape[0] // rows
+    turns = -(-rows // BLOCK)
+    at_once = parts if parts * rows <= BLOCK else 1  # of the parts of some rows
+    blocks = parts // at_once
+    panels = min(_MOST, (last - first) // PANEL)
+    panels = _MOST if panels == _MOST else 1
+    room = _room_of_sums()
+    for group in range(first, last, panels * PANEL):
+        panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
+        row = 0
+        for turn in range(turns):
+            some = (rows - row + turns - turn - 1) // (turns - turn)  # as many in each, nearly
+            if turns > 1 or group == first:
+                set_up(at_once * some, panels)
+            for block in range(blocks):
+                _multiply_block(
+                    weights, x, inputs // STEP, block * rows + row, panel, panels, turn * blocks + block,
+                    turns * blocks, room, block * BLOCK,
+                )  # fmt: skip
+            for place in range(panels):
+                _put_sums(
+                    scales, biases, out, _sums_of_panel(room, place), row, some, panel + place * PANEL, parts,
+                    some if at_once > 1 else BLOCK, halves,
+                )  # fmt: skip
+            row += some
+    set_down()

@@ -1,0 +1,136 @@
+# mypy: allow-untyped-defs
+"""Products by vectors: rows of `x` in turn, a tile of sums in registers, each weight widened once for a tile."""
+
+from typing import NamedTuple
+
+from numba import types
+from numba.extending import intrinsic
+
+from inference.engines.cpu.linear import PANEL, Outputs, distances_ahead, switch_between, weights_in
+from inference.engines.cpu.numbers import kernel
+from inference.engines.cpu.vectors import (
+    FEATURES,
+    FLOAT,
+    INT,
+    LANES,
+    LONG,
+    ZEROS,
+    added,
+    arrays_of,
+    ask_for,
+    both_of,
+    every,
+    loaded,
+    loop,
+    place_in,
+    row_of,
+)
+
+DOTS = bool(FEATURES.get("avx512bf16"))  # an instruction for the sum of two products of bfloat16s, see `Linear`
+_WIDE = bool(FEATURES.get("avx512f"))  # a register holds `LANES` floats, and there are 32
+_SUMS = 16 if _WIDE else 4  # vectors of sums that a tile of few rows is widened to, by more panels
+_MOST = 4  # panels that are read at once
+TILE = 8 if _WIDE else 6  # rows whose sums over a panel fit the processor's registers
+
+
+@kernel
+def _panels_of(rows):
+    """How many panels are read at once where tiles have so many rows at most."""
+    return max(1, min(_MOST, _SUMS // rows))
+
+
+# (rows, panels) of a tile. Where a pass has several, they have all as many rows, or one fewer.
+_TILES = sorted(
+    {(rows, _panels_of.py_func(rows)) for rows in range(1, TILE + 1)}
+    | {(rows - 1, _panels_of.py_func(rows)) for rows in range(TILE // 2 + 1, TILE + 1)}
+    | {(1, 1)}
+)
+
+
+class _Sides(NamedTuple):
+    """What a tile is made of, in LLVM's terms: arrays, their numba types, and where it stands in them."""
+
+    weights: object
+    x: object
+    outputs: Outputs
+    kinds: dict
+    depth: object
+    row: object
+    panel: object
+    turn: object
+    turns: object
+
+
+def _add_tile(builder, sides, rows, panels):
+    """The code for some rows of a product and the outputs of some panels.
+
+    Each panel is read once, in order, each number is widened once, and every sum stays in a register. A sum's terms are
+    added in the order of inputs. So it does not depend on other rows, and not on other panels.
+    """
+    weights, x = sides.kinds["weights"], sides.kinds["x"]
+    widens = weights == types.uint32 and x == types.float32
+    number = FLOAT if x == types.float32 else INT  # of x: a pair of bfloat16s is as wide as a float
+    numbers = [builder.add(sides.row, LONG(place)) for place in range(rows)]
+    sources = [row_of(builder, sides.x, one) for one in numbers]
+    size = builder.mul(sides.depth, LONG(LANES))
+    first = builder.mul(builder.sdiv(sides.panel, LONG(LANES)), size)
+    offsets = [builder.add(first, builder.mul(size, LONG(place))) for place in range(panels)]
+    starts = [builder.gep(sides.weights.data, [offset]) for offset in offsets]
+    ahead = distances_ahead(builder, size, panels, sides.turn, sides.turns)
+
+    def multiply(k, sums):
+        at = builder.mul(k, LONG(LANES))
+        for start, distance in zip(starts, ahead, strict=True):
+            ask_for(builder, builder.gep(start, [builder.add(at, distance)]))
+        vectors = [loaded(builder, start, at, weights) for start in starts]
+        steps = zip(*(both_of(builder, pairs) for pairs in vectors), strict=True) if widens else [vectors]
+        for step, of_panels in enumerate(steps):
+            input_ = builder.add(builder.mul(k, LONG(2)), LONG(step)) if widens else k
+            each = [every(builder, builder.load(place_in(builder, one, input_, number), align=4)) for one in sources]
+            terms = [(one, vector) for one in each for vector in of_panels]
+            sums = [added(builder, total, vector, one) for total, (one, vector) in zip(sums, terms, strict=True)]
+        return sums
+
+    sums = loop(builder, sides.depth, [ZEROS] * (rows * panels), multiply)
+    columns = [builder.add(sides.panel, LONG(place * LANES)) for place in range(panels)]
+    scaled = [sides.outputs.scaled(builder, column) for column in columns]
+    for place, total in enumerate(sums):
+        row, column = divmod(place, panels)
+        sides.outputs.put(builder, total, scaled[column], numbers[row], columns[column])
+
+
+@intrinsic
+def _multiply_tile(context, weights, scales, biases, x, out, depth, row, rows, panel, panels, turn, turns, halves):
+    """One of `_TILES`: rows from `row` on and the outputs of panels from output `panel` on; see `by_vectors`."""
+    kinds = {"scales": scales, "biases": biases, "out": out}
+
+    def make(context, builder, signature, given):
+        of_weights, of_x = arrays_of(context, builder, (weights, x), (given[0], given[3]))
+        depth, row, rows, panel, panels, turn, turns, halves = given[5:]
+        outputs = Outputs.of(context, builder, kinds, (given[1], given[2], given[4]), halves)
+        of = {"weights": weights.dtype, "x": x.dtype}
+        sides = _Sides(of_weights, of_x, outputs, of, depth, row, panel, turn, turns)
+        tiles = {tile[0] * (_MOST + 1) + tile[1]: tile for tile in _TILES}
+        number = builder.add(builder.mul(rows, LONG(_MOST + 1)), panels)
+        switch_between(builder, tiles, number, lambda case: _add_tile(builder, sides, *tiles[case]))
+        return context.get_dummy_value()
+
+    return types.void(weights, scales, biases, x, out, *[types.int64] * 7, types.boolean), make
+
+
+@kernel
+def by_vectors(linear, x, rows, first, last, halves, out):
+    """`products.product` where weights are no uint64."""
+    weights, inputs, scales, biases = linear
+    depth = inputs // weights_in(weights)
+    turns = -(-rows // TILE)
+    panels = _panels_of(-(-rows // turns))
+    if last - first < panels * PANEL:  # next to no outputs: by the smallest tile
+        turns, panels = rows, 1
+    for group in range(first, last, panels * PANEL):
+        panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
+        row = 0
+        for turn in range(turns):
+            some = (rows - row + turns - turn - 1) // (turns - turn)  # as many in each, nearly
+            _multiply_tile(weights, scales, biases, x, out, depth, row, some, panel, panels, turn, turns, halves)
+            row += some

@@ -1,0 +1,85 @@
+"""The functions of `inference.core.ops` on a CPU, each in one compiled call; None for what it does not handle."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.engines.cpu import entries
+from inference.engines.cpu.layout import STORED, call
+from inference.engines.cpu.vectors import LANES
+
+MANY = 2**12  # numbers in a row of which the largest is looked for here
+MOST_COLUMNS = 62  # of this round: bits of an int64
+
+
+def largest(scores: Tensor) -> tuple[Tensor, Tensor] | None:
+    """See `ops.largest`."""
+    if not _has_many(scores):
+        return None
+    values = scores.new_empty(len(scores))
+    return values, _places_of_largest(scores, values)
+
+
+def likeliest(logits: Tensor) -> Tensor | None:
+    """See `ops.likeliest`."""
+    return _places_of_largest(logits) if _has_many(logits) else None
+
+
+def _has_many(scores: Tensor) -> bool:
+    able = scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.bfloat16)
+    return able and scores.shape[-1] >= MANY and not scores.requires_grad
+
+
+def _places_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
+    """See `entries.maxima_entry`."""
+    scores = scores.contiguous()
+    places, room = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
+    table = [0] * entries.TABLE
+    table[entries.X], table[entries.OUT], table[entries.ROOM] = scores.data_ptr(), places.data_ptr(), room.data_ptr()
+    table[entries.VALUES] = 0 if values is None else values.data_ptr()
+    table[entries.ROWS], table[entries.INPUTS] = scores.shape
+    call(_entry_of(entries.maxima_entry, scores.dtype), table, 0)
+    return places
+
+
+def likeliest_children(
+    logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """See `ops.likeliest_children`."""
+    rows, size = logits.shape
+    able = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
+    if not able or size < LANES or logits.requires_grad:
+        return None
+    logits, count = logits.contiguous(), min(count, rows * size)
+    values, places, room = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)
+    numbers = torch.tensor([*weights, sharpness])
+    table = [0] * entries.TABLE
+    table[entries.X], table[entries.VALUES], table[entries.OUT], table[entries.ROOM], table[entries.WEIGHTS] = (
+        tensor.data_ptr() for tensor in (logits, values, places, room, numbers)
+    )
+    table[entries.EPS] = table[entries.WEIGHTS] + rows * numbers.itemsize
+    table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = rows, size, count
+    call(_entry_of(entries.children_entry, logits.dtype), table, 0)
+    return values, places[0], places[1]
+
+
+def ancestor_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
+    """See `ops.ancestor_mask`. None for another dtype, or more of those columns than `MOST_COLUMNS`."""
+    if columns > MOST_COLUMNS or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    bits, mask = torch.tensor(seen), torch.empty(1, 1, len(seen), past + columns, dtype=dtype)
+    table = [0] * entries.TABLE
+    table[entries.X], table[entries.OUT] = bits.data_ptr(), mask.data_ptr()
+    table[entries.ROWS], table[entries.PAST], table[entries.OUTPUTS] = len(seen), past, columns
+    call(_entry_of(entries.mask_entry, dtype), table, 0)
+    return mask
+
+
+@cache
+def _entry_of(make: Any, dtype: torch.dtype) -> int:
+    """The address of one of `entries` for numbers of a dtype."""
+    address: int = make(STORED[dtype]).address
+    return address

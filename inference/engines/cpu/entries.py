@@ -1,0 +1,299 @@
+# mypy: allow-untyped-defs
+"""Compiled passes as C functions, for a team of threads that is not Python's.
+
+A function is called with the address of a table of addresses and numbers, int64. Constants below say what stands where.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
+
+from inference.engines.cpu.attention import NEAR
+from inference.engines.cpu.by_amx import STEP
+from inference.engines.cpu.elementwise import norm_row
+from inference.engines.cpu.likeliest import likeliest_children
+from inference.engines.cpu.linear import PARTS, Linear
+from inference.engines.cpu.maxima import first_largest
+from inference.engines.cpu.numbers import FAST, array_at, kernel, put, wide
+from inference.engines.cpu.passes import Layers, Room, Shape, run
+from inference.engines.cpu.products import part, product
+from inference.engines.cpu.vectors import LANES
+
+# numba keeps compiled functions on disk, by their own file and what they close over. These close over all files here.
+_SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+_inlined = njit(inline="always")  # what returns an array that it makes cannot be a `kernel`
+_entry = cfunc("void(int64)", cache=True, fastmath=FAST, error_model="numpy")
+
+
+@intrinsic
+def _call(context, address):
+    """What the C function int f(void) at an address returns."""
+
+    def make(context, builder, signature, given):
+        kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        return builder.sext(builder.call(builder.inttoptr(given[0], kind), []), ir.IntType(64))
+
+    return types.int64(types.int64), make
+
+
+# What stands where in a table. Of both entries: functions that say a thread's number and how many there are, 0 where it
+# is alone; the counter of `wait`, in the table itself.
+THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, ROOM, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
+NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, MASK = range(12, 23)
+CACHE, CACHED, SEQUENCES, FIRST, CAPACITY, PAST, SEATS, START, STOP, MOST, VALUES = range(23, 34)
+TABLE = 34
+
+
+_WEIGHTS_IN = {np.uint32: 2, np.uint64: 4}  # weights in a number of these, see `Linear`
+
+
+def parts_of(stored: Any, kept: Any) -> int:
+    """Of how many bfloat16s the sum is what products read: more than one where AMX multiplies float32s."""
+    return PARTS if stored is np.uint64 and kept is np.float32 else 1
+
+
+@_inlined
+def _table(address, sources):
+    """The table at an address. sources: closed over by who asks, see `_SOURCES`."""
+    return carray(array_at(address, np.int64), TABLE)
+
+
+@kernel
+def _team(table):
+    """(a thread's number, how many there are)."""
+    if table[THREADS] == 0:
+        return np.int64(0), np.int64(1)
+    return _call(table[THREAD]), _call(table[THREADS])
+
+
+@_inlined
+def _floats(address, first, second):
+    return carray(array_at(address, np.float32), (first, second))
+
+
+@kernel
+def room_sizes(shape, rows, threads, positions, parts):
+    """How many floats each field of `Room` but the last takes. parts: numbers that what products read is the sum of."""
+    return (
+        rows * (shape.heads + 2 * shape.key_heads) * shape.width,
+        parts * rows * shape.heads * shape.width,
+        rows * max(shape.hidden, 2 * shape.inner),
+        parts * rows * shape.inner,
+        threads * parts * rows * shape.hidden,
+        rows * shape.heads * -(-positions // STEP) * STEP,
+        rows * shape.heads * shape.width,
+        threads * NEAR * shape.width,
+        rows * shape.hidden,
+    )
+
+
+@_inlined
+def _roomarray_at(at, sizes, shape, rows, most, positions, arrived, read, parts):
+    """Room that begins at an address; see `room_sizes`. read: the type of what products read."""
+    heads = _floats(at, rows, sizes[0] // rows)
+    at += 4 * sizes[0]
+    mixed = carray(array_at(at, read), (parts * rows, shape.heads * shape.width))
+    at += 4 * sizes[1]
+    joined = _floats(at, rows, sizes[2] // rows)
+    at += 4 * sizes[2]
+    inner = carray(array_at(at, read), (parts * rows, shape.inner))
+    at += 4 * sizes[3]
+    normed = carray(array_at(at, read), (most, parts * rows, shape.hidden))
+    at += 4 * sizes[4]
+    scores = _floats(at, rows * shape.heads, -(-positions // STEP) * STEP)
+    at += 4 * sizes[5]
+    sums = _floats(at, rows, shape.heads * shape.width)
+    at += 4 * sizes[6]
+    near = carray(array_at(at, np.float32), (most, NEAR, shape.width))
+    at += 4 * sizes[7]
+    hidden = _floats(at, rows, shape.hidden)
+    return Room(heads, mixed, joined, inner, normed, scores, sums, near, hidden, arrived)
+
+
+def product_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
+    """`product` over a whole layer as a C function void f(int64 *table).
+
+    stored, read, kept: the types of weights, of what they are multiplied by, and of outputs.
+    """
+    in_one, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept)
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rank, threads = _team(table)
+        rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
+        first, last = part(outputs, rank, threads)
+        linear = Linear(
+            carray(array_at(table[WEIGHTS], stored), inputs * outputs // in_one),
+            inputs,
+            _floats(table[SCALES], 1, outputs)[0],
+            _floats(table[BIASES], 1, outputs)[0],
+        )
+        x, out = (
+            carray(array_at(table[X], read), (parts * rows, inputs)),
+            carray(array_at(table[OUT], kept), (rows, outputs)),
+        )
+        product(linear, x, rows, first, last, False, out)
+
+    return entry
+
+
+def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
+    """`first_largest` of rows as a C function void f(int64 *table), for numbers of this type.
+
+    Places int64 to OUT, the numbers there to VALUES, where there is such; else a place is −1 where the number is not
+    finite. ROOM has 8 · LANES bytes.
+    """
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rows, size = table[ROWS], table[INPUTS]
+        numbers = carray(array_at(table[X], kept), (rows, size))
+        places, values = carray(array_at(table[OUT], np.int64), rows), carray(array_at(table[VALUES], kept), rows)
+        named = table[VALUES] != 0
+        best, block = (
+            carray(array_at(table[ROOM], np.float32), LANES),
+            carray(array_at(table[ROOM] + 4 * LANES, np.int32), LANES),
+        )
+        for row in range(rows):
+            places[row] = first_largest(numbers[row], best, block)
+            if named:
+                values[row] = numbers[row, places[row]]
+            elif not abs(wide(numbers[row, places[row]])) < np.float32(np.inf):
+                places[row] = -1
+
+    return entry
+
+
+def children_entry(kept: Any, sources: int = _SOURCES) -> Any:
+    """`likeliest_children` as a C function void f(int64 *table), for logits of this type.
+
+    WEIGHTS: of rows; EPS: the sharpness. OUTPUTS results: values float32 to VALUES, rows and then columns int64 to OUT.
+    """
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rows, size, count = table[ROWS], table[INPUTS], table[OUTPUTS]
+        found = carray(array_at(table[OUT], np.int64), (2, count))
+        likeliest_children(
+            carray(array_at(table[X], kept), (rows, size)), _floats(table[WEIGHTS], 1, rows)[0],
+            _floats(table[EPS], 1, 1)[0, 0], _floats(table[ROOM], 1, size // LANES)[0],
+            _floats(table[VALUES], 1, count)[0], found[0], found[1],
+        )  # fmt: skip
+
+    return entry
+
+
+def head_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
+    """`product` over a whole layer of what a norm gives, as a C function void f(int64 *table).
+
+    stored, read, kept: as in `product_entry`, and `kept` of what is normed. NORMS: the weight, of that type too.
+    ROOM: float32 [2 · INPUTS + 1], for the weight and a row of each thread, then epsilon, which is given; behind it
+    what products read, `parts` · ROWS · INPUTS for each thread.
+    """
+    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rank, threads = _team(table)
+        rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
+        x, weight = carray(array_at(table[X], kept), (rows, inputs)), carray(array_at(table[NORMS], kept), inputs)
+        own = table[ROOM] + 4 * (1 + rank * (2 + parts * rows) * inputs)
+        eps, room = _floats(table[ROOM], 1, 1)[0, 0], _floats(own, 2, inputs)
+        normed = carray(array_at(own + 8 * inputs, read), (parts * rows, inputs))
+        for i in range(inputs):
+            room[0, i] = wide(weight[i])
+        for row in range(rows):
+            for i in range(inputs):
+                room[1, i] = wide(x[row, i])
+            norm_row(room, 1, row, room[0], eps, halves, normed)
+        linear = Linear(
+            carray(array_at(table[WEIGHTS], stored), inputs * outputs // in_one),
+            inputs,
+            _floats(table[SCALES], 1, outputs)[0],
+            _floats(table[BIASES], 1, outputs)[0],
+        )
+        first, last = part(outputs, rank, threads)
+        product(linear, normed, rows, first, last, False, carray(array_at(table[OUT], kept), (rows, outputs)))
+
+    return entry
+
+
+def mask_entry(kept: Any, sources: int = _SOURCES) -> Any:
+    """An additive mask [ROWS, PAST + OUTPUTS] of this type to OUT, as a C function void f(int64 *table).
+
+    A row sees the first PAST columns and, of the OUTPUTS behind them, those whose bit is set in its number of int64 X.
+    """
+    nothing = kept(0)
+    least = kept(0xFF7F) if kept is np.uint16 else np.finfo(kept).min  # of bfloat16
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rows, past, own = table[ROWS], table[PAST], table[OUTPUTS]
+        seen, out = carray(array_at(table[X], np.int64), rows), carray(array_at(table[OUT], kept), (rows, past + own))
+        for row in range(rows):
+            for column in range(past):
+                out[row, column] = nothing
+            for column in range(own):
+                hidden = (seen[row] >> column) & 1 == 0
+                out[row, past + column] = least if hidden else nothing
+
+    return entry
+
+
+def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
+    """`run` as a C function void f(int64 *table).
+
+    stored, read, kept: the types of weights, of what they are multiplied by, and of caches and hidden states. PAST:
+    where there are SEATS the most positions of any of them, else `past`.
+    """
+    in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
+
+    @_entry
+    def entry(given):
+        table = _table(given, sources)
+        rank, threads = _team(table)
+        size, heads, key_heads, width = table[INPUTS], table[HEADS], table[KEY_HEADS], table[WIDTH]
+        inner, count, rows, most, past = table[INNER], table[LAYERS], table[ROWS], table[MOST], table[PAST]
+        shape, every = Shape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
+        outputs = every + 2 * size + 2 * inner
+        layers = Layers(
+            carray(array_at(table[WEIGHTS], stored), (count, size * (every + heads * width + 3 * inner) // in_one)),
+            _floats(table[SCALES], count, outputs),
+            _floats(table[BIASES], count, outputs),
+            carray(array_at(table[NORMS], np.float32), (count, 2, size)),
+            carray(array_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
+        )
+        seats = carray(array_at(table[SEATS], np.int64), (rows if table[SEATS] != 0 else 0, 2))
+        positions = past + (1 if table[SEATS] != 0 else rows)
+        sizes = room_sizes(shape, rows, most, positions, parts)
+        arrived = table[ARRIVED : ARRIVED + 1]
+        room = _roomarray_at(table[ROOM], sizes, shape, rows, most, positions, arrived, read, parts)
+        cos, sin = carray(array_at(table[COS], kept), (rows, width)), carray(array_at(table[SIN], kept), (rows, width))
+        mask = carray(array_at(table[MASK], kept), (rows, positions if table[MASK] != 0 else 0))
+        kept_in = (table[CACHED], 2, table[SEQUENCES], key_heads, table[CAPACITY], width)
+        cache = carray(array_at(table[CACHE], kept), kept_in)
+        x, out = carray(array_at(table[X], kept), (rows, size)), carray(array_at(table[OUT], kept), (rows, size))
+        # By every thread the same. None changes it before all of them have arrived once.
+        for row in range(rows):
+            for i in range(size):
+                room.hidden[row, i] = wide(x[row, i])
+        run(
+            rank, threads, shape, layers, table[START], table[STOP], room.hidden, cos, sin, mask, cache, table[FIRST],
+            past, seats, _floats(table[EPS], 1, 3)[0], room,
+        )  # fmt: skip
+        begin, end = part(size, rank, threads)
+        for row in range(rows):
+            for i in range(begin, end):
+                put(out[row], i, room.hidden[row, i], halves)
+
+    return entry

@@ -1,0 +1,177 @@
+"""How a linear layer's weights lie for this engine, what multiplies them, and how compiled functions are called."""
+
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_models.targets.int8 import Int8Linear
+from inference.engines.cpu import entries
+from inference.engines.cpu.by_amx import STEP, has_amx
+from inference.engines.cpu.by_vectors import DOTS, TILE
+from inference.engines.cpu.linear import PANEL
+from inference.engines.cpu.recorded import settle
+from inference.engines.cpu.team import call_in_team, most_threads, team
+from outrider.progress import Stage
+
+SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
+STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
+_TRIED = (16 * PANEL, 512)  # outputs and inputs of a product that is timed: its weights stay in a near cache
+_REPEATS = 20
+
+
+Way = Literal["floats", "pairs", "amx"]
+
+
+class Layout(NamedTuple):
+    """Of weights, and of what is computed with them.
+
+    stored: their dtype; together: how many inputs of an output lie side by side, 2 where they are bfloat16s; way: as
+    what they are multiplied; kept: the dtype of results.
+    """
+
+    stored: torch.dtype
+    together: int
+    way: Way
+    kept: torch.dtype
+
+    @classmethod
+    def of(cls, linears: Sequence[Any], kept: torch.dtype) -> "Layout":
+        """The one for some layers, on this processor."""
+        stored = fewest_bytes(linears)
+        if stored != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
+            return cls(stored, 1, "floats", kept)
+        steps = all(linear.in_features % STEP == 0 for linear in linears)
+        able = [way for way in ways() if way != "amx" or steps]
+        if kept != torch.bfloat16 and "pairs" in able:  # of a float32 the rest of its digits would be lost
+            able.remove("pairs")
+        question = f"bfloat16 weights in {_name(kept)}" + ("" if steps else f" (inputs in no steps of {STEP})")
+        way: Any = settle(question, able, lambda: _fastest(able, kept))
+        return cls(stored, 2, way, kept)
+
+    @property
+    def parts(self) -> int:
+        """Of how many bfloat16s the sum is a number of `x`; 1 where it is a number itself."""
+        return entries.parts_of(self._numbers, STORED[self.kept])
+
+    @property
+    def read(self) -> torch.dtype:
+        """The dtype of what weights are multiplied by."""
+        return torch.float32 if self.way == "floats" else torch.bfloat16
+
+    @property
+    def _numbers(self) -> Any:
+        if self.way == "amx":
+            return np.uint64
+        return np.uint32 if self.together == 2 else STORED[self.stored]
+
+    def entry(self, make: Any) -> int:
+        """The address of one of `entries` for it."""
+        return _address(make, self._numbers, self.read, self.kept)
+
+    def panels(self, linear: Any) -> Tensor:
+        """A layer's weights as they lie."""
+        weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.stored)
+        return in_panels(weight, self.together)
+
+    def operand(self, x: Tensor) -> Tensor:
+        """x [rows, in] of dtype `kept` as products read it, [parts · rows, in]."""
+        if self.parts == 1:
+            return x.contiguous().to(self.read)
+        parts = []
+        for _ in range(self.parts):
+            parts.append(x.to(self.read))
+            x = x - parts[-1]
+        return torch.cat(parts)
+
+
+def fewest_bytes(linears: Sequence[Any]) -> torch.dtype:
+    """The smallest dtype that keeps the weights of layers of a kind exactly.
+
+    Where a weight was a bfloat16 once, it is one here.
+    """
+    if isinstance(linears[0], Int8Linear):
+        return torch.int8
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(linear.weight.to(dtype).to(linear.weight.dtype), linear.weight) for linear in linears):
+            return dtype
+    return torch.float32
+
+
+def in_panels(weight: Tensor, together: int = 1) -> Tensor:
+    """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], in one axis.
+
+    together: how many inputs of an output lie side by side, [out / PANEL, in / together, PANEL, together].
+    """
+    return weight.view(-1, PANEL, weight.shape[1] // together, together).transpose(1, 2).flatten()
+
+
+def out_of_panels(panels: Tensor, outputs: int, together: int) -> Tensor:
+    """The weight [outputs, in] that `in_panels` was given."""
+    in_order = panels.view(outputs // PANEL, -1, PANEL, together).transpose(1, 2)
+    return in_order.reshape(outputs, -1)
+
+
+@cache
+def _address(make: Any, stored: Any, read: torch.dtype, kept: torch.dtype) -> int:
+    with Stage(f"compiling {make.__name__}"):
+        address: int = make(stored, STORED[read], STORED[kept]).address
+    return address
+
+
+def call(entry: int, table: list[int], size: int) -> None:
+    """Call an entry with a table, in all threads where the reading of `size` bytes of weights is worth it."""
+    # Never in some of them: OpenMP ends the others then, and starts them anew for the next operation of PyTorch.
+    threads = most_threads()
+    if size < SHARE * threads:
+        threads = 1
+    if threads > 1:
+        table[entries.THREAD], table[entries.THREADS] = team().thread, team().threads
+    given = array("q", table)
+    call_in_team(entry, given.buffer_info()[0], threads)
+
+
+def _fastest(able: Sequence[Way], kept: torch.dtype) -> Way:
+    """AMX where there is such: it is beyond comparison. Between the others a clock decides."""
+    return "amx" if "amx" in able else min(able, key=lambda way: seconds_of_product(way, kept))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def ways() -> tuple[Way, ...]:
+    """The ways in which this processor can multiply bfloat16s."""
+    return ("floats", *(("pairs",) if DOTS else ()), *(("amx",) if has_amx() else ()))
+
+
+@cache
+def seconds_of_product(way: Way, kept: torch.dtype) -> float:
+    """What one thread takes for a product of some rows with weights that are near, here and now.
+
+    There are processors that have an instruction for pairs and take as long for it as for four products of floats.
+    """
+    outputs, inputs = _TRIED
+    layout = Layout(torch.bfloat16, 2, way, kept)
+    weights = torch.ones(outputs, inputs, dtype=torch.bfloat16)
+    x, out = layout.operand(torch.ones(TILE, inputs, dtype=kept)), torch.empty(TILE, outputs, dtype=kept)
+    floats = torch.ones(outputs)
+    entry = layout.entry(entries.product_entry)
+    table = [0] * entries.TABLE
+    table[entries.WEIGHTS], table[entries.SCALES], table[entries.BIASES], table[entries.X], table[entries.OUT] = (
+        tensor.data_ptr() for tensor in (weights, floats, floats, x, out)
+    )
+    table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = TILE, inputs, outputs
+    seconds = []
+    for _ in range(1 + _REPEATS):
+        started = time.perf_counter()
+        call(entry, table, 0)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])

@@ -1,0 +1,117 @@
+# mypy: allow-untyped-defs
+"""The most probable tokens after several rows of logits, compiled: one call in the place of a softmax and searches.
+
+Logits are looked at twice, `LANES` at a time: for the largest of every such group, and for the sum of exponentials.
+Then only groups are looked into whose largest is among those sought so far.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from inference.engines.cpu.numbers import kernel, wide
+from inference.engines.cpu.vectors import (
+    FLOAT,
+    FLOATS,
+    INT,
+    LANES,
+    LONG,
+    ZEROS,
+    arrays_of,
+    every,
+    exponential,
+    loaded,
+    loop,
+    sums_of_lanes,
+)
+
+
+@intrinsic
+def _group_maxima(context, row, maxima):
+    """maxima[i] = the largest of row[LANES · i:][:LANES], for every whole group; NaN where one of them is NaN."""
+
+    def make(context, builder, signature, given):
+        of_row, of_maxima = arrays_of(context, builder, signature.args, given)
+        kind = ir.FunctionType(FLOAT, [FLOATS])
+        largest = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmaximum.v16f32")
+
+        def look(place, nothing):
+            numbers = loaded(builder, of_row.data, builder.mul(place, LONG(LANES)), row.dtype)
+            builder.store(builder.call(largest, [numbers]), builder.gep(of_maxima.data, [place]))
+            return nothing
+
+        loop(builder, builder.sdiv(cgutils.unpack_tuple(builder, of_row.shape, 1)[0], LONG(LANES)), [], look)
+        return context.get_dummy_value()
+
+    return types.void(row, maxima), make
+
+
+@intrinsic
+def _sum_of_exponentials(context, row, peak, sharpness):
+    """Σ exp((row[i] − peak) · sharpness), float32, over whole groups."""
+
+    def make(context, builder, signature, given):
+        (of_row,) = arrays_of(context, builder, (row,), given[:1])
+        peak, sharpness = every(builder, given[1]), every(builder, given[2])
+
+        def grow(place, sums):
+            numbers = loaded(builder, of_row.data, builder.mul(place, LONG(LANES)), row.dtype)
+            powers = exponential(builder, builder.fmul(builder.fsub(numbers, peak), sharpness))
+            return [builder.fadd(sums[0], powers)]
+
+        count = builder.sdiv(cgutils.unpack_tuple(builder, of_row.shape, 1)[0], LONG(LANES))
+        total = loop(builder, count, [ZEROS], grow)[0]
+        return builder.extract_element(sums_of_lanes(builder, [total]), INT(0))
+
+    return types.float32(row, types.float32, types.float32), make
+
+
+@kernel
+def _enter(value, row, column, values, rows, columns):
+    """Put a value that is larger than the last one where it belongs; equal ones stay before it."""
+    place = values.shape[0] - 1
+    while place > 0 and values[place - 1] < value:
+        values[place], rows[place], columns[place] = values[place - 1], rows[place - 1], columns[place - 1]
+        place -= 1
+    values[place], rows[place], columns[place] = value, row, column
+
+
+@kernel
+def likeliest_children(logits, weights, sharpness, maxima, values, rows, columns):
+    """The largest of weights[r] · softmax(sharpness · logits[r])[c] of [n, V], descending, with their r and c.
+
+    values float32, rows, columns int64 [k]: results. Where fewer than k are above 0, and in rows with a NaN or an
+    infinite maximum, the rest of them are 0. Of equal ones the first counts, by row and then by column.
+    maxima float32 [V / LANES]: room.
+    """
+    for place in range(values.shape[0]):
+        values[place], rows[place], columns[place] = np.float32(0.0), 0, 0
+    size = logits.shape[1]
+    whole = size // LANES * LANES
+    last = values.shape[0] - 1
+    for r in range(logits.shape[0]):
+        row = logits[r]
+        _group_maxima(row, maxima)
+        peak = wide(row[size - 1])
+        for group in range(whole // LANES):
+            peak = peak if maxima[group] <= peak or peak != peak else maxima[group]
+        for column in range(whole, size):
+            peak = peak if wide(row[column]) <= peak or peak != peak else wide(row[column])
+        if not abs(peak) < np.float32(np.inf):
+            continue
+        total = _sum_of_exponentials(row, peak, sharpness)
+        for column in range(whole, size):
+            total += math.exp((wide(row[column]) - peak) * sharpness)
+        share = weights[r] / total
+        for group in range(-(-size // LANES)):
+            best = maxima[group] if group < whole // LANES else peak
+            if not share * math.exp((best - peak) * sharpness) > values[last]:
+                continue
+            for column in range(group * LANES, min(size, (group + 1) * LANES)):
+                value = np.float32(share * math.exp((wide(row[column]) - peak) * sharpness))
+                if value > values[last]:
+                    _enter(value, r, column, values, rows, columns)

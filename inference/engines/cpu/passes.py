@@ -1,0 +1,234 @@
+# mypy: allow-untyped-defs
+"""Decoder layers over few rows, compiled: one call runs a range of layers, and a team of threads shares it.
+
+Such a pass reads each weight once, and that reading is its floor. By PyTorch a layer is some forty operations and views
+of a microsecond and more each, and products of one row that a library does not share among cores at all. Here every
+thread goes through all layers. It takes its part of each product's outputs and of each head's attention, and waits for
+the others where it needs what they made. What was rounded to bfloat16 by the operations in the place of which this
+stands still is. A row of a chain gets what it would get alone, to the bit.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from inference.engines.cpu.attention import attend
+from inference.engines.cpu.attention_amx import attend_by_amx
+from inference.engines.cpu.by_amx import STEP
+from inference.engines.cpu.elementwise import add_row, gate_row, norm_row
+from inference.engines.cpu.linear import Linear, weights_in
+from inference.engines.cpu.numbers import kernel, put, rounded, wait, wide
+from inference.engines.cpu.products import part, product
+from inference.engines.cpu.task import Task
+
+
+class Shape(NamedTuple):
+    """Of every layer of a stack. hidden: d; heads, key_heads, width: H, G and D; inner: n, of the MLP."""
+
+    hidden: int
+    heads: int
+    key_heads: int
+    width: int
+    inner: int
+
+
+class Layers(NamedTuple):
+    """The layers of a stack, a row each.
+
+    weights [L, …]: those of the joint product of queries, keys and values [(H + 2G)·D, d], of the attention's output
+    [d, H·D], of gate and up [2n, d], of down [d, n], one after the other, each as in `Linear`.
+    scales, biases float32 [L, outputs]: what each output of these products is multiplied by and what is added to it.
+    norms float32 [L, 2, d]: the weights of both norms. head_norms float32 [L, H + G, D]: of those of queries and keys.
+    """
+
+    weights: np.ndarray
+    scales: np.ndarray
+    biases: np.ndarray
+    norms: np.ndarray
+    head_norms: np.ndarray
+
+
+class Room(NamedTuple):
+    """Where threads work, float32. What products read, mixed, inner and normed, may be bfloat16, or
+    have 3R rows, see `put_read`.
+
+    For all: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n], hidden [R, d]; scores, sums as
+    in `Task`.
+    For each thread: normed [T, R, d], near [T, NEAR, D].
+    arrived int64 [1]: a counter, 0 before a pass.
+    """
+
+    heads: np.ndarray
+    mixed: np.ndarray
+    joined: np.ndarray
+    inner: np.ndarray
+    normed: np.ndarray
+    scores: np.ndarray
+    sums: np.ndarray
+    near: np.ndarray
+    hidden: np.ndarray
+    arrived: np.ndarray
+
+
+@kernel
+def norm(x, rows, weight, eps, halves, out):
+    """out[r] = weight · round(x[r] / rms(x[r]))."""
+    for row in range(rows):
+        norm_row(x, row, row, weight, eps, halves, out)
+
+
+@kernel
+def rotate(head, cos, sin, weight, eps, halves):
+    """A query's or key's head [D] in place, normalised where eps ≥ 0 and at its position where it has cos and sin."""
+    width = head.shape[0]
+    if eps >= np.float32(0.0):
+        total = np.float32(0.0)
+        for i in range(width):
+            total += head[i] * head[i]
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + eps)
+        for i in range(width):
+            head[i] = rounded(rounded(head[i] * scale, halves) * weight[i], halves)
+    half = width // 2
+    for i in range(half):
+        low, high = head[i], head[half + i]
+        left = rounded(low * wide(cos[i]), halves) - rounded(high * wide(sin[i]), halves)
+        right = rounded(high * wide(cos[half + i]), halves) + rounded(low * wide(sin[half + i]), halves)
+        head[i], head[half + i] = rounded(left, halves), rounded(right, halves)
+
+
+@kernel
+def add(linear, x, hidden, halves, rank, threads, room):
+    """hidden += the linear layer's outputs for x, of this thread's columns."""
+    rows = hidden.shape[0]
+    begin, end = part(hidden.shape[1], rank, threads)
+    product(linear, x, rows, begin, end, halves, room.joined)
+    for row in range(rows):
+        if begin < end:
+            add_row(hidden, room.joined, row, begin, end, halves)
+
+
+@kernel
+def stand(row, past, seats):
+    """(which sequence's keys and values a row's are among, how many of them are before it); see `run`."""
+    if seats.shape[0] > 0:
+        return seats[row, 0], seats[row, 1]
+    return np.int64(0), past + row
+
+
+@kernel
+def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, seats, rank, threads, room):
+    """This thread's part of all rows' heads: queries and keys to their positions, keys and values into the cache."""
+    heads, key_heads, width = shape.heads, shape.key_heads, shape.width
+    every = heads + 2 * key_heads
+    items = every * room.heads.shape[0]
+    for item in range(items * rank // threads, items * (rank + 1) // threads):
+        row, head = item // every, item % every
+        own = room.heads[row, head * width : (head + 1) * width]
+        if head < heads + key_heads:
+            rotate(own, cos[row], sin[row], weight[head], head_eps, halves)
+        if head >= heads:
+            sequence, position = stand(row, past, seats)
+            kept = (keys if head < heads + key_heads else values)[sequence, (head - heads) % key_heads, position]
+            for i in range(width):
+                put(kept, i, own[i], halves)
+
+
+def _attend(weights, task, first, last, halves, out):
+    """`attend` in the way in which products are made. In compiled code: see `_way_of`."""
+
+
+@overload(_attend)
+def _way_of(weights, task, first, last, halves, out):
+    if weights.dtype != types.uint64 or task.types[1].dtype != types.uint16:
+        return lambda weights, task, first, last, halves, out: attend(task, first, last, halves, out)
+
+    def by_amx_where_heads_fit(weights, task, first, last, halves, out):
+        if task.keys.shape[2] % STEP == 0:
+            attend_by_amx(task, first, last, halves, out)
+        else:
+            attend(task, first, last, halves, out)
+
+    return by_amx_where_heads_fit
+
+
+@kernel
+def attend_all(weights, shape, keys, values, past, seats, mask, scale, halves, rank, threads, room):
+    """This thread's part of all rows' query heads: the values that each attends to, in `room.mixed`."""
+    queries, near = room.heads[:, : shape.heads * shape.width], room.near[rank]
+    heads, rows = shape.heads, room.heads.shape[0]
+    first, last = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
+    together = rows if seats.shape[0] == 0 else np.int64(1)  # rows that look at the same keys
+    while first < last:
+        row = first // (heads * together) * together
+        begin = row * heads
+        end = min(last, begin + heads * together)
+        sequence, position = stand(row, past, seats)
+        task = Task(
+            queries, keys[sequence], values[sequence], position + together, mask, scale, room.scores, room.sums, near,
+            row, together,
+        )  # fmt: skip
+        _attend(weights, task, first - begin, end - begin, halves, room.mixed)
+        first = end
+
+
+@kernel
+def gate(linear, inner, halves, rank, threads, room):
+    """room.inner = silu(gate) · up, of this thread's columns; the linear layer has the gates first."""
+    rows, normed = room.joined.shape[0], room.normed[rank]
+    begin, end = part(inner, rank, threads)
+    product(linear, normed, rows, begin, end, halves, room.joined)
+    product(linear, normed, rows, inner + begin, inner + end, halves, room.joined)
+    for row in range(rows):
+        if begin < end:
+            gate_row(room.joined, row, inner, begin, end, halves, room.inner)
+
+
+@kernel
+def run(
+    rank, threads, shape, layers, start, stop, hidden, cos, sin, mask, cache, first, past, seats, numbers, room
+):  # fmt: skip
+    """Thread `rank` of `threads`: layers start … stop − 1 over hidden float32 [R, d], in place.
+
+    cos, sin [R, D], mask [R, past + R] or [R, 0], cache [layers, 2, sequences, G, positions, D]: float32, or all the
+    bits of bfloat16, to which hidden is rounded then. Layer l's keys and values are in cache[l − first]. The rows stand
+    behind `past` positions of the one sequence. Or each has its own: seats int64 [R, 2], [0, 2] where they have not,
+    says which, and behind how many of its positions; there is no mask then. numbers float32: eps, head_eps, scale;
+    head_eps < 0: queries and keys have no norms.
+    """
+    eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
+    size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
+    rows, halves, normed = hidden.shape[0], cache.itemsize == 2, room.normed[rank]
+    every = mixed + 2 * shape.key_heads * shape.width
+    # where the second, third and fourth product of a layer begin: their weights, their outputs
+    pair = weights_in(layers.weights)
+    out_at, up_at = every * size // pair, (every + mixed) * size // pair
+    down_at = up_at + 2 * inner * size // pair
+    out_to, up_to = every + size, every + size + 2 * inner
+    turn = 0
+    for layer in range(start, stop):
+        weights, scales, biases = layers.weights[layer], layers.scales[layer], layers.biases[layer]
+        keys, values = cache[layer - first, 0], cache[layer - first, 1]
+        norm(hidden, rows, layers.norms[layer, 0], eps, halves, normed)
+        joint = Linear(weights[:out_at], size, scales[:every], biases[:every])
+        begin, end = part(every, rank, threads)
+        product(joint, normed, rows, begin, end, halves, room.heads)
+        wait(room.arrived, threads, turn + 1)
+        place(
+            shape, cos, sin, layers.head_norms[layer], head_eps, halves, keys, values, past, seats, rank, threads, room
+        )
+        wait(room.arrived, threads, turn + 2)
+        attend_all(weights, shape, keys, values, past, seats, mask, scale, halves, rank, threads, room)
+        wait(room.arrived, threads, turn + 3)
+        out = Linear(weights[out_at:up_at], mixed, scales[every:out_to], biases[every:out_to])
+        add(out, room.mixed, hidden, halves, rank, threads, room)
+        wait(room.arrived, threads, turn + 4)
+        norm(hidden, rows, layers.norms[layer, 1], eps, halves, normed)
+        up = Linear(weights[up_at:down_at], size, scales[out_to:up_to], biases[out_to:up_to])
+        gate(up, inner, halves, rank, threads, room)
+        wait(room.arrived, threads, turn + 5)
+        down = Linear(weights[down_at:], inner, scales[up_to:], biases[up_to:])
+        add(down, room.inner, hidden, halves, rank, threads, room)
+        wait(room.arrived, threads, turn + 6)
+        turn += 6

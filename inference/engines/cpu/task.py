@@ -1,0 +1,96 @@
+# mypy: allow-untyped-defs
+"""What attention is given, and what of it does not depend on how it is computed."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from inference.engines.cpu.elementwise import softmax_row
+from inference.engines.cpu.numbers import kernel, wide
+from inference.engines.cpu.vectors import LANES
+
+_HIDDEN = np.float32(-1e30)  # a mask below it lets nothing through
+_BLOCK = 64  # positions that are looked at together
+
+
+class Task(NamedTuple):
+    """Queries of some rows over one sequence's keys and values in one layer, and where to work.
+
+    The rows are row … row + rows − 1 of queries float32 [R, H·D], D a multiple of `LANES`. keys, values [G, positions,
+    D], of which `seen` count; mask [R, seen], or [R, 0] where all is seen; scale: of query · key.
+    scores float32 [R·H, seen or more, a multiple of `LANES`]; sums float32 [R, H·D]; near float32 [NEAR, D], of one
+    thread alone.
+    """
+
+    queries: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    seen: int
+    mask: np.ndarray
+    scale: float
+    scores: np.ndarray
+    sums: np.ndarray
+    near: np.ndarray
+    row: int
+    rows: int
+
+
+@kernel
+def seen_by(task, row):
+    """How many positions there are up to the last one that a row's mask lets through."""
+    mask, count = task.mask[row], task.seen
+    while mask.shape[0] > 0 and count > 1 and wide(mask[count - 1]) < _HIDDEN:
+        count -= 1
+    return count
+
+
+@kernel
+def _first_gap(mask, count):
+    """The first of `count` positions that is hidden after one that is not; `count` where there is none."""
+    begin = 0
+    while begin < count and wide(mask[begin]) < _HIDDEN:  # before a window
+        begin += 1
+    while begin < count:
+        end, hidden = min(count, begin + _BLOCK), 0
+        for j in range(begin, end):
+            hidden += wide(mask[j]) < _HIDDEN
+        if hidden > 0:
+            while wide(mask[begin]) >= _HIDDEN:
+                begin += 1
+            return begin
+        begin = end
+    return count
+
+
+@kernel
+def softmax(scores, line, count, size, mask, scale):
+    """softmax(scale · score + mask) of the first `count` of a line of scores, in place; then 0 up to whole vectors.
+
+    What is hidden between others is taken out meanwhile. So a row of a tree, whose ancestors are not side by side, has
+    the sum that it has in a chain, to the bit.
+    """
+    own = scores[line]
+    for j in range(count):
+        own[j] *= scale
+    gap = seen = count
+    if mask.shape[0] > 0:
+        for j in range(count):
+            own[j] += wide(mask[j])
+        gap = seen = _first_gap(mask, count)
+        for j in range(gap, count):
+            if wide(mask[j]) >= _HIDDEN:
+                own[seen] = own[j]
+                seen += 1
+    for j in range(seen, size):
+        own[j] = np.float32(-np.inf)
+    softmax_row(scores, line, -(-seen // LANES) * LANES)
+    if gap == count:
+        return
+    for j in range(count, size):
+        own[j] = np.float32(0.0)
+    for j in range(count - 1, gap - 1, -1):
+        if wide(mask[j]) < _HIDDEN:
+            own[j] = np.float32(0.0)
+        else:
+            seen -= 1
+            own[j] = own[seen]

@@ -1,0 +1,289 @@
+"""A model laid out for decoding: fewer and larger products, and on a CPU weights in the order that reads fastest."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from draft_models.targets.attention import grouped_attention, triton_kernels
+from draft_models.targets.int8 import Int8Linear
+from draft_models.targets.stack import LayerCache, LayerStack
+from inference.core.cache import KVCache
+from inference.engines.cpu.at_once import ONE_BY_ONE, LayersAtOnce, PanelLinear, fits_panels
+from inference.engines.packing import chosen_layout, pack_linears
+
+# Whose arithmetic is known to be what is fused here. Layers of other architectures run as they are.
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FUSED_LAYERS = {*(f"{family}DecoderLayer" for family in _FAMILIES), "OPTDecoderLayer"}
+SILU = (nn.SiLU, SiLUActivation)
+FUSED_NORMS = {f"{family}RMSNorm" for family in _FAMILIES}
+
+
+class RMSNorm(nn.Module):
+    """transformers' RMSNorm of the supported architectures in few steps: weight · round(x / rms(x))."""
+
+    floor: Tensor
+    divides_by_rms = True  # see `normed_product`
+
+    def __init__(self, norm: Any):
+        super().__init__()
+        self.weight = norm.weight
+        self.shape = tuple(norm.weight.shape)
+        self.eps = norm.variance_epsilon
+        self.register_buffer("floor", torch.full((), self.eps, device=norm.weight.device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and x.device.type == "cpu":  # where PyTorch's own is nine small operations
+            norm = torch.linalg.vector_norm(x, 2, -1, True)
+            mean_square = torch.addcmul(self.floor, norm, norm, value=1 / x.shape[-1])
+            return mean_square.rsqrt_().mul(x).mul_(self.weight)
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.shape, None, self.eps) * self.weight  # in 16 bits a single step would round once
+
+    __call__ = forward  # a module's own call looks for hooks, which none of these has: 1 to 2 µs of a token's time each
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer of a supported architecture for inference: the same arithmetic in fewer steps.
+
+    Queries, keys and values come from one product, gate and up from another; queries and keys are rotated together.
+    The layer it is made from stays usable: its weights become views of the joined ones. After one of its modules was
+    replaced, `bind` it again.
+    """
+
+    signs: Tensor | None
+    head_scale: Tensor | None
+    _parts: tuple[Callable[[Tensor], Tensor], ...]
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        attention = layer.self_attn
+        self.layer_idx = attention.layer_idx
+        self.head_dim = attention.head_dim
+        self.heads = attention.q_proj.out_features // self.head_dim
+        self.rotated = self.heads + attention.k_proj.out_features // self.head_dim  # heads: the queries', the keys'
+        self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
+        signs = head_scale = None
+        self.gated = hasattr(layer, "mlp")  # else it is an OPT's
+        self.head_eps = 0.0
+        if self.gated:
+            self.attention_norm = RMSNorm(layer.input_layernorm)
+            self.out = attention.o_proj
+            self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
+            self.up, self.down = join([layer.mlp.gate_proj, layer.mlp.up_proj]), layer.mlp.down_proj
+            self.activation = layer.mlp.act_fn
+            signs = self.attention_norm.weight.new_ones(self.head_dim)
+            signs[: self.head_dim // 2] = -1
+        else:
+            self.attention_norm = layer.self_attn_layer_norm
+            self.out = attention.out_proj
+            self.mlp_norm = layer.final_layer_norm
+            self.up, self.down = layer.fc1, layer.fc2
+            self.activation = layer.activation_fn
+        self.gates_by_silu = self.gated and isinstance(self.activation, SILU)
+        if hasattr(attention, "q_norm"):
+            self.head_eps = attention.q_norm.variance_epsilon
+            query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+            head_scale = torch.stack([query] * self.heads + [key] * (self.rotated - self.heads))
+        self.register_buffer("signs", signs, persistent=False)
+        self.register_buffer("head_scale", head_scale, persistent=False)
+        self.at_once: LayersAtOnce | None = None  # itself alone, where it is no stack's
+        self.bind()
+
+    @property
+    def products(self) -> list[Any]:
+        """Its linear layers."""
+        return [self.qkv, self.out, self.up, self.down]
+
+    def bind(self) -> None:
+        """Keep its modules where `forward` finds them at once: looking one up takes longer than a view of a tensor."""
+        self._parts = (self.attention_norm, self.qkv, self.out, self.mlp_norm, self.up, self.activation, self.down)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        past_key_values: LayerCache | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """As transformers' layers: hidden [B, Q, d] → [B, Q, d]."""
+        if self.at_once is not None:
+            done = self.at_once.run(hidden, 0, 1, position_embeddings, attention_mask, past_key_values)
+            if done is not None:
+                return done
+        return self.one_by_one(hidden, attention_mask, position_embeddings, past_key_values)
+
+    __call__ = forward
+
+    def one_by_one(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        past_key_values: LayerCache | None,
+    ) -> Tensor:
+        """`forward`, an operation after the other."""
+        batch, queries, _ = hidden.shape
+        if self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed is not None:
+            kernels = triton_kernels(hidden.device)
+            if kernels is not None:
+                return self._in_few_launches(kernels, hidden, attention_mask, position_embeddings, past_key_values)
+        attention_norm, qkv, out, mlp_norm, up, activation, down = self._parts
+        heads = qkv(attention_norm(hidden)).view(batch, queries, -1, self.head_dim)
+        rotated = self._rotate(heads[:, :, : self.rotated], position_embeddings)
+        query, key = rotated[:, :, : self.heads].transpose(1, 2), rotated[:, :, self.heads :].transpose(1, 2)
+        value = heads[:, :, self.rotated :].transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        mixed, _ = grouped_attention(self, query, key, value, attention_mask, scaling=self.head_dim**-0.5)
+        hidden = hidden + out(mixed.reshape(batch, queries, -1))
+        inner = up(mlp_norm(hidden))
+        if self.gated:
+            gate, inner = inner.chunk(2, -1)
+            inner = activation(gate).mul_(inner)
+        else:
+            inner = activation(inner)
+        return hidden + down(inner)
+
+    def _in_few_launches(
+        self, kernels: Any, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache
+    ) -> Tensor:
+        """`forward` of a pass of fixed shape on a GPU, by `draft_models.targets.triton_kernels`."""
+        assert cache.fixed is not None
+        queries, (slots, seen) = hidden.shape[1], cache.fixed
+        first, second = self.attention_norm, self.mlp_norm
+        hidden = hidden.contiguous()
+        heads = self.qkv(kernels.norm(hidden, first.weight, first.eps)).view(1, queries, -1, self.head_dim)
+        key, value = heads[:, :, self.heads : self.rotated], heads[:, :, self.rotated :]
+        keys, values = cache.views(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
+        query = kernels.place(heads, rotary, self.head_scale, self.head_eps, slots, keys, values)
+        given = (query, keys[:, :, :seen], values[:, :, :seen], mask)
+        mixed, _ = grouped_attention(self, *given, scaling=self.head_dim**-0.5)
+        added = self.out(mixed.reshape(1, queries, -1))
+        hidden, normed = kernels.add_and_norm(hidden, added, second.weight, second.eps)
+        return hidden + self.down(kernels.gate(self.up(normed)))
+
+    def _rotate(self, heads: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """heads [B, Q, n, D], queries before keys, normalised (Qwen3) and at their positions (all but OPT)."""
+        if self.head_scale is not None:
+            heads = F.rms_norm(heads, (self.head_dim,), None, self.head_eps) * self.head_scale
+        if self.signs is None or rotary is None:
+            return heads
+        cos, sin = rotary[0][:, :, None], (rotary[1] * self.signs)[:, :, None]
+        return heads * cos + torch.roll(heads, self.head_dim // 2, -1) * sin
+
+
+def join(linears: Sequence[Any]) -> nn.Module:
+    """The outputs of `linears`, all of one kind, by one layer; each of them goes on as a view of its part of it."""
+    return _join_int8(linears) if isinstance(linears[0], Int8Linear) else _join_floats(linears)
+
+
+def _join_int8(linears: Sequence[Int8Linear]) -> Int8Linear:
+    sizes = [linear.out_features for linear in linears]
+    codes, scale = torch.cat([linear.codes for linear in linears]), torch.cat([linear.scale for linear in linears])
+    for linear, own_codes, own_scale in zip(linears, codes.split(sizes), scale.split(sizes), strict=True):
+        linear.codes, linear.scale = own_codes, own_scale
+    return Int8Linear(codes, scale, _joined_bias(linears, scale))
+
+
+def _joined_bias(linears: Sequence[Any], like: Tensor) -> Tensor | None:
+    """The biases side by side, zeros for a layer without; None where none has one. like: of their dtype and device."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    zeros = [like.new_zeros(linear.out_features) for linear in linears]
+    return torch.cat([z if linear.bias is None else linear.bias for linear, z in zip(linears, zeros, strict=True)])
+
+
+def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
+    sizes = [linear.out_features for linear in linears]
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    for linear, part in zip(linears, weight.split(sizes), strict=True):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+    bias = _joined_bias(linears, weight)
+    if bias is not None:
+        joined.bias = nn.Parameter(bias, requires_grad=False)
+    return joined
+
+
+def first_outputs(linear: nn.Linear, count: int) -> nn.Linear:
+    """A layer of the first `count` outputs of `linear`, whose weights are views of its own."""
+    cut = nn.Linear(linear.in_features, count, bias=linear.bias is not None, device="meta")
+    for name, whole in linear.named_parameters():
+        setattr(cut, name, nn.Parameter(whole.detach()[:count], requires_grad=False))
+    return cut
+
+
+def lay_out(model: nn.Module, like: LayerStack) -> None:
+    """Make `model` ready to decode where `like`, the target, is: its layers fused.
+
+    On a CPU they run at once, and weights are packed, where that is faster, or recorded (see `engines.cpu.recorded`).
+    """
+    fuse_layers(model)
+    if isinstance(model, LayerStack) and model.own_tokens is not None and isinstance(model.head, nn.Linear):
+        model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last one is never proposed
+    # Processes that share a model out must round alike, or what they draft by themselves may differ.
+    together = run_at_once(model) if like.group.size == 1 else []
+    if like.device.type != "cpu":
+        return
+    of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
+
+    def layout(linears: Sequence[Any]) -> str:
+        return like.group.agreed(chosen_layout(linears, like.device, panels=id(linears[0]) not in of_layers))
+
+    pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
+    _bind(model)
+    for holder, layers in together:
+        if holder.at_once.chosen(layers) == ONE_BY_ONE:  # its weights are given back
+            holder.at_once = None
+    # Where layers give a row the same bits whatever is beside it, the head is to do so, too.
+    if isinstance(model, LayerStack) and model.at_once is not None and fits_panels(model.head):
+        model.head = PanelLinear(model.head)
+    pack_linears(model, lambda linears: "plain" if id(linears[0]) in of_layers else layout(linears))
+    _bind(model)
+
+
+def _bind(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FusedLayer):
+            module.bind()
+
+
+def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
+    """Let the layers of `model` run at once where they can: a stack's together, others each for itself.
+
+    Returns who has them run at once now, the stack or the layer, and which these are; not who had before: the weights
+    of those may be laid out in another way by now.
+    """
+    fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    together: list[tuple[Any, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
+    if isinstance(model, LayerStack):
+        alike = len(set(model.windows)) == 1 and len({call.table for call in model.anatomy.calls}) == 1
+        together = [(model, fused)] if alike and len(fused) == len(model.layers) else []
+    together = [(holder, layers) for holder, layers in together if holder.at_once is None]
+    for holder, layers in together:
+        holder.at_once = LayersAtOnce.of(layers)
+    return [(holder, layers) for holder, layers in together if holder.at_once is not None]
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Fuse the decoder layers and RMSNorms that `model` holds itself, as a stack and an early exit do.
+
+    The model that a stack was made from keeps its own layers.
+    """
+    for name, child in model.named_children():
+        fused = nn.ModuleList(map(_fused, child)) if isinstance(child, nn.ModuleList) else _fused(child)
+        setattr(model, name, fused)
+
+
+def _fused(module: nn.Module) -> nn.Module:
+    name = type(module).__name__
+    if name in FUSED_LAYERS:
+        return FusedLayer(module)
+    return RMSNorm(module) if name in FUSED_NORMS else module

@@ -1,0 +1,1 @@
+"""Passes of fixed shape, captured as CUDA graphs."""

@@ -1,0 +1,93 @@
+"""Which attention kernel passes of fixed shape use: measured once for a run, and then a matter of record.
+
+Kernels round differently, so in 16 bits the choice may decide a token: it must not depend on a timing of the moment.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from math import log2
+from typing import Any
+
+import torch
+
+from draft_models.targets.attention import KERNELS, grouped_attention, kernels_on, use_kernel
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_parallel import own_heads
+from inference.core.runtime import KernelChoice
+from inference.engines.graphs.capture import GraphPool
+
+WIDTHS = (1, 4, 16, 64)  # rows of the passes that are measured,
+KEYS = 128  # over so many cache positions, four times as many, … and those of the longest text
+TRIALS = 20  # replays that choose between kernels
+
+
+def kernel_for(choices: Iterable[KernelChoice], stack: LayerStack, width: int, keys: int) -> str:
+    """What was chosen where it is nearest, by ratios; the first of `KERNELS` for attention that was not measured.
+
+    stack: where it is a drafter's own model of another kind, nothing was.
+    """
+    shape = attention_shape(stack) if isinstance(stack, LayerStack) else None
+    measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == shape]
+    distances = [abs(log2(choice.width / width)) + abs(log2(choice.keys / keys)) for choice in measured]
+    return measured[distances.index(min(distances))].kernel if measured else KERNELS[0]
+
+
+def attention_shape(stack: LayerStack) -> tuple[int, int, int]:
+    """Query heads, key heads and the width of a head, as this process has them."""
+    config = stack.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return *own_heads(config, stack.group.size), head_dim
+
+
+@torch.inference_mode()
+def measure_kernels(stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
+    """The faster kernels for texts of up to `positions` tokens, for every shape of attention among `stacks`.
+
+    Takes the memory of one cache, and gives it back.
+    """
+    graphs = GraphPool()
+    found: dict[tuple[int, int, int], list[KernelChoice]] = {}
+    for stack in stacks:
+        if attention_shape(stack) not in found:
+            found[attention_shape(stack)] = _measure(stack, positions, graphs)
+    return tuple(choice for choices in found.values() for choice in choices)
+
+
+def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[KernelChoice]:
+    """Every pass reads all layers of a cache, as in decoding, where none of it is in a processor's caches."""
+    heads, key_heads, head_dim = shape = attention_shape(stack)
+    placed: dict[str, Any] = {"dtype": stack.dtype, "device": stack.device}
+    cache = torch.zeros(len(stack.layers), 2, 1, key_heads, positions, head_dim, **placed)
+    found = []
+    for keys in _lengths(positions):
+        for width in WIDTHS:
+            query = torch.zeros(1, heads, width, head_dim, **placed)
+            mask = torch.zeros(1, 1, width, keys, **placed)
+
+            def attend(query: torch.Tensor = query, mask: torch.Tensor = mask, keys: int = keys) -> None:
+                for key, value in cache:
+                    grouped_attention(stack, query, key[:, :, :keys], value[:, :, :keys], mask)
+
+            seconds = {}
+            for kernel in kernels_on(stack.device):
+                with use_kernel(kernel):
+                    seconds[kernel] = _seconds(graphs.capture(attend))
+            found.append(KernelChoice(*shape, width, keys, min(seconds, key=seconds.__getitem__)))
+    return found
+
+
+def _lengths(positions: int) -> list[int]:
+    lengths: list[int] = []
+    while (length := KEYS * 4 ** len(lengths)) < positions:
+        lengths.append(length)
+    return [*lengths, positions]
+
+
+def _seconds(graph: torch.cuda.CUDAGraph) -> float:
+    graph.replay()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(TRIALS):
+        graph.replay()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started

@@ -1,0 +1,256 @@
+"""Decoding in passes of fixed shape over buffers that stay where they are, captured as CUDA graphs.
+
+A pass of a few rows is hundreds of kernels that each take microseconds: launched one by one, the launches cost more
+than the work. A CUDA graph launches them all at once, but only ever with the same shapes and addresses. So a pass is
+padded to a width of `WIDTHS` and reads a bucket of the cache (a power of two of positions), and everything it touches
+lives in an `Arena` that outlives generations. What differs from pass to pass (where the rows stand and what they see)
+is a few hundred bytes, uploaded by one copy; positions, slots and masks are made from them inside the graph.
+
+What a pass reads but masks must be a number, for 0 · NaN is none. So a cache is zero behind its text: it is cleared for
+every generation, rows that are dropped are cleared, and padding writes where nobody reads.
+
+Without CUDA the same passes run uncaptured: slower than `TargetSession`, for tests.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from draft_models.targets.attention import use_kernel
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.whole_model import PlainLM
+from inference.core.cache import KVCache
+from inference.core.ops import likeliest
+from inference.core.plain_session import PlainTargetSession
+from inference.core.rows import Layout, Rows
+from inference.core.runtime import KernelChoice
+from inference.core.session import Pass, TargetSession
+from inference.engines.graphs.attention_kernels import kernel_for, measure_kernels
+from inference.engines.graphs.capture import GraphPool, can_capture
+from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, Upload, bucket
+
+SMALLEST_BUCKET = 128  # cache positions
+Key = tuple[str, int, int]  # of a graph: the name of the pass, its rows, the cache positions it sees
+
+
+class Graphed:
+    """Makes sessions whose buffers and graphs are used again by later generations.
+
+    One generation at a time uses an arena; a second one beside it gets an arena of its own.
+    """
+
+    name = "graphed"
+
+    def __init__(self) -> None:
+        self._arenas: dict[tuple[int, int], Arena] = {}
+        self.captures = 0
+        self.positions: int | None = None
+        self.kernels: tuple[KernelChoice, ...] = ()
+
+    def choose_kernels(self, stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
+        """See `Runtime.choose_kernels`."""
+        return measure_kernels([stack for stack in stacks if can_capture(stack.device)], positions)
+
+    def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
+        """See `Runtime.prepare`. Longer texts get buffers, and graphs, of their own."""
+        self.positions, self.kernels = positions, tuple(kernels)
+
+    def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
+        """As `TargetSession(stack, split, capacity, context)`."""
+        if isinstance(stack, PlainLM):
+            return PlainTargetSession(stack, capacity, context)
+        rows = capacity - (capacity if context is None else context)
+        arena = self._arenas.get((id(stack), split))
+        if arena is None or not arena.serves(stack, capacity, rows):
+            busy = arena is not None and arena.busy
+            arena = Arena(self, stack, split, capacity, rows)
+            if not busy:
+                self._arenas[id(stack), split] = arena
+        return GraphedSession(arena, capacity, context)
+
+
+class Arena:
+    """What passes of fixed shape over one stack, split at one layer, read and write: caches, buffers, graphs.
+
+    limit: how many cache slots passes see at most; behind them padding rows write.
+    """
+
+    def __init__(self, runtime: Graphed, stack: LayerStack, split: int, capacity: int, rows: int):
+        self.runtime = runtime
+        self.stack = stack
+        self.split = split
+        self.rows = bucket(max(rows, WIDTHS[-1]), WIDTHS[-1])
+        longest = runtime.positions
+        if longest is not None and capacity - rows <= longest:
+            self.limit = -(-(longest + self.rows) // WIDTHS[-1]) * WIDTHS[-1]
+        else:
+            self.limit = bucket(capacity, SMALLEST_BUCKET)
+        self.capacity = self.limit + WIDTHS[-1]
+        self.first = KVCache(range(split), self.capacity, clean=True)
+        self.rest = KVCache(range(split, len(stack.layers)), self.capacity, clean=True)
+        self.beside: dict[int, tuple[object, KVCache]] = {}  # caches of layers that are not the stack's, by owner
+        self.upload = Upload(self.rows, stack.device)
+        self.buffers: dict[tuple[str, int], Tensor] = {}
+        self.outputs: dict[str, int] = {}  # how many each pass has
+        self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        stack.reserve(self.capacity)
+        self.tables: dict[Key, tuple[tuple[Tensor, Tensor], ...]] = {}  # that a graph reads
+        self.pool = GraphPool()
+        self._user: weakref.ref[TargetSession] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a session works in here that is neither closed nor gone."""
+        return self._user is not None and self._user() is not None
+
+    def serves(self, stack: LayerStack, capacity: int, rows: int) -> bool:
+        """Whether a session of this size could work in here now."""
+        return stack is self.stack and capacity <= self.limit and rows <= self.rows and not self.busy
+
+    def enter(self, user: TargetSession) -> None:
+        """`user` works in here from now on: its caches are empty."""
+        self._user = weakref.ref(user)
+        for cache in (self.first, self.rest, *(cache for _, cache in self.beside.values())):
+            cache.clear()
+
+    def leave(self, user: TargetSession) -> None:
+        """`user` is done."""
+        if self._user is not None and self._user() is user:
+            self._user = None
+
+    def cache_beside(self, owner: object, layers: range) -> KVCache:
+        """The cache of layers that `owner` has."""
+        if id(owner) not in self.beside:
+            self.beside[id(owner)] = (owner, KVCache(layers, self.capacity, clean=True))
+        return self.beside[id(owner)][1]
+
+    def buffer(self, name: str, place: int, like: Tensor, rows: int) -> Tensor:
+        """The input (place −1) or output of a pass: as `like` [1, n, …] or [n], but with `rows` rows."""
+        if (name, place) not in self.buffers:
+            shape = (rows,) if like.dim() == 1 else (1, rows, *like.shape[2:])
+            self.buffers[name, place] = like.new_zeros(shape)
+        return self.buffers[name, place]
+
+    def view(self, width: int, positions: int) -> FixedView:
+        """Of `width` rows, behind which the text and they themselves have `positions` positions."""
+        keys = min(bucket(positions, SMALLEST_BUCKET), self.limit)
+        return FixedView(self.upload, width, keys, self.limit, self.stack)
+
+    def run_pass(
+        self, name: str, pass_: Pass, given: Tensor, view: FixedView, cache: KVCache, by_row: bool
+    ) -> list[Tensor]:
+        """`pass_`, always the same one under this name; returns its output buffers.
+
+        by_row: an output's rows go to the places of their row numbers, and so stay until the round ends.
+        """
+
+        def run() -> None:
+            with cache.at(view.slots, view.keys):
+                outputs = pass_(given, view)
+            for place, output in enumerate(outputs):
+                kept = self.buffer(name, place, output, self.rows + WIDTHS[-1] if by_row else WIDTHS[-1])
+                if by_row:
+                    kept.index_copy_(1, view.rows, output)
+                else:
+                    kept[:, : view.width].copy_(output)
+            self.outputs[name] = len(outputs)
+
+        self.run((name, view.width, view.keys), run)
+        return [self.buffers[name, place] for place in range(self.outputs[name])]
+
+    def run(self, key: Key, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> None:
+        """`run`, captured at the first call with this `key`. changed: see `GraphPool.capture`."""
+        if not can_capture(self.stack.device):
+            run()
+            return
+        if key not in self.graphs:
+            with use_kernel(kernel_for(self.runtime.kernels, self.stack, *key[1:])):
+                self.graphs[key] = self.pool.capture(run, changed)
+            self.tables[key] = self.stack.tables  # `reserve` may put longer ones in their place
+            self.runtime.captures += 1
+        self.graphs[key].replay()
+
+
+class GraphedSession(TargetSession):
+    """A session whose passes have fixed shapes, all but prompts and those of more than 64 rows."""
+
+    def __init__(self, arena: Arena, capacity: int, context: int | None):
+        super().__init__(arena.stack, arena.split, capacity, context)
+        self._arena = arena
+        self._beside: list[TargetSession] = []
+        self.first, self.rest = arena.first, arena.rest
+        arena.enter(self)
+
+    def beside(self, stack: LayerStack) -> TargetSession:
+        session = self._arena.runtime.session(stack, len(stack.layers), self.capacity, self.context)
+        self._beside.append(session)
+        return session
+
+    def close(self) -> None:
+        self._arena.leave(self)
+        for session in self._beside:
+            session.close()
+
+    def cache_beside(self, owner: object, layers: range) -> KVCache:
+        return self._arena.cache_beside(owner, layers)
+
+    @property
+    def step(self) -> Callable[[Tensor], Tensor] | None:
+        return None if self.split else self._step
+
+    def _step(self, token: Tensor) -> Tensor:
+        """From token to token: the host launches a graph and reads what comes out, and nothing else."""
+        arena, stack = self._arena, self.stack
+        upload, given = arena.upload, arena.buffer("step", -1, token, 1)
+        if token.data_ptr() != given.data_ptr():
+            given.copy_(token)
+        if upload.alone_at != self.base:
+            upload.send(Rows((-1,)).layout(self.base, 0, 1), 1)
+        view = arena.view(1, self.base + 1)
+
+        def run() -> None:
+            hidden = stack.embed(given[None], view.positions)
+            with self.rest.at(view.slots, view.keys):
+                hidden = stack.run(hidden, 0, len(stack.layers), view.rotary, view.masks(), self.rest)
+            given.copy_(likeliest(stack.logits(hidden)[0]))
+            upload.base.add_(1)
+
+        arena.run(("step", 1, view.keys), run, changed=(given, upload.base))
+        self.first.advance(1)
+        self.rest.advance(1)
+        self.base += 1
+        upload.alone_at = self.base
+        return given
+
+    @property
+    def hidden(self) -> Tensor:
+        if self._hidden:  # the prompt's
+            return super().hidden
+        return self._arena.buffers["first", 0][:, : self.rows]
+
+    def _remember(self, hidden: Tensor, start: int) -> None:
+        if not self.base:
+            super()._remember(hidden, start)
+        else:
+            kept = self._arena.buffer("first", 0, hidden, self._arena.rows + WIDTHS[-1])
+            kept = kept[:, start : start + hidden.shape[1]]
+            if kept.data_ptr() != hidden.data_ptr():  # of a pass that ran as it is
+                kept.copy_(hidden)
+
+    def _run(self, name: str, pass_: Pass, x: Tensor, layout: Layout, cache: KVCache) -> tuple[Tensor, ...]:
+        rows = layout.stop - layout.start
+        # A prompt, a pass wider than any bucket, and one that is but an embedding gain nothing.
+        if not self.base or rows > WIDTHS[-1] or layout.stop > self._arena.rows or not cache.layers:
+            return super()._run(name, pass_, x, layout, cache)
+        arena, by_row = self._arena, name == "first"
+        view = arena.view(next(width for width in WIDTHS if width >= rows), layout.base + layout.stop)
+        arena.upload.send(layout, view.width)
+        given = arena.buffer(name, -1, x, WIDTHS[-1])
+        axis = min(x.dim() - 1, 1)  # of the rows: tokens [n], hidden states [1, n, d]
+        given.narrow(axis, 0, rows).copy_(x)
+        outputs = arena.run_pass(name, pass_, given.narrow(axis, 0, view.width), view, cache, by_row)
+        cache.advance(rows)
+        start = layout.start if by_row else 0
+        return tuple(output[:, start : start + rows] for output in outputs)

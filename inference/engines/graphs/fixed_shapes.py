@@ -1,0 +1,125 @@
+"""Passes of fixed shape: how many rows and cache positions they have, and what they know of their rows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draft_models.targets.stack import LayerStack, Rotary
+from inference.core.rows import Layout, Masks, unpack
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run as they are
+UPLOADS = 64  # pinned buffers in turn, so that the host hardly ever waits until the device has read one
+
+
+class Upload:
+    """The facts of a pass on their way to the device: base, first row, end, depths of all rows, lineage of each.
+
+    As bytes, so that one copy takes all. A graph reads `base`, `start` and `stop` int64 [], `depths` int64 [rows] and
+    `lineages` bool [64, rows].
+    """
+
+    def __init__(self, rows: int, device: torch.device):
+        self.rows = rows
+        self._head = 8 * (3 + rows)
+        size = self._head + WIDTHS[-1] * rows
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(UPLOADS if pinned else 1)]
+        self._copied = [torch.cuda.Event() for _ in self._hosts] if pinned else []
+        self._turn = 0
+        facts = self._device[: self._head].view(torch.int64)
+        self.base, self.start, self.stop = facts[0], facts[1], facts[2]
+        self.depths = facts[3:]
+        self.lineages = self._device[self._head :].view(torch.bool).view(WIDTHS[-1], rows)
+        self.alone_at: int | None = None  # the facts are those of a round of one row, behind that many positions
+
+    def send(self, layout: Layout, width: int) -> None:
+        """`layout`, padded to `width` rows that see no row of this round."""
+        self.alone_at = layout.base if (layout.start, layout.stop, width) == (0, 1, 1) else None
+        host = self._hosts[self._turn]
+        copied = self._copied[self._turn] if self._copied else None
+        self._turn = (self._turn + 1) % len(self._hosts)
+        if copied is not None:
+            copied.synchronize()
+        stop = self._head + width * self.rows
+        content = host[:stop].numpy()
+        content[:] = 0
+        facts = content[: self._head].view("int64")
+        facts[:3] = layout.base, layout.start, layout.stop
+        facts[3 : 3 + layout.stop] = layout.depths
+        first = max(layout.start, 0)
+        if layout.stop > first:
+            bits = content[self._head :].reshape(width, self.rows)
+            place = first - layout.start
+            bits[place : place + layout.stop - first] = unpack(layout.lineages[first:], self.rows)
+        self._device[:stop].copy_(host[:stop], non_blocking=True)
+        if copied is not None:
+            copied.record()
+
+
+@dataclass(frozen=True)
+class FixedView:
+    """Positions, slots and masks of `width` rows over `keys` cache positions, made on the device from what was sent.
+
+    spare: the first of `width` cache slots that no pass ever sees.
+    """
+
+    upload: Upload
+    width: int
+    keys: int
+    spare: int
+    stack: LayerStack
+
+    @property
+    def rows(self) -> Tensor:
+        """Row numbers [width]."""
+        return self.upload.start + self._each
+
+    @property
+    def slots(self) -> Tensor:
+        """Cache slots [width]. Padding writes where nobody reads: not even a mask makes 0 of 0 · NaN."""
+        rows = self.rows
+        return torch.where(rows < self.upload.stop, self.upload.base + rows, self.spare + self._each)
+
+    @property
+    def _each(self) -> Tensor:
+        return torch.arange(self.width, device=self.upload.base.device)
+
+    @property
+    def positions(self) -> Tensor:
+        rows, depths = self.rows, self.upload.depths
+        offsets = torch.where(rows < 0, rows, depths[rows.clamp(0, self.upload.rows - 1)])
+        return (self.upload.base + offsets)[None]
+
+    @property
+    def rotary(self) -> Rotary:
+        return self.stack.rotary(self.positions)
+
+    def masks(self) -> Masks:
+        base, depths = self.upload.base, self.upload.depths
+        columns = torch.arange(self.keys, device=base.device)
+        inside = columns - base
+        place = inside.clamp(0, self.upload.rows - 1)
+        own = self.upload.lineages[: self.width].index_select(1, place)
+        own = own & (inside >= 0) & (inside < self.upload.rows)
+        visible = own | (columns < torch.minimum(base, self.slots + 1)[:, None])
+        places = torch.where(inside < 0, columns, base + depths[place])
+        built: Masks = {}
+        for window in set(self.stack.windows):
+            seen = visible
+            if window is not None and window < self.keys:
+                seen = visible & (places > self.positions[0, :, None] - window)
+            mask = torch.zeros(self.width, self.keys, dtype=self.stack.dtype, device=base.device)
+            built[window] = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)[None, None]
+        return built
+
+    def last(self, hidden: Tensor, count: int) -> Tensor:
+        return hidden
+
+
+def bucket(size: int, smallest: int) -> int:
+    """The least power of two times `smallest` that holds `size`."""
+    while smallest < size:
+        smallest *= 2
+    return smallest

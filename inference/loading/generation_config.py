@@ -1,0 +1,286 @@
+"""What of the target's generation config acts when it decodes greedily, taken over into every arm.
+
+A model comes with more than weights. Example: Qwen2.5-Instruct has a repetition penalty of 1.05, and
+`model.generate(do_sample=False)` obeys it. So do all arms here. transformers' `generate` runs the target's own config,
+in which only lengths, end tokens and sampling are replaced (`generate_settings`). Ours make the same logits processors
+from the same fields, in `generate`'s order (`make_processors`). What is another way of decoding altogether is refused.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import LongTensor, Tensor
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    GenerationConfig,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from draft_models.targets.model_files import CONFIG_FILE, load_generation_config
+from inference.core.sampling import Sampler
+from inference.settings.sampling import SamplingConfig
+from outrider.errors import UserError, reason
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """The target's generation config as an evaluation goes by it.
+
+    config: what `generate_settings` starts from. taken: its fields that act on greedy decoding (`stop_strings` too);
+    ignored: those that would have, and were left out as a whole.
+    """
+
+    config: GenerationConfig
+    taken: Mapping[str, Any]
+    ignored: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The generation that processors are for. prompt [1, n]; total: tokens at its end; eos None: nothing ends it."""
+
+    prompt: LongTensor
+    total: int
+    eos: Tensor | None
+    forced_bos: bool
+
+    @property
+    def device(self) -> str:
+        return str(self.prompt.device)
+
+
+def _min_length(length: Any, text: _Text) -> LogitsProcessor | None:
+    return None if text.eos is None else MinLengthLogitsProcessor(length, text.eos, text.device)
+
+
+def _min_new_tokens(count: Any, text: _Text) -> LogitsProcessor | None:
+    before = text.prompt.shape[1]
+    return None if text.eos is None else MinNewTokensLengthLogitsProcessor(before, count, text.eos, text.device)
+
+
+def _exponential_decay(value: Any, text: _Text) -> LogitsProcessor:
+    if text.eos is None:
+        raise ValueError("there is no end token that it could favour")
+    return ExponentialDecayLengthPenalty(value, text.eos, text.prompt.shape[1])
+
+
+def _suppress_at_begin(tokens: Any, text: _Text) -> LogitsProcessor:
+    length = text.prompt.shape[1]
+    begin = length if length > 1 or not text.forced_bos else length + 1
+    return SuppressTokensAtBeginLogitsProcessor(tokens, begin, device=text.device)
+
+
+# The fields that act on the choice of a token: the value that does nothing, as None does, and what it makes of a value.
+# It makes None where an end token is wanting. They stand in the order in which `generate` applies them. The last one
+# comes after the warpers there, none of which minds that all scores are shifted.
+_ACTING: dict[str, tuple[Any, Callable[[Any, _Text], LogitsProcessor | None]]] = {
+    "sequence_bias": (None, lambda bias, _: SequenceBiasLogitsProcessor(bias)),
+    "encoder_repetition_penalty": (1, lambda p, text: EncoderRepetitionPenaltyLogitsProcessor(p, text.prompt)),
+    "repetition_penalty": (1, lambda penalty, _: RepetitionPenaltyLogitsProcessor(penalty)),
+    "no_repeat_ngram_size": (0, lambda size, _: NoRepeatNGramLogitsProcessor(size)),
+    "encoder_no_repeat_ngram_size": (0, lambda n, text: EncoderNoRepeatNGramLogitsProcessor(n, text.prompt)),
+    "bad_words_ids": (None, lambda words, text: NoBadWordsLogitsProcessor(words, text.eos)),
+    "min_length": (0, _min_length),
+    "min_new_tokens": (0, _min_new_tokens),
+    "forced_bos_token_id": (None, lambda token, _: ForcedBOSTokenLogitsProcessor(token)),
+    "forced_eos_token_id": (None, lambda eos, text: ForcedEOSTokenLogitsProcessor(text.total, eos, text.device)),
+    "remove_invalid_values": (False, lambda *_: InfNanRemoveLogitsProcessor()),
+    "exponential_decay_length_penalty": (None, _exponential_decay),
+    "suppress_tokens": (None, lambda tokens, text: SuppressTokensLogitsProcessor(tokens, device=text.device)),
+    "begin_suppress_tokens": (None, _suppress_at_begin),
+    "renormalize_logits": (False, lambda *_: LogitNormalization()),
+}
+# What the evaluation's own settings replace, and what says how fast and in which form a text comes out, not which.
+_REPLACED: dict[str, Any] = {
+    **dict.fromkeys(
+        ("max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
+         "eta_cutoff", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory",
+         "compile_config", "disable_compile", "continuous_batching_config")
+    ),
+    **dict.fromkeys(
+        ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+        False,
+    ),
+    "use_cache": True,
+}  # fmt: skip
+# What neither acts nor needs replacing: it speaks of beams, encoders or assistant models, or is read elsewhere.
+_IDLE = {
+    "early_stopping", "length_penalty", "diversity_penalty", "decoder_start_token_id", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size",
+    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type",
+    "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings", "transformers_version",
+}  # fmt: skip
+# Other ways of decoding, off at these values or at None. Fields that are named nowhere here are off at None.
+_OFF = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "guidance_scale": 1, "penalty_alpha": 0,
+        "use_mtp": False, "token_healing": False, "is_assistant": False}  # fmt: skip
+
+
+def inherit(
+    source: str,
+    revision: str | None,
+    sampling: SamplingConfig,
+    stops: Sequence[str],
+    *,
+    eos: Collection[int],
+    vocabulary: int,
+    ignore: bool,
+) -> Inherited:
+    """What the target `source` brings along, where neither `sampling` nor `stops` says otherwise.
+
+    eos: the ids that end a text. vocabulary: its size. ignore: take nothing over. Raises `UserError` naming field and
+    value for what no arm can decode by, and for values that transformers cannot use.
+    """
+    own = read_generation_config(source, revision)
+    taken, refused = acting(own), other_ways(own)
+    if own.stop_strings:
+        taken["stop_strings"] = [own.stop_strings] if isinstance(own.stop_strings, str) else list(own.stop_strings)
+    if ignore:
+        plain = json.loads(own.to_json_string(use_diff=False))  # a watermark is an object of its own
+        return Inherited(GenerationConfig(), {}, {name: plain[name] for name in taken | refused})
+    for name, value in refused.items():
+        raise _unusable(source, name, value, "which is a way of decoding that no arm here has")
+    if sampling.repetition_penalty is not None:
+        taken.pop("repetition_penalty", None)
+    if stops:
+        taken.pop("stop_strings", None)
+    text = _Text(
+        cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), 2, _end_tensor(eos), "forced_bos_token_id" in taken
+    )
+    for name, value in taken.items():
+        try:
+            step = _ACTING[name][1](value, text) if name in _ACTING else None
+            if step is not None:
+                step(text.prompt, torch.zeros(1, vocabulary))
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise _unusable(source, name, value, f"which transformers cannot use ({reason(error)})") from None
+    return Inherited(own, taken, {})
+
+
+def _unusable(source: str, name: str, value: object, why: str) -> UserError:
+    return UserError(
+        f"target={source}: its generation config has {name}={value!r}, {why}; mend generation_config.json, or "
+        "leave all of it out by generation_config=none, as the report will say"
+    )
+
+
+def read_generation_config(source: str, revision: str | None) -> GenerationConfig:
+    """The generation config that the target's user gets with it, by transformers' own rule. Raises `UserError`."""
+    stored = load_generation_config(source, revision)
+    if stored is not None:
+        return stored
+    try:  # older models say such things in config.json
+        return GenerationConfig.from_pretrained(
+            source,
+            config_file_name=CONFIG_FILE,
+            revision=revision or "main",
+            trust_remote_code=False,
+            _from_model_config=True,
+        )
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"target={source}: no usable generation config in {CONFIG_FILE} ({reason(error)})") from None
+
+
+def acting(config: GenerationConfig) -> dict[str, Any]:
+    """The fields that have a say in which token comes next when decoding greedily, in the order of their say."""
+    found = {name: getattr(config, name, None) for name in _ACTING}
+    if found["min_new_tokens"] is not None:
+        found["min_length"] = None  # which it stands in for
+    return {name: value for name, value in found.items() if value is not None and value != _ACTING[name][0]}
+
+
+def other_ways(config: GenerationConfig) -> dict[str, Any]:
+    """The fields that make `generate` decode in another way than by the best next token, or in one not known here.
+
+    What transformers itself has no such field for does nothing in `generate`, whatever it says.
+    """
+    defaults = vars(GenerationConfig())
+    handled = _ACTING.keys() | _REPLACED.keys() | _IDLE
+    unknown = {name: value for name, value in vars(config).items()
+               if name in defaults and name not in handled and not name.startswith("_")}  # fmt: skip
+    found = {name: value for name, value in unknown.items() if value not in (None, defaults[name], _OFF.get(name))}
+    if config.cache_implementation == "quantized":
+        found["cache_implementation"] = config.cache_implementation
+    return found
+
+
+def generate_settings(
+    own: GenerationConfig | None,
+    sampling: SamplingConfig,
+    *,
+    max_new_tokens: int,
+    eos: Collection[int],
+    stops: Sequence[str] = (),
+) -> GenerationConfig:
+    """What transformers' `generate` is to go by: the target's `own` config, with what the evaluation says in it."""
+    settings = copy.deepcopy(own) if own is not None else GenerationConfig()
+    ends_at = sorted(eos)
+    replaced = {
+        **_REPLACED,
+        **generate_options(sampling),
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": ends_at or None,
+        "pad_token_id": ends_at[0] if ends_at else 0,
+        "stop_strings": list(stops) or None,
+    }
+    for name, value in replaced.items():
+        setattr(settings, name, value)
+    return settings
+
+
+def generate_options(sampling: SamplingConfig) -> dict[str, Any]:
+    """`sampling` as transformers' GenerationConfig names it; no repetition penalty where that is the target's."""
+    given = sampling.repetition_penalty
+    penalty = {} if given is None else {"repetition_penalty": float(given)}
+    if not sampling.temperature:
+        return {"do_sample": False, **penalty}
+    warpers = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return {"do_sample": True, **warpers, "min_p": sampling.min_p or None, **penalty}
+
+
+def make_processors(settings: GenerationConfig, prompt: Sequence[int], device: torch.device) -> list[LogitsProcessor]:
+    """What `generate` makes of `settings` for one generation after `prompt`, the warpers apart."""
+    total = len(prompt) + settings.max_new_tokens
+    ids = torch.tensor([prompt], device=device)
+    text = _Text(
+        cast(LongTensor, ids),
+        total,
+        _end_tensor(settings.eos_token_id or (), device),
+        settings.forced_bos_token_id is not None,
+    )
+    steps = [_ACTING[name][1](value, text) for name, value in acting(settings).items()]
+    return [step for step in steps if step is not None]
+
+
+def make_sampler(
+    settings: GenerationConfig, sampling: SamplingConfig, prompt: Sequence[int], device: torch.device
+) -> Sampler | None:
+    """How tokens are chosen in one generation after `prompt`. None: greedily, from the logits as they are.
+
+    settings: what `generate_settings` made of `sampling`.
+    """
+    own = make_processors(settings, prompt, device)
+    if not own and not sampling.temperature:
+        return None
+    return Sampler(replace(sampling, repetition_penalty=None), own=own)
+
+
+def _end_tensor(eos: Collection[int], device: torch.device | None = None) -> Tensor | None:
+    return torch.tensor(sorted(eos), device=device) if eos else None

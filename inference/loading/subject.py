@@ -1,0 +1,306 @@
+"""What is evaluated: the target and its drafters, first found and known by their digests, then loaded."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from data_prep.text.prompts import Prompt
+from data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
+from draft_models.early_exit.checkpoint import open_target_of, read_meta
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.architectures import why_not_by_layers
+from draft_models.targets.attention import ATTENTION
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.int8 import quantise
+from draft_models.targets.model_files import load_causal_lm, load_generation_config
+from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype, stored_dtype
+from draft_models.targets.proof import prove_layers, prove_rows, require_all_kept
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.whole_model import PlainLM
+from inference.core.runtime import Runtime
+from inference.core.stop_strings import StopStrings
+from inference.engines.choose import make_runtime
+from inference.engines.cpu.recorded import recorded
+from inference.engines.packing import can_pack
+from inference.loading.drafters import Drafters, prepare
+from inference.loading.generation_config import Inherited, inherit, read_generation_config
+from inference.loading.templates import chat_template, trained_templates
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
+from inference.settings.method import number
+from inference.shapes.shapes import find_shape
+from outrider.errors import UserError, reason, require
+from outrider.groups import ALONE, Group
+from outrider.machine import describe_machine
+from outrider.settings import listed
+from outrider.versions import code_version
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The target as far as it is known before its weights are read, and how it is to run.
+
+    eos: the ids that end a text. stops: the strings that do. inherited: what its generation config brings along.
+    int8: whether it is the int8 model of it, which computes in `dtype`. group: the processes that it is split over.
+    template: as it was asked for; trained: those of the drafters' training, by kind (see `trained_templates`).
+    """
+
+    target: OpenTarget
+    eos: frozenset[int]
+    stops: tuple[str, ...]
+    inherited: Inherited
+    device: torch.device
+    dtype: torch.dtype
+    int8: bool = False
+    group: Group = ALONE
+    template: PromptTemplate = "auto"
+    trained: Mapping[str, frozenset[ChatTemplate]] = field(default_factory=dict)
+
+    @property
+    def chat_template(self) -> PromptTemplate:
+        """By what chat prompts are rendered (see `inference.loading.templates`). Raises `UserError`."""
+        return chat_template(self.template, self.trained)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.target.config
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.target.tokenizer
+
+    @property
+    def numbers(self) -> str:
+        """What its weights are, by name."""
+        return "int8" if self.int8 else self.floats
+
+    @property
+    def floats(self) -> str:
+        """What it computes in, by name."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of an evaluation, loaded. plain: the target as transformers runs it; stack: as `runtime` does.
+
+    products: by what kernels a CPU multiplies for them (see `inference.engines.cpu.recorded`).
+    """
+
+    plain: PreTrainedModel
+    stack: LayerStack
+    drafters: Drafters
+    runtime: Runtime
+    products: dict[str, str] = field(default_factory=dict)
+
+
+def find_subject(config: EvaluateConfig, group: Group = ALONE) -> Subject:
+    """The target of `config`, and where and how it is to run. Raises `UserError`."""
+    target = find_target(config)
+    _ = target.fingerprint  # an unusable one shows before anything else
+    eos = frozenset() if config.ignore_eos else end_tokens(target)
+    inherited = inherit(
+        target.source, target.revision, config.sampling, config.stop_strings,
+        eos=eos, vocabulary=target.config.vocab_size, ignore=config.generation_config == "none",
+    )  # fmt: skip
+    stops = tuple(config.stop_strings or inherited.taken.get("stop_strings", ()))
+    if stops:
+        StopStrings(stops, target.tokenizer)  # refuses what it cannot look for
+    device = pick_device(config.device)
+    dtype, int8 = pick_dtype(config.dtype, target.config, device), config.dtype == "int8"
+    if int8:
+        target.require_int8()
+    templates = config.template, trained_templates(config, target.tokenizer)
+    return Subject(target, eos, stops, inherited, device, dtype, int8, group, *templates)
+
+
+def find_target(config: EvaluateConfig) -> OpenTarget:
+    """The target of `config`, else the one its early exit was trained for. Raises `UserError`, also for no drafter."""
+    if config.checkpoint is not None and config.held is None:
+        raise UserError(f"checkpoint={config.checkpoint}: {no_drafter_in(Path(config.checkpoint))}")
+    if config.early_exit is None:
+        assert config.target is not None
+        return open_target(config.target, config.revision, by_layers=config.by_layers)
+    return open_target_of(config.early_exit, config.target, config.revision)
+
+
+def no_drafter_in(folder: Path) -> str:
+    """What is there instead, and what would be a drafter."""
+    files: dict[str, list[str]] = {}
+    for kind in KINDS.values():
+        if kind.file is not None:
+            files.setdefault(kind.file, []).append(kind.name)
+    expected = ", ".join(f"{file} ({' or '.join(names)})" for file, names in files.items())
+    if not folder.is_dir():
+        return f"no such directory; expected one with {expected}; a Hub name goes to small_lm= or eagle3="
+    found = listed(sorted(file.name for file in folder.iterdir())) or "nothing"
+    return f"found {found}: expected a directory with {expected}"
+
+
+def heldout_fraction(config: EvaluateConfig) -> float:
+    """The share of `python_stdlib` that training has not seen: the checkpoint's own, where it was trained on that."""
+    default = DataConfig.heldout_fraction
+    if config.early_exit is None or config.held is None:
+        return default
+    data = read_meta(config.early_exit).training.get("data", {})
+    try:
+        sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
+        fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
+        require(0 <= fraction < 1, "training.data.heldout_fraction", fraction, "at least 0 and less than 1")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"checkpoint={config.checkpoint}: does not say what data it was trained on ({reason(error)}); restore it"
+        ) from None
+    return fraction
+
+
+def end_tokens(target: OpenTarget) -> frozenset[int]:
+    """The ids that end a text: generation_config.json's, else config.json's, else the tokenizer's.
+
+    Raises `UserError` where they are none.
+    """
+    listed = read_generation_config(target.source, target.revision).eos_token_id
+    for candidate in (listed, target.config.eos_token_id, target.tokenizer.eos_token_id):
+        if candidate is not None:
+            ids = candidate if isinstance(candidate, list) else [candidate]
+            require(
+                all(type(i) is int and i >= 0 for i in ids), f"{target.source}: eos_token_id", candidate, "token ids"
+            )
+            return frozenset(ids)
+    return frozenset()
+
+
+def context_length(subject: Subject, drafters: Drafters) -> int:
+    """Tokens that the target and the models that draft for it can all hold."""
+    limits = [KINDS[name].load_maker().context(model) for name, model in drafters.items()]
+    return min([context_limit(subject.config), *(limit for limit in limits if limit)])
+
+
+def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """All that decides the results of an evaluation: its options, what its inputs hold, what it is measured on, and
+    the code that measures: results of two versions of it do not mix."""
+    asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
+    target = {
+        key: value for key, value in asdict(subject.target.fingerprint).items() if key not in ("target", "revision")
+    }
+    drafters: dict[str, Any] = {}
+    for kind in KINDS.values():
+        drafters |= kind.load_maker().identity(config.where(kind))
+    return {
+        **config.deciding(),
+        "target": target,
+        **drafters,
+        "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "end_tokens": sorted(subject.eos),
+        "generation_config": subject.inherited.taken,
+        "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
+        "dtype": f"int8 {subject.floats}" if subject.int8 else subject.floats,
+        "device": f"{subject.device.type} ({describe_machine(str(subject.device))['device']})",
+    }
+
+
+def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafters:
+    """The model of every kind that `config` says the place of, for this target. Raises `UserError`.
+
+    placed: dtype and device, for kinds that run a model.
+    """
+    for method in config.methods.values():
+        if KINDS[method.source].layers:
+            KINDS[method.source].load_maker().require_fits(method, target.config.num_hidden_layers)
+    drafters: dict[str, Any] = {}
+    for kind in KINDS.values():
+        where = config.where(kind)
+        if where is not None:
+            drafters[kind.name] = config.maker(kind).load(where, target, config.methods, **placed)
+    for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
+        find_shape(tree.shape, number(tree.nodes))  # a bad one shows now, not once the target is loaded
+    return {name: model for name, model in drafters.items() if model is not None}
+
+
+def finish(drafters: Drafters) -> None:
+    """Decoding has ended: what drafters keep of it is saved. Raises `UserError`."""
+    for name, model in drafters.items():
+        KINDS[name].load_maker().finish(model)
+
+
+def load_models(
+    config: EvaluateConfig, subject: Subject, drafters: Drafters, products: Mapping[str, str] | None = None
+) -> Models:
+    """The target, it and its drafters ready to decode.
+
+    products: by what kernels a CPU is to multiply; None: the fastest, here and now. Raises `UserError` where it cannot.
+    """
+    placed = (subject.dtype, subject.device)
+    if subject.group.size == 1:
+        plain = load_plain(subject.target, *placed, int8=subject.int8)
+        stack = load_stack(subject.target, plain, *placed, by_layers=config.by_layers, int8=subject.int8)
+    else:
+        plain = load_split(subject.target, *placed, subject.group)
+        another = can_pack(subject.device, subject.dtype)
+        stack = layer_stack(load_split(subject.target, *placed, subject.group) if another else plain)
+    with recorded(products) as made:
+        prepare(stack, drafters)
+    return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device), made)
+
+
+def load_stack(
+    target: OpenTarget,
+    plain: PreTrainedModel | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    by_layers: bool,
+    int8: bool = False,
+) -> LayerStack:
+    """The target as this runtime runs it: layer by layer, or without `by_layers` by its own forward if need be.
+
+    plain: the target as transformers runs it, where that is loaded. int8: it is the int8 model, which computes in
+    `dtype`. Raises `UserError` where it proves neither.
+    """
+    try:
+        if (refusal := why_not_by_layers(target.config)) is not None:
+            raise UserError(f"target={target.source}: {refusal}")
+        if plain is None or can_pack(device, dtype):  # then ours is another copy; transformers' is as it was stored
+            return target.stack(dtype=dtype, device=device, int8=int8)
+        prove_layers(plain, f"target={target.source}")
+        return layer_stack(plain)
+    except UserError as error:
+        if by_layers:
+            raise
+        print(f"by_layers=no reason={str(error)!r}", flush=True)
+    stack: Any = PlainLM(plain or load_plain(target, dtype, device, int8=int8))
+    try:
+        require_all_kept(target.config)
+        prove_rows(stack if dtype == torch.float32 else PlainLM(load_plain(target, torch.float32, device)))
+    except UserError as error:
+        raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
+    return stack
+
+
+def load_split(target: OpenTarget, dtype: torch.dtype, device: torch.device, group: Group) -> PreTrainedModel:
+    """This process's part of the target, split over `group`: transformers' forward of it works on all of them."""
+    model = target.layers(dtype=dtype, device=device, group=group)
+    model.generation_config = load_generation_config(target.source, target.revision) or model.generation_config
+    return model
+
+
+def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> PreTrainedModel:
+    """The whole target as transformers loads it: the reference of every comparison.
+
+    int8: the int8 model, which computes in `dtype`. Its codes are those of the stack's, as both are of the weights as
+    they are stored.
+    """
+    ours = {"attn_implementation": ATTENTION} if why_not_by_layers(target.config) is None else {}
+    stored = stored_dtype(target.config) if int8 else dtype
+    model = load_causal_lm(target.source, target.revision, dtype=stored, **ours)
+    model.requires_grad_(False).eval()
+    if int8:
+        quantise(model, dtype, f"target={target.source}")
+    return model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's

@@ -1,0 +1,254 @@
+"""Measuring: several ways of decoding, run in turn on the same prompts, and whether they emit the same tokens."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from draft_models.targets.attention import stock_attention
+from draft_models.targets.stack import LayerStack
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, autoregressive, cut, speculative, until
+from inference.core.generation import Generation, collect
+from inference.core.runtime import Runtime
+from inference.core.sampling import Sampler
+from inference.core.stop_strings import StopStrings
+from inference.core.stopwatch import Clock
+from inference.loading.drafters import Drafters, new_drafter
+from inference.loading.generation_config import generate_settings, make_sampler
+from inference.measure.lossless import Deviation, Forced, make_reference
+from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from inference.measure.shown import Noting, ShownRound, shown_rounds
+from inference.settings.method import MethodConfig
+from inference.settings.sampling import GREEDY, SamplingConfig
+from inference.sizing.policy import Tuning
+from outrider.groups import ALONE, Group
+from outrider.streams import Streams
+
+Arm = Callable[[Sequence[int], Streams], Generation]  # of a prompt's ids, by this generation's streams of randomness
+Choosing = Callable[[Chooser], Chooser]
+MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # with other choosers in the place of their own
+
+
+def make_arms(
+    stack: LayerStack,
+    drafters: Drafters,
+    methods: Mapping[str, MethodConfig],
+    plain: PreTrainedModel | None,
+    *,
+    max_new_tokens: int,
+    eos: Collection[int],
+    sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
+    stops: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    runtime: Runtime | None = None,
+    tunings: Mapping[str, Tuning] | None = None,
+    clock: Clock = time.perf_counter,
+    choosing: Choosing = lambda chooser: chooser,
+) -> dict[str, Arm]:
+    """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
+
+    sampling: how all of them choose tokens.
+    generation: the target's own config, for what else acts on the choice.
+    stops: strings that end a text. They need the `tokenizer`.
+    runtime: how the passes of all but `generate` run; None: eagerly.
+    tunings: of the methods with sizes of "auto" (see `inference.measure.probe`).
+    choosing: puts another chooser in the place of an arm's.
+
+    Of the streams that an arm is given it takes those within its name, one for each use.
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
+    ours: dict[str, Any] = {**options, "runtime": runtime, "clock": clock}
+    settings = generate_settings(generation, sampling, **options)
+    ends = None
+    if stops:
+        assert tokenizer is not None
+        ends = StopStrings(stops, tokenizer).first_end
+
+    def run(rounds: Iterator[Round], prompt: Sequence[int]) -> Generation:
+        return collect(rounds if ends is None else until(rounds, prompt, ends), clock)
+
+    def sampler_for(prompt: Sequence[int]) -> Sampler | None:
+        return make_sampler(settings, sampling, prompt, stack.device)
+
+    sampled = sampling.temperature > 0
+
+    def choose_by(streams: Streams, prompt: Sequence[int], naive: bool = False) -> Chooser:
+        return choosing(Chooser(sampler_for(prompt), streams.of("verify") if sampled else None, naive=naive))
+
+    def autoregress(prompt: Sequence[int], streams: Streams) -> Generation:
+        chooser = choose_by(streams.within(AUTOREGRESSIVE), prompt)
+        return run(autoregressive(stack, prompt, chooser=chooser, **ours), prompt)
+
+    def drafting(name: str, method: MethodConfig) -> Arm:
+        tuning = tunings.get(name) if tunings else None
+
+        def draft(prompt: Sequence[int], streams: Streams) -> Generation:
+            own = streams.within(name)
+            drafter = new_drafter(method, drafters, own, sampled, tuning)
+            chooser = choose_by(own, prompt, naive=method.verify == "naive")
+            decoded = run(speculative(stack, drafter, prompt, chooser=chooser, **ours), prompt)
+            return replace(decoded, totals=dict(drafter.totals))
+
+        return draft
+
+    arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(name, method) for name, method in methods.items()}}
+    if runtime is not None:
+        arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
+    if plain is not None:
+        arms[TRANSFORMERS] = lambda prompt, streams: transformers_generate(
+            plain,
+            prompt,
+            sampling=sampling,
+            generation=generation,
+            seed=streams.number(TRANSFORMERS, "sample", bits=64),
+            stops=stops,
+            tokenizer=tokenizer,
+            **options,
+        )
+    return arms
+
+
+def without_captures(arm: Arm, runtime: Runtime) -> Arm:
+    """`arm`, run again where it captured graphs on its way: what that takes is none of decoding's time."""
+
+    def settled(prompt: Sequence[int], streams: Streams) -> Generation:
+        while True:
+            before = runtime.captures
+            generation = arm(prompt, streams)
+            if runtime.captures == before:
+                return generation
+
+    return settled
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when the first new token arrives, which is when prefill is over."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.at = 0.0
+
+    def put(self, value: object) -> None:
+        self.calls += 1
+        if self.calls == 2:  # the first call hands over the prompt
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+def transformers_generate(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos: Collection[int],
+    sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
+    seed: int = 0,
+    stops: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Generation:
+    """The target through transformers' own `generate`, with its own attention and cache.
+
+    generation: the target's own config, of which it keeps what `generate_settings` does not replace.
+    """
+    ids = torch.tensor([prompt], device=model.device)
+    settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos, stops=stops)
+    model.generation_config = settings
+    ends: dict[str, Any] = {"tokenizer": tokenizer} if stops else {}
+    first = _FirstToken()
+    with stock_attention(model), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        started = time.perf_counter()
+        out = model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first, **ends
+        )
+        ended = time.perf_counter()
+    tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
+    return Generation(tokens, first.at - started, ended - first.at)
+
+
+def measure(
+    arms: Mapping[str, Arm],
+    prompt: Sequence[int],
+    *,
+    prompt_id: str,
+    category: str,
+    repeats: int,
+    turn: int,
+    conversation: str | None = None,
+    seed: int = 0,
+    profilers: Mapping[str, Arm] | None = None,
+    group: Group = ALONE,
+) -> PromptResult:
+    """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
+
+    Of an arm's repeats the one with the median decoding time counts. `profilers` do the first of them again, untimed.
+    group: processes that decode together, whose leader's times count.
+    """
+    streams = [Streams(seed, prompt_id, repeat) for repeat in range(repeats)]
+    names = list(arms)
+    runs: dict[str, list[Generation]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        shift = (turn + repeat) % len(names)
+        for name in names[shift:] + names[:shift]:
+            runs[name].append(arms[name](prompt, streams[repeat]))
+    median = {
+        name: sorted(range(repeats), key=lambda repeat: done[repeat].decode_seconds)[(repeats - 1) // 2]
+        for name, done in runs.items()
+    }
+    middle = {name: runs[name][repeat] for name, repeat in group.agreed(median).items()}
+    reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
+    profiles = {name: profiler(prompt, streams[0]) for name, profiler in (profilers or {}).items()}
+    answer = runs[AUTOREGRESSIVE][0].tokens
+    return PromptResult(
+        prompt_id, category, tuple(prompt), middle, reference, profiles, answer=answer, conversation=conversation
+    )
+
+
+def measure_deviations(
+    plain: PreTrainedModel, result: PromptResult, make: MakeArms, streams: Streams
+) -> dict[str, Deviation]:
+    """How far every arm of this runtime is off on the reference's text of `result`, by name (see `lossless`).
+
+    plain: the target as transformers runs it; streams: those of the result's generations.
+    """
+    text = result.generations[result.reference].tokens
+    reference = make_reference(plain, result.prompt, text)
+    made: list[Forced] = []
+
+    def force(chooser: Chooser) -> Chooser:
+        made.append(Forced(chooser, reference))
+        return made[-1]
+
+    found: dict[str, Deviation] = {}
+    for name, arm in make(force).items():
+        arm(result.prompt, streams)
+        found[name] = made[-1].deviation(result.generations[name].tokens)
+    return found
+
+
+def show_rounds(
+    make: MakeArms, methods: Collection[str], prompt: Sequence[int], streams: Streams
+) -> dict[str, tuple[ShownRound, ...]]:
+    """The rounds in which every method decodes `prompt`, by name: run once more, untimed, with its trees noted."""
+    made: list[Noting] = []
+
+    def note(chooser: Chooser) -> Chooser:
+        made.append(Noting(chooser))
+        return made[-1]
+
+    found: dict[str, tuple[ShownRound, ...]] = {}
+    for name, arm in make(note).items():
+        if name in methods:
+            generation = arm(prompt, streams)
+            found[name] = shown_rounds(generation.tokens[0], generation.rounds, made[-1].verified)
+    return found

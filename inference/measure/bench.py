@@ -1,0 +1,227 @@
+"""What an evaluation measures with: arms, warm and with their sizes chosen, and a prompt through all of them."""
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import Prompt
+from draft_models.targets.stack import LayerStack
+from inference.core.runtime import KernelChoice
+from inference.core.stopwatch import Clock, synchronized_clock
+from inference.loading.subject import Models, Subject, context_length
+from inference.measure.arms import Arm, Choosing, MakeArms, make_arms, measure, measure_deviations, show_rounds
+from inference.measure.busy import CpuWatch
+from inference.measure.lossless import HALF
+from inference.measure.probe import NEW_TOKENS, tune
+from inference.measure.results import AUTOREGRESSIVE, PromptResult, Skipped
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
+from inference.settings.method import MethodConfig
+from inference.sizing.policy import Tuning
+from outrider.errors import UserError
+from outrider.progress import Stage, counted
+from outrider.streams import Streams
+
+WARM_UP_TOKENS = 8
+JUDGED = 12  # prompts, evenly spread, that are judged where texts alone do not decide; every mismatch is judged besides
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is measured once, by one process before the first prompt, and holds for all of them, in resumed runs too.
+
+    methods, tunings: see `tune`; kernels: of attention, which round differently (see `graphs.attention_kernels`).
+    doctor: what was found of drafters that were examined (see `examine`). products: the kernels that multiply on a CPU,
+    which round differently, too (see `engines.cpu.recorded`).
+    """
+
+    methods: dict[str, MethodConfig]
+    tunings: dict[str, Tuning]
+    kernels: tuple[KernelChoice, ...] = ()
+    doctor: dict[str, Any] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
+
+    def chosen(self) -> dict[str, str]:
+        """The kernels by what they are for, to be read."""
+        attention = {
+            f"attention of {one.heads}/{one.key_heads} heads of {one.head_dim}, {one.width} rows over {one.keys}":
+            one.kernel
+            for one in self.kernels
+        }  # fmt: skip
+        return {**self.products, **attention}
+
+
+def render(subject: Subject, prompt: Prompt, texts: Sequence[str]) -> list[int]:
+    """The ids of `texts`, turns of the user and the assistant's answers between them, as `prompt` is to be read."""
+    return render_prompt(texts, subject.tokenizer, subject.chat_template if prompt.chat else "none")
+
+
+def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
+    """How many tokens a text of the run has at most, so that what holds texts is made once.
+
+    turns: of every prompt the ids of its turns, each rendered alone, with all that a template puts around it. A
+    conversation may still turn out longer, as an answer may have more tokens when it is read again.
+    """
+    longest = max(sum(len(ids) + max_new_tokens for ids in prompt) for prompt in turns)
+    return min(context, longest + max(0, NEW_TOKENS - max_new_tokens))  # what `tune` measures may continue by more
+
+
+def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], limit: int) -> None:
+    """Raise `UserError` naming the first prompt that is empty or longer than `limit` tokens."""
+    for prompt, ids in zip(prompts, rendered, strict=True):
+        if not 1 <= len(ids) <= limit:
+            raise UserError(
+                f"prompt {prompt.id}: {len(ids)} tokens, expected 1 to {limit} (the models' context less "
+                "max_new_tokens); drop or shorten it"
+            )
+
+
+def prepare_methods(
+    config: EvaluateConfig, subject: Subject, models: Models, prompt: Sequence[int], positions: int
+) -> Prepared:
+    """The methods of `config`, what they leave open measured on `prompt`; texts have up to `positions` tokens."""
+    stack = models.stack
+    others = [KINDS[name].load_maker().stacks(model) for name, model in models.drafters.items()]
+    stacks = [stack, *itertools.chain.from_iterable(others)]
+    runnable = [each for each in stacks if isinstance(each, LayerStack)]
+    kernels = subject.group.agreed(models.runtime.choose_kernels(runnable, positions))
+    models.runtime.prepare(positions, kernels)
+    clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
+    options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
+    options |= {"generation": subject.inherited.config, "eos": subject.eos}
+    tuned = tune(config.methods, stack, models.drafters, prompt, clock=clock, group=subject.group, **options)
+    return Prepared(*tuned, kernels, products=models.products)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The arms of an evaluation, warm.
+
+    profilers: our arms once more, with a clock that waits for the device.
+    judged: the positions of the prompts that are judged besides those with a mismatch (see `lossless`).
+    judge: makes the arms for that; None where equal texts are all that counts.
+    shown: the positions of the prompts whose first turn the arms that `show` makes decode once more, to be shown.
+    watch: of plain decoding, where that runs on the CPU, in one process: several wait for each other.
+    """
+
+    arms: dict[str, Arm]
+    profilers: dict[str, Arm]
+    judged: frozenset[int]
+    judge: MakeArms | None
+    shown: frozenset[int]
+    show: MakeArms
+    watch: CpuWatch
+
+
+def make_bench(
+    config: EvaluateConfig,
+    subject: Subject,
+    models: Models,
+    prepared: Prepared,
+    prompt: Sequence[int],
+    prompts: int,
+) -> Bench:
+    """The arms of `config`, which have continued `prompt` by a few tokens; `prompts`: how many there are in all."""
+    options: dict[str, Any] = {"sampling": config.sampling, "generation": subject.inherited.config, "eos": subject.eos}
+    options |= {"stops": subject.stops, "tokenizer": subject.tokenizer}
+    options |= {"runtime": models.runtime, "tunings": prepared.tunings}
+    ours = (models.stack, models.drafters, prepared.methods)
+    reference = models.plain if config.compare_transformers else None
+
+    def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
+        return make_arms(*ours, reference, max_new_tokens=new_tokens, clock=clock, **options)
+
+    def arms_with(choosing: Choosing) -> dict[str, Arm]:
+        return make_arms(*ours, None, max_new_tokens=config.max_new_tokens, choosing=choosing, **options)
+
+    warm_ups = list(arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values())
+    for warm_up in counted(warm_ups, "warming up, compiling what is new", "methods"):
+        warm_up(prompt, Streams(config.seed).within("warm-up"))
+    profilers: dict[str, Arm] = {}
+    if subject.device.type == "cuda":
+        synchronized = arms_for(config.max_new_tokens, synchronized_clock)
+        profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
+    sampled = config.sampling.temperature > 0
+    judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
+    shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
+    # Of an int8 model's arm that ran the floats it is made from, a text may be the same by chance.
+    judge = arms_with if sampled or subject.dtype in HALF or subject.int8 else None
+    arms, watch = arms_for(config.max_new_tokens), CpuWatch()
+    if subject.device.type == "cpu" and subject.group.size == 1:
+        arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
+    return Bench(arms, profilers, judged, judge, shown, arms_with, watch)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has held at most: of the GPU where `device` is one, else of the machine's memory.
+
+    It has all arms in it, as they stand in memory together. 0 where the system does not count (Windows).
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024  # in which the system counts
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def measure_prompt(
+    config: EvaluateConfig,
+    prompt: Prompt,
+    first: Sequence[int],
+    position: int,
+    subject: Subject,
+    models: Models,
+    bench: Bench,
+) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
+    """Every turn of a prompt through every arm, and what was left out. A later turn's history is the target's answer.
+
+    first: the ids of the first turn.
+    position: the prompt's among all. It and the turn say which arm goes first, whichever process is at work.
+    """
+    results: list[PromptResult] = []
+    names = prompt.turn_ids
+    texts: list[str] = []
+    sampled = config.sampling.temperature > 0
+    context = context_length(subject, models.drafters)
+    for number, turn in enumerate(prompt.turns):
+        texts.append(turn)
+        ids = first if number == 0 else render(subject, prompt, texts)
+        if len(ids) + config.max_new_tokens > context:
+            if subject.group.leads:
+                said = f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context"
+                print(said, flush=True)
+            room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
+            reasons = itertools.chain([room], itertools.repeat("a turn before it was left out"))
+            return tuple(results), tuple(map(Skipped, names[number:], reasons))
+        result = measure(
+            bench.arms,
+            ids,
+            prompt_id=names[number],
+            category=prompt.category,
+            conversation=prompt.id,
+            repeats=config.repeats,
+            turn=position + number,
+            seed=config.seed,
+            profilers=bench.profilers,
+            group=subject.group,
+        )
+        differs = not sampled and not all(map(result.identical, bench.arms))
+        if bench.judge is not None and (differs or position in bench.judged):
+            streams = Streams(config.seed, result.prompt_id)
+            with Stage(f"judging prompt {result.prompt_id}"):
+                result = replace(result, deviations=measure_deviations(models.plain, result, bench.judge, streams))
+        if number == 0 and position in bench.shown:
+            shown = show_rounds(bench.show, config.methods, ids, Streams(config.seed, result.prompt_id, 0))
+            result = replace(result, shown=shown)
+        results.append(result)
+        texts.append(str(subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)))
+    return tuple(results), ()

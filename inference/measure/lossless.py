@@ -1,0 +1,356 @@
+"""Whether an arm decodes the target's own text: token for token, or as near to it as rounding allows.
+
+In float32 and float64 a text equals the reference's, or the arm is wrong. In half precision two correct programs part
+where two logits are nearly equal. So a difference alone proves no fault, and an equal text proves little of the next.
+
+There the arm decodes the reference's text a second time, teacher-forced. The drafts, passes, caches and rejections are
+its own; every choice is the reference's (`Forced`). What it computed on the way is then compared at every position:
+the keys and values of every layer, and the logits. It is compared with the target in twice the precision (`precise`).
+The unit is what transformers' own pass in the arm's precision is off by there. A correct runtime rounds about as much.
+A fault adds to it. Two ratios near 1 say that a row, a layer's keys for example, is right:
+
+    bulk   the geometric mean over all positions and prompts. It shows a fault everywhere, even one below the rounding
+           noise of the logits. Example: RoPE that is off by 0.2 % is lost in the logits, but makes the first layer's
+           keys wrong by 12 times their rounding
+    peak   the largest at any position. It shows a fault somewhere: a cache row kept wrongly, a position not seen
+
+At few positions rounding decides more: a last bit tips an attention over, and a layer's keys move by ten times what
+they do elsewhere. In which pass it tips is chance, transformers' own included. So where a peak is above its limit,
+transformers reads the text again in pieces of several lengths, which round otherwise. Where one of them is off by
+several times what the first was, that is the unit. A fault stays: no reading runs anything of this project.
+
+A mismatch of the texts is excused as a tie in an arm that passes both, where the precise logits of the two tokens are
+as close as the rounding there allows. When sampling there is no text to equal; bulk and peak hold as well.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import DynamicCache, PreTrainedModel
+
+from draft_models.targets.attention import stock_attention
+from inference.core.acceptance import Chooser
+from inference.core.session import TargetSession
+from inference.core.tree import ROOT, DraftTree
+
+HALF = (torch.bfloat16, torch.float16)
+# Limits on the ratios. Correct runtimes stay below half of the way to them, faults go far beyond: bench_judgement.py.
+BULK, PEAK, GAP = 1.25, 6.0, 8.0
+PIECES = (64, 29, 17, 7)  # tokens of a pass each, in which transformers reads a text again
+TIPS = PEAK / 2  # an error that is so many times larger in another reading says that chance decides there
+WORST = 1e9  # stands for any larger ratio, and for what is not a number
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """One arm's run over one reference text, against the precise target. Ratios are to transformers' own rounding.
+
+    bulk: for each row the mean over the positions of the logarithm of the ratio. The rows are keys and values of layer
+    0, of layer 1, …, then the logits.
+    peak: the largest ratio, in row `peak_row` at position `peak_position` of prompt and text; where it would be above
+    `PEAK`, by `tipping_noise`.
+    gaps: of the positions at which the arm would have chosen another token than the reference, how much more likely the
+    best token is than either. The unit is the rounding error of logits there.
+    own_gaps: how many such positions transformers' own pass has.
+    mismatch: the same gap where the arm's own text first differs. It is None where the texts are the same, and `WORST`
+    where one of them only goes on longer.
+    """
+
+    positions: int
+    bulk: tuple[float, ...]
+    peak: float
+    peak_row: int
+    peak_position: int
+    gaps: tuple[float, ...] = ()
+    own_gaps: int = 0
+    mismatch: float | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the deviations of one arm come to; `faults` is empty for an arm that only rounds."""
+
+    prompts: int
+    positions: int
+    bulk: float
+    bulk_at: str
+    peak: float
+    peak_at: str
+    ties: int
+    own_ties: int
+    largest_gap: float
+    faults: tuple[str, ...]
+
+
+def judge(deviations: Sequence[Deviation]) -> Judgement:
+    """The judgement of an arm, from all texts (at least one) that it was taken through."""
+    positions = sum(d.positions for d in deviations)
+    rows = [
+        math.fsum(terms) / positions
+        for terms in zip(*([x * d.positions for x in d.bulk] for d in deviations), strict=True)
+    ]
+    widest = max(range(len(rows)), key=rows.__getitem__)
+    worst = max(deviations, key=lambda d: d.peak)
+    gaps = [gap for d in deviations for gap in d.gaps]
+    mismatches = [d.mismatch for d in deviations if d.mismatch is not None]
+    ties, own = len(gaps), sum(d.own_gaps for d in deviations)
+    worst_at = f"{_row(worst.peak_row, rows)} at position {worst.peak_position}"
+    bulk, largest = math.exp(rows[widest]), max([*gaps, *mismatches], default=0.0)
+    limits = (
+        (bulk <= BULK, f"the {_row(widest, rows)} are off by {bulk:.2f} times the rounding error, at most {BULK}"),
+        (
+            worst.peak <= PEAK,
+            f"the {worst_at} are off by {worst.peak:.1f} times the rounding error, at most {PEAK:.0f}",
+        ),
+        (
+            largest <= GAP,
+            f"another token than the target's is chosen across {largest:.1f} rounding errors, at most {GAP:.0f}",
+        ),
+        (ties <= own + 4 * math.sqrt(ties + own) + 2, f"it leaves the text at {ties} positions, transformers at {own}"),
+    )
+    return Judgement(
+        len(deviations),
+        positions,
+        bulk,
+        _row(widest, rows),
+        worst.peak,
+        worst_at,
+        ties,
+        own,
+        largest,
+        tuple(text for kept, text in limits if not kept),
+    )
+
+
+def _row(row: int, rows: Sequence[float]) -> str:
+    return "logits" if row == len(rows) - 1 else f"{('keys', 'values')[row % 2]} of layer {row // 2}"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A prompt and the reference's text after it, as the precise target sees them, and how transformers rounds there.
+
+    states: keys and values of every layer [1, heads, n, d], n = len(prompt) + len(text) − 1; logits [t, V] before each
+    token of the text. states_noise [rows, n] and logits_noise [t]: what transformers' own pass (own_logits) is off by.
+    tipping_noise: the same, and where it is off by more than `TIPS` times that when it reads the text in `PIECES`, the
+    largest of these; found when asked.
+    """
+
+    prompt: tuple[int, ...]
+    text: tuple[int, ...]
+    states: tuple[Tensor, ...]
+    logits: Tensor
+    states_noise: Tensor
+    logits_noise: Tensor
+    own_logits: Tensor
+    tipping_noise: Callable[[], tuple[Tensor, Tensor]]
+
+
+@torch.inference_mode()
+def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence[int]) -> Reference:
+    """`text` after `prompt` through `model`, which is the target as transformers runs it: precisely, and as it is.
+
+    So a fault of this project's runtime cannot widen what it is allowed.
+    """
+    ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
+    with stock_attention(model):
+        with precise(model):
+            logits, states = _forward(model, ids, len(text))
+        rounded_logits, rounded = _forward(model, ids, len(text))
+    unit = torch.finfo(model.dtype).eps / 2 / math.sqrt(3)  # what storing a number in this precision alone is off by
+    states_noise = _noise(_state_errors(rounded, states), unit * torch.stack([_rms(state) for state in states]))
+    logits_noise = _noise(_logit_errors(rounded_logits, logits)[None], unit * logits.std(-1)[None])[0]
+
+    @functools.cache
+    @torch.inference_mode()
+    def tipping_noise() -> tuple[Tensor, Tensor]:
+        of_states, of_logits = states_noise, logits_noise
+        with stock_attention(model):
+            for length in PIECES:
+                read_logits, read = _forward(model, ids, len(text), length)
+                of_states = torch.maximum(of_states, _state_errors(read, states))
+                of_logits = torch.maximum(of_logits, _logit_errors(read_logits, logits))
+        return (
+            torch.where(of_states > TIPS * states_noise, of_states, states_noise),
+            torch.where(of_logits > TIPS * logits_noise, of_logits, logits_noise),
+        )
+
+    return Reference(
+        tuple(prompt), tuple(text), states, logits, states_noise, logits_noise, rounded_logits, tipping_noise
+    )
+
+
+def _forward(
+    model: PreTrainedModel, ids: Tensor, rows: int, length: int | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Logits [rows, V] after the last of ids [1, n], and keys and values of all; read `length` tokens at a time."""
+    cache: Any = DynamicCache()  # without a config it keeps all positions of sliding layers too
+    logits: list[Tensor] = []
+    for piece in ids.split(length or ids.shape[1], dim=1):
+        out: Any = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=min(rows, piece.shape[1]))
+        logits.append(out.logits[0])
+    return torch.cat(logits)[-rows:], tuple(state for layer in cache.layers for state in (layer.keys, layer.values))
+
+
+@contextmanager
+def precise(model: PreTrainedModel) -> Iterator[None]:
+    """`model` computing in twice its precision: half in float32, float32 in float64.
+
+    The weights of a module are converted while it runs, so that no second copy of the model is needed.
+    """
+    dtype = torch.float32 if model.dtype in HALF else torch.float64
+    changed = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+
+    def run_upcast(module: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            weights = {name: weight.to(dtype) for name, weight in module.named_parameters(recurse=False)}
+            module.__dict__.pop("forward")  # the module's own one again, for this call
+            try:
+                return functional_call(module, weights, args, kwargs)
+            finally:
+                module.__dict__["forward"] = forward
+
+        return forward
+
+    for module in changed:
+        module.__dict__["forward"] = run_upcast(module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.__dict__.pop("forward")
+
+
+def _noise(errors: Tensor, floor: Tensor) -> Tensor:
+    """The unit of ratios [rows, n]: the error at the position or, where that happens to be small, the row's median."""
+    return torch.maximum(errors, errors.median(-1, keepdim=True).values).maximum(floor)
+
+
+def _rms(state: Tensor) -> Tensor:
+    """The root mean square [n] of state [1, heads, n, d] at every position."""
+    return state.square().mean((0, 1, 3)).sqrt()
+
+
+def _state_errors(ours: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
+    """How far keys and values are off [rows, n]."""
+    return torch.stack([_rms(own.to(state.dtype) - state) for own, state in zip(ours, states, strict=True)])
+
+
+def _logit_errors(ours: Tensor, logits: Tensor) -> Tensor:
+    """How far logits [t, V] are off [t]; adding the same to all of them changes nothing."""
+    off = ours.to(logits.dtype) - logits
+    return (off - off.mean(-1, keepdim=True)).square().mean(-1).sqrt()
+
+
+class Forced(Chooser):
+    """Chooses the tokens of a reference's text whatever the logits say, and notes how far those are off.
+
+    like: the arm's own chooser; its processors act, and drafts are drawn from its distributions.
+    """
+
+    def __init__(self, like: Chooser, reference: Reference):
+        self.__dict__.update(like.__dict__)
+        self.plain = False  # or plain decoding would not ask
+        self._reference = reference
+        self._place = 0  # in the text
+        self._errors: list[Tensor] = []
+        self._choices: list[Tensor] = []
+
+    def begin(self, session: TargetSession, prompt: Sequence[int]) -> None:
+        super().begin(session, prompt)
+        self._session = session
+
+    def next_token(self, logits: Tensor) -> Tensor:
+        return self._take(logits)
+
+    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
+        tokens, text = tree.tokens.tolist(), self._reference.text
+        nodes: list[int] = []
+        following = self._take(logits[:1])
+        for node, (token, parent) in enumerate(zip(tokens, tree.parents, strict=True)):
+            if parent == (nodes[-1] if nodes else ROOT) and token == int(following) and self._place < len(text):
+                nodes.append(node)
+                following = self._take(logits[node + 1 : node + 2])
+        return tokens, nodes, following, int(following)
+
+    def _take(self, logits: Tensor) -> Tensor:
+        """The text's next token [1], which the arm would have chosen from logits [1, V]."""
+        self._errors.append(_logit_errors(logits, self._reference.logits[self._place][None]))
+        if self.greedy:
+            self._choices.append(self._scores(logits, [self.text] if self.reads_context else None).argmax(-1))
+        token = self._token(self._reference.text[self._place])
+        self._place += 1
+        self._extend_text(token)
+        return token
+
+    def deviation(self, own_text: Sequence[int]) -> Deviation:
+        """What the run came to, now that it is over. own_text: what the arm decoded by itself."""
+        reference = self._reference
+        layers = [*self._session.first.content(), *self._session.rest.content()]
+        states = [state for layer in layers for state in layer]
+        off = _state_errors(states, reference.states), torch.cat(self._errors)[None]
+        ratios, logit_ratios = _ratios(off, (reference.states_noise, reference.logits_noise))
+        before = len(reference.prompt) - 1  # the position whose logits the text's first token is taken from
+        peak = _highest(ratios, logit_ratios, before)
+        if peak[0] > PEAK:
+            peak = _highest(*_ratios(off, reference.tipping_noise()), before)
+        found = Deviation(len(reference.text), (*_mean_logs(ratios), *_mean_logs(logit_ratios)), *peak)
+        return replace(found, **self._gaps(own_text)) if self.greedy else found
+
+    def _gaps(self, own_text: Sequence[int]) -> dict[str, Any]:
+        text, own_logits = self._reference.text, self._reference.own_logits
+        choices = torch.cat(self._choices).tolist()
+        own = [int(self._at(place, own_logits).argmax()) for place in range(len(text))]
+        first = next((place for place, (a, b) in enumerate(zip(text, own_text, strict=False)) if a != b), None)
+        longer = None if len(own_text) == len(text) else WORST
+        return {
+            "gaps": tuple(self._gap(place, choice) for place, choice in enumerate(choices) if choice != text[place]),
+            "own_gaps": sum(a != b for a, b in zip(own, text, strict=True)),
+            "mismatch": longer if first is None else self._gap(first, own_text[first]),
+        }
+
+    def _gap(self, place: int, token: int) -> float:
+        """How far the less likely of `token` and the text's is below the best one, in the rounding error of logits."""
+        scores = self._at(place, self._reference.logits)
+        gap = scores.max() - scores[[token, self._reference.text[place]]].min()
+        return float(_bounded(gap / self._reference.logits_noise[place]))
+
+    def _at(self, place: int, logits: Tensor) -> Tensor:
+        """What greedy decoding compares [V] before token `place` of the text, from logits [t, V]."""
+        reference = self._reference
+        context = torch.tensor([*reference.prompt, *reference.text[:place]], device=logits.device)
+        return self._scores(logits[place][None], [context] if self.reads_context else None)[0]
+
+
+def _ratios(off: tuple[Tensor, Tensor], noise: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What states [rows, n] and logits [1, t] are off by, in units of `noise`."""
+    return _bounded(off[0] / noise[0]), _bounded(off[1] / noise[1])
+
+
+def _highest(ratios: Tensor, logit_ratios: Tensor, before: int) -> tuple[float, int, int]:
+    """The largest ratio, its row and its position. before: the position of the first logits."""
+    peaks = _peak(ratios, 0, 0), _peak(logit_ratios, len(ratios), before)
+    return max(peaks, key=lambda peak: peak[0])
+
+
+def _bounded(ratios: Tensor) -> Tensor:
+    """Ratios that JSON has numbers for."""
+    return ratios.double().nan_to_num(nan=WORST).clamp(max=WORST)
+
+
+def _peak(ratios: Tensor, row: int, position: int) -> tuple[float, int, int]:
+    """The largest of ratios [rows, n], its row and position, counted from `row` and `position`."""
+    at = int(ratios.argmax())
+    return float(ratios.max()), row + at // ratios.shape[1], position + at % ratios.shape[1]
+
+
+def _mean_logs(ratios: Tensor) -> list[float]:
+    """The mean logarithm of ratios [rows, n] by row; an error of nearly nothing counts as a hundredth."""
+    return ratios.clamp(min=0.01).log().mean(-1).tolist()

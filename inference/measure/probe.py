@@ -1,0 +1,284 @@
+"""Measuring at start what the parts of a round take on this device, and how often drafts are right."""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import GenerationConfig
+
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.stack import LayerStack
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, autoregressive, speculative
+from inference.core.drafter import Drafter
+from inference.core.runtime import Runtime
+from inference.core.stopwatch import Clock
+from inference.core.tree import DraftTree
+from inference.drafters.shaped import Shaped
+from inference.loading.drafters import Drafters, new_drafter
+from inference.loading.generation_config import generate_settings, make_sampler
+from inference.settings.kinds import KINDS
+from inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings.sampling import GREEDY, SamplingConfig
+from inference.shapes.factory import RoundSource, Structure, WrappedSource
+from inference.sizing.costs import Costs, curve, typical
+from inference.sizing.node_sizes import ROOMS, trials_of
+from inference.sizing.policy import INDICES, Trials, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
+from outrider.errors import UserError
+from outrider.groups import ALONE, Group
+from outrider.progress import Stage
+from outrider.streams import Streams
+
+SECONDS = 2.0  # after which no further cycle through the probes begins, once there were CYCLES[0] of them;
+CYCLES = (4, 10)  # at most CYCLES[1]; the first one warms up and is not timed
+NEW_TOKENS, PLAIN_TOKENS = 192, 12  # of one measuring generation at most
+CHAINS = (1, 3, 7, 15)
+NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
+SIZES = (0, *NODES)  # of a drafter that shapes its own drafts; what a round without one costs decides as well
+FUSED_LEVELS = 2  # most nodes of a fused draft are n-grams', which the drafter has not run
+WIDTHS: tuple[tuple[int, ...], ...] = ((1,), (3,), (7,), (2, 2, 1), (8, 2), (6, 3, 2))
+
+Observe = Callable[[DraftTree, Sequence[int]], Trials]
+TRIALS: dict[str, Observe] = {
+    "chain": lambda tree, accepted: trials_in_chain(len(tree), len(accepted)),
+    "opt_tree": trials_by_band,
+    "fused": trials_by_band,
+    "k_config": trials_at_nodes,
+}
+
+
+def probes(method: MethodConfig) -> list[MethodConfig]:
+    """`method` with numbers in place of "auto", so different that passes of many widths occur."""
+    tree = method.structure
+    if tree.kind == "chain":
+        return [replace(method, stop=StopConfig(max_draft=length)) for length in CHAINS]
+    if tree.kind == "k_config":
+        shapes = [replace(tree, widths=widths) for widths in WIDTHS]
+    elif tree.kind == "fused":
+        shapes = [StructureConfig("opt_tree", nodes=n, max_depth=FUSED_LEVELS, delta=0.0) for n in NODES]
+    else:
+        sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
+        levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
+        shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
+    plain = replace(method, structure=StructureConfig(), stop=StopConfig(), ngrams=NgramConfig())
+    return [replace(plain, structure=shape) for shape in shapes]  # all their levels
+
+
+def tune(
+    methods: Mapping[str, MethodConfig],
+    stack: LayerStack,
+    drafters: Drafters,
+    prompt: Sequence[int],
+    *,
+    sampling: SamplingConfig = GREEDY,
+    generation: GenerationConfig | None = None,
+    eos: Collection[int] = (),
+    seed: int = 0,
+    runtime: Runtime | None = None,
+    clock: Clock = time.perf_counter,
+    group: Group = ALONE,
+) -> tuple[dict[str, MethodConfig], dict[str, Tuning]]:
+    """`methods` ready to run, and what those with sizes of "auto" need besides, measured by decoding after `prompt`.
+
+    Of an OPT-Tree whose δ is null and whose depth is given, δ becomes μ = seconds of a draft step / of a decoding
+    step. generation, eos: what acts on the choice of tokens, as in `make_arms`; no text ends early here.
+    clock: one that waits for the device. group: processes that decode together, and use what their leader measured.
+    """
+    ready, tunings = dict(methods), {}
+    for name, method in methods.items():
+        tree = method.structure
+        lacks_delta = tree.kind == "opt_tree" and tree.delta is None and tree.max_depth != AUTO
+        if not (method.adapts or lacks_delta):
+            continue
+        streams = Streams(seed).within(name, "tune")
+        options: dict[str, Any] = {"sampling": sampling, "generation": generation, "eos": eos}
+        options |= {"runtime": runtime, "clock": clock, "group": group}
+        with Stage(f"measuring the sizes of {name}"):
+            tuning = group.agreed(measure(method, stack, drafters, prompt, streams, **options))
+        if method.adapts:
+            tunings[name] = tuning
+        if lacks_delta:
+            mu = tuning.costs.step[1] / tuning.costs.plain
+            ready[name] = replace(method, structure=replace(tree, delta=min(1.0, mu)))
+    return ready, tunings
+
+
+def measure(
+    method: MethodConfig,
+    stack: LayerStack,
+    drafters: Drafters,
+    prompt: Sequence[int],
+    streams: Streams,
+    *,
+    sampling: SamplingConfig,
+    generation: GenerationConfig | None,
+    eos: Collection[int],
+    runtime: Runtime | None,
+    clock: Clock,
+    group: Group,
+) -> Tuning:
+    """What rounds of `method` cost on this device, and how often its drafts are right.
+
+    One generation's rounds go through `probes` in turn, so that a drift of the machine meets all sizes alike. Takes
+    `SECONDS` seconds, or `CYCLES[0]` cycles where those take longer. A prompt too long to go on from loses its front.
+    """
+    drafter_limit = KINDS[method.source].load_maker().context(drafters.get(method.source))
+    limits = [context_limit(stack.config), *([drafter_limit] if drafter_limit else [])]
+    new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
+    prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
+    settings = generate_settings(generation, sampling, max_new_tokens=new_tokens, eos=eos)
+    sampler = make_sampler(settings, sampling, prompt, stack.device)
+    sampled = sampling.temperature > 0
+    generations = itertools.count()
+
+    def make_shaped(method: MethodConfig, streams: Streams) -> Shaped:
+        drafter = new_drafter(method, drafters, streams, sampled)
+        assert isinstance(drafter, Shaped)
+        return drafter
+
+    def decode(arm: Callable[..., Iterator[Round]], *drafter: Drafter, tokens: int) -> Iterator[Round]:
+        coins = streams.of("verify", next(generations)) if sampled else None
+        chooser = Chooser(sampler, coins, naive=method.verify == "naive")
+        options = {"max_new_tokens": tokens, "chooser": chooser, "runtime": runtime, "clock": clock}
+        return arm(stack, *drafter, prompt, **options)
+
+    plain = list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]
+    shaped = KINDS[method.source].shaped
+    explicit = probes(method) if shaped else []
+    probe: _Probe | _SizesInTurn
+    if shaped:
+        structures = [make_shaped(p, streams.within("probe", i)).structure for i, p in enumerate(explicit)]
+        probe = _Probe(structures, TRIALS[method.structure.kind], clock)
+    else:
+        probe = _SizesInTurn()
+
+    def probed() -> Drafter:
+        if isinstance(probe, _Probe):
+            return Shaped(make_shaped(explicit[0], streams).model, probe)
+        drafter = new_drafter(method, drafters, streams, sampled)
+        drafter.sizes = probe
+        return drafter
+
+    def rounds() -> Iterator[Round]:
+        while True:
+            drafted = not shaped  # a round without a draft is one of its sizes
+            for number, r in enumerate(decode(speculative, probed(), tokens=new_tokens)):
+                if r.drafted or (number and not shaped):
+                    drafted = True
+                    yield r
+            if not drafted:
+                raise UserError(
+                    f"the {method.source} drafter proposed nothing in a text of {new_tokens} tokens, so it cannot be "
+                    "measured: expected logits that are numbers; look at its training, or evaluate a fixed size"
+                )
+
+    verified: list[tuple[int, float]] = []
+    rests: list[float] = []
+    started = clock()
+    for count, r in enumerate(rounds(), start=1):
+        if count > probe.turns:
+            probe.note(r)
+            verified.append((r.drafted + 1, r.verify_seconds))
+            rests.append(r.seconds - r.draft_seconds - r.structure_seconds - r.verify_seconds)
+        elif count == probe.turns:
+            probe.laps.clear()
+        cycles, within = divmod(count, probe.turns)
+        if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and group.agreed(clock() - started) > SECONDS)):
+            break
+    seconds = typical([r.seconds for r in plain])
+    padded = runtime is not None and runtime.name == "graphed"
+    step, verify = curve(probe.laps, padded=padded and shaped), curve(verified, padded=padded)
+    costs = Costs(step, verify, typical(rests), seconds)
+    return Tuning(costs, tuple(probe.tried), tuple(probe.right))
+
+
+class _Probe:
+    """Several structures, one after the other by round; notes how long a step of each width takes, and what was right.
+
+    laps: (width, seconds) of every draft step, from one forward pass to the next one or to the end of the draft.
+    """
+
+    def __init__(self, structures: Sequence[Structure], trials: Observe, clock: Clock):
+        self._structures, self._trials, self._clock = structures, trials, clock
+        self._turn, self.turns = 0, len(structures)
+        self.max_rows = max(structure.max_rows for structure in structures)
+        self.reads_root = any(structure.reads_root for structure in structures)
+        self.totals: dict[str, float] = {}
+        self.laps: list[tuple[int, float]] = []
+        self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES
+
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+        watched = _Watched(source, self._clock)
+        tree = self._structures[self._turn % len(self._structures)].draft(watched, root, limit)
+        laps = itertools.pairwise([*watched.starts, self._clock()])
+        self.laps += [(width, end - start) for width, (start, end) in zip(watched.widths, laps, strict=True)]
+        return tree
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        if not len(tree):
+            return
+        self._turn += 1
+        for index, tried, right in self._trials(tree, accepted):
+            self.tried[index] += tried
+            self.right[index] += right
+
+    def note(self, r: Round) -> None:
+        """Its steps are timed one by one."""
+
+
+class _SizesInTurn:
+    """The sizes of a drafter that shapes its own drafts, `SIZES` in turn; notes what was right (see `Sizes`).
+
+    laps: (nodes, seconds) of every round's drafting.
+    """
+
+    turns, most = len(SIZES), max(SIZES)
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self.totals: Counter[str] = Counter()
+        self.laps: list[tuple[int, float]] = []
+        self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES
+
+    def room(self) -> int:
+        """See `Sizes`."""
+        self._turn += 1
+        return next(room for room in ROOMS if room >= self._size)
+
+    @property
+    def _size(self) -> int:
+        return SIZES[self._turn % self.turns]
+
+    def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
+        """See `Sizes`."""
+        return min(self._size, len(parents))
+
+    def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
+        """See `Sizes`."""
+        for index, tried, right in trials_of(parents, probs, accepted):
+            self.tried[index] += tried
+            self.right[index] += right
+
+    def note(self, r: Round) -> None:
+        """A round that counts."""
+        self.laps.append((max(1, r.drafted), r.structure_seconds))
+
+
+class _Watched(WrappedSource):
+    """A source that notes when it is asked, and for how many rows."""
+
+    def __init__(self, source: RoundSource, clock: Clock):
+        super().__init__(source)
+        self.to_probs, self._clock = source.to_probs, clock
+        self.starts: list[float] = []
+        self.widths: list[int] = []
+
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        self.starts.append(self._clock())
+        self.widths.append(len(parents))
+        return self._source.extend(tokens, parents)

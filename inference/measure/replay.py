@@ -1,0 +1,323 @@
+"""Replay: recorded greedy generations stand in for a target.
+
+Under greedy decoding the text does not depend on the drafter. So a recording gives the exact τ of any drafter that
+sees nothing but tokens, without the target's weights. The loop is the one that decodes,
+`inference.core.decode.decode_rounds`. A recording takes the place of the session, and its choices that of logits.
+
+Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
+"choices": [{"turns": [answer, …]}]}. They hold text, so the ids that the target emitted are recovered by tokenising.
+The prompt is Vicuna's. System and question up to "ASSISTANT:" are one piece of text. An answer is taken as it
+continues that text after a space. The end token follows. The next question begins a new piece, as Hugging Face
+tokenizers cut at special tokens. An answer is tokenised on its own where its space merges with what came before.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentencepiece import SentencePieceProcessor
+from torch import Tensor
+
+from data_prep.text.chat import VICUNA_SYSTEM
+from data_prep.text.prompts import Prompt
+from draft_models.early_exit.checkpoint import provenance
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.vocabulary import vocabulary_digest
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, cut, decode_rounds
+from inference.core.drafter import Drafter
+from inference.core.generation import Generation, collect
+from inference.core.session import TargetSession
+from inference.core.stopwatch import Clock
+from inference.core.tree import DraftTree, depths
+from inference.core.verify import verify_greedy
+from inference.loading.drafters import Drafters, new_drafter
+from inference.loading.subject import finish, load_drafters
+from inference.measure.statistics import acceptance_by_position, decode_statistics, structure_statistics
+from inference.measure.threads import use_threads
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
+from inference.settings.method import MethodConfig
+from outrider.errors import UserError, require
+from outrider.files import is_text, parse_json, require_writable, write_atomically, write_json
+from outrider.machine import describe_machine
+from outrider.processes import join_processes
+from outrider.progress import counted
+from outrider.run_dirs import only_run
+from outrider.streams import Streams
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer, reduced to what replay needs of it."""
+
+    encode: Callable[[str], list[int]]  # without special tokens
+    bos: int | None
+    eos: int
+    vocabulary_digest: str
+    vocabulary_size: int | None = None  # of the model that recorded
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One turn: the ids the target was given and those it emitted, the end token included."""
+
+    id: str
+    category: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+class RecordedSession:
+    """As much of a `TargetSession` as the loop, and drafters that share nothing with the target, see of it.
+
+    What it gives in the place of logits are the recorded choices themselves: the token [n + 1] that the target says
+    after the root and after each node, right for the nodes that the recording goes through. After its end the recording
+    says its last token again.
+    """
+
+    def __init__(self, prompt: Sequence[int], recorded: Sequence[int]):
+        self.tokens = torch.tensor(prompt)
+        self.base = 0
+        self.vocabulary = 1 + max(recorded)
+        self._start, self._recorded = len(prompt), recorded
+
+    def prefill(self, prompt: Sequence[int]) -> Tensor:
+        """The first recorded token [1]."""
+        return torch.tensor(self._recorded[:1])
+
+    def run_tree(self, root: Tensor, tree: DraftTree) -> Tensor:
+        """The recorded choices after the root and after each node."""
+        done = self.base + 1 - self._start  # of the recording, the root included
+        last = len(self._recorded) - 1
+        return torch.tensor([self._recorded[min(done + depth, last)] for depth in depths(tree.parents)])
+
+    def path(self, nodes: Sequence[int]) -> list[int]:
+        """See `TargetSession.path`."""
+        return [0, *nodes]
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """See `TargetSession.commit`."""
+        self.base += len(rows)
+
+
+class RecordedChooser(Chooser):
+    """Chooses what was recorded: of a `RecordedSession`, what stands for logits is the choice."""
+
+    def begin(self, session: TargetSession, prompt: Sequence[int]) -> None:
+        """There is no device."""
+
+    def next_token(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
+        proposed = tree.tokens.tolist()
+        nodes, bonus = verify_greedy(proposed, tree.parents, logits.tolist())
+        return proposed, nodes, torch.tensor([bonus]), bonus
+
+
+def replay(
+    drafter: Drafter,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos: Collection[int] = (),
+    clock: Clock = time.perf_counter,
+) -> Iterator[Round]:
+    """The rounds in which `speculative` would have decoded the recorded `answer` to `prompt`, the prefill first.
+
+    The answer ends with an end token, or is at least max_new_tokens long. Raises `UserError` if it is empty.
+    """
+    if not answer:
+        raise UserError("empty recorded answer: expected the target's tokens, the end token included")
+    session: Any = RecordedSession(prompt, cut(answer, eos, max_new_tokens))
+    return decode_rounds(session, drafter, RecordedChooser(), prompt, max_new_tokens, eos, clock)
+
+
+# ------------------------------------------------------------------------------------------------------- recordings
+
+
+def load_vocabulary(source: str) -> Vocabulary:
+    """A SentencePiece .model file, or a Hugging Face tokenizer. Raises `UserError`."""
+    if source.endswith(".model"):
+        if not Path(source).is_file():
+            raise UserError(f"tokenizer={source}: no such file; give a SentencePiece .model or a tokenizer directory")
+        try:
+            pieces = SentencePieceProcessor(model_file=source)
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"tokenizer={source}: not a SentencePiece model ({error})") from None
+        found = {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
+        bos = pieces.bos_id() if pieces.bos_id() >= 0 else None
+        return Vocabulary(pieces.encode, bos, pieces.eos_id(), vocabulary_digest(found))
+    tokenizer = load_tokenizer(source)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"tokenizer={source}: has no end token, which ends every recorded answer")
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    return Vocabulary(encode, tokenizer.bos_token_id, tokenizer.eos_token_id, vocabulary_digest(tokenizer.get_vocab()))
+
+
+def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
+    """Answers by question id, one per turn. Raises `UserError` naming file and line for anything else."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(f"transcripts={name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
+    found = {}
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold what splitlines takes for a line's end
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"transcripts={name}: not UTF-8 text ({error}); expected answers as JSONL") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = parse_json(line)
+            turns = record["choices"][0]["turns"]
+            if not isinstance(turns, list) or not all(isinstance(turn, str) and is_text(turn) for turn in turns):
+                raise TypeError("turns are not texts")
+            found[str(record["question_id"])] = tuple(turns)
+        except (UserError, KeyError, IndexError, TypeError) as error:
+            raise UserError(f"{path}:{number}: not an answer record ({error!r}); see replay.py") from None
+    if not found:
+        raise UserError(f"transcripts={name}: no answer in it")
+    return found
+
+
+def recordings(
+    prompts: Sequence[Prompt], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary
+) -> list[Recording]:
+    """Every turn of every prompt with its recorded answer. Earlier turns are the later ones' context.
+
+    Every answer is taken to end with the end token. One that the recorder cut at its own limit did not, but the text
+    does not show it. Its last token is then not the target's.
+
+    Raises `UserError` for a prompt without an answer to each of its turns.
+    """
+    found = []
+    for prompt in prompts:
+        if prompt.id not in answers:
+            raise UserError(f"prompt {prompt.id}: no answer to it in the transcripts; give the prompts they belong to")
+        if len(prompt.turns) != len(answers[prompt.id]):
+            raise UserError(
+                f"prompt {prompt.id}: {len(prompt.turns)} turns, but {len(answers[prompt.id])} answers in the "
+                "transcripts; give the prompts they belong to"
+            )
+        ids, system = ([] if vocabulary.bos is None else [vocabulary.bos]), f"{VICUNA_SYSTEM} "
+        for name, question, answer in zip(prompt.turn_ids, prompt.turns, answers[prompt.id], strict=True):
+            opening = f"{system}USER: {question} ASSISTANT:"
+            asked, system = vocabulary.encode(opening), ""
+            both = vocabulary.encode(f"{opening} {answer}")
+            said = both[len(asked) :] if both[: len(asked)] == asked else vocabulary.encode(answer)
+            found.append(Recording(name, prompt.category, (*ids, *asked), (*said, vocabulary.eos)))
+            ids += [*asked, *said, vocabulary.eos]
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Replay every method of `config` over recorded answers, and write report.json and report.md to `config.out_dir`.
+
+    They give τ, in all and by category, and the time to draft a round. There is no target to be faster than.
+    """
+    processes = join_processes().num_processes
+    require(processes == 1, "target", "replay", f"one process, not {processes}: it takes seconds")
+    out_dir = require_writable(config.out_dir)
+    with only_run(out_dir, "results"):
+        return _replay(config, prompts, out_dir)
+
+
+def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) -> list[dict[str, Any]]:
+    assert config.tokenizer is not None
+    assert config.transcripts is not None
+    use_threads(config.threads)
+    vocabulary = load_vocabulary(config.tokenizer)
+    drafters = load_drafters(config, vocabulary)
+    turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
+    reports = []
+    for name, method in config.methods.items():
+        generations = replay_turns(
+            name, method, drafters, turns, max_new_tokens=config.max_new_tokens, seed=config.seed
+        )
+        reports.append({"method": name, **replay_report(turns, generations), "settings": asdict(method)})
+    finish(drafters)
+    table = replay_markdown(reports, config.transcripts)
+    write_atomically(out_dir / "report.md", table.encode())
+    facts = {
+        "target": "replay",
+        **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed")},
+        "table": config.where(KINDS["ngrams"]),
+        "machine": describe_machine("cpu"),
+        "made_with": provenance(),
+    }
+    write_json(out_dir / "report.json", {**facts, "reports": reports})
+    print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
+    return reports
+
+
+def replay_turns(
+    name: str,
+    method: MethodConfig,
+    drafters: Drafters,
+    turns: Sequence[Recording],
+    *,
+    max_new_tokens: int,
+    seed: int,
+) -> list[Generation]:
+    """Every recorded turn as `method` would have decoded it, whole, up to the end token that it ends with.
+
+    The budget is max_new_tokens, by which drafts do not see where a shorter answer ends; for a longer one its length.
+    """
+    generations = []
+    for turn in counted(turns, f"replaying by {name}", "turns"):
+        drafter = new_drafter(method, drafters, Streams(seed, turn.id).within(name))
+        budget = max(max_new_tokens, len(turn.answer))
+        replayed = replay(drafter, turn.prompt, turn.answer, max_new_tokens=budget, eos={turn.answer[-1]})
+        generations.append(collect(replayed))
+    return generations
+
+
+def replay_report(turns: Sequence[Recording], generations: Sequence[Generation]) -> dict[str, Any]:
+    """Statistics of one method over recorded turns; draft_us: median microseconds a round spent drafting."""
+    seconds = [r.structure_seconds for g in generations for r in g.rounds]
+    groups: dict[str, list[Generation]] = {}
+    for turn, generation in zip(turns, generations, strict=True):
+        groups.setdefault(turn.category, []).append(generation)
+    return {
+        "turns": len(turns),
+        "tokens": sum(len(g.tokens) for g in generations),
+        **decode_statistics(generations),
+        "structure": structure_statistics(generations),
+        "draft_us": 1e6 * statistics.median(seconds) if seconds else None,
+        "acceptance_by_position": acceptance_by_position(generations),
+        "by_category": {name: decode_statistics(group) for name, group in groups.items()},
+    }
+
+
+def replay_markdown(reports: Sequence[Mapping[str, Any]], transcripts: str) -> str:
+    """τ per method, in all and by category."""
+    categories = list(reports[0]["by_category"])
+    lines = [
+        f"# Replay of {Path(transcripts).name}",
+        "",
+        f"{reports[0]['turns']} turns, {reports[0]['tokens']} tokens, greedy.",
+        "",
+        f"| method | τ | drafted/round | draft µs | {' | '.join(categories)} |",
+        "|" + "---|" * (4 + len(categories)),
+    ]
+    for report in reports:
+        by_category = " | ".join(f"{report['by_category'][name]['tau']:.2f}" for name in categories)
+        drafting = "–" if report["draft_us"] is None else f"{report['draft_us']:.0f}"
+        lines.append(
+            f"| {report['method']} | {report['tau']:.3f} | {report['drafted_tokens_per_round']:.1f} | {drafting} | "
+            f"{by_category} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,177 @@
+"""What the clock says: speed-ups with their intervals, what a prefill takes, and where a token's time goes.
+
+An interval resamples conversations, whole with all their turns. The turns of one are alike, and would otherwise count
+as if each of them were news. What is said of a baseline is measured like the rest, so that it can be doubted.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from inference.core.generation import Generation
+from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from inference.measure.statistics import bootstrap_median
+from outrider.streams import Streams
+
+MIN_PROMPTS = 5  # conversations, however many turns they have; fewer have no interval worth the name, so no verdict
+# What all prompts of a run have in common moves all of its speed-ups together: where memory lies, which kernels a load
+# chose, how warm the machine is. An interval over prompts does not know of it.
+MARGIN = 0.02
+
+
+def verdict(speedup: Mapping[str, Any], busy: str | None = None) -> str:
+    """faster or slower where the whole interval says so by more than `MARGIN`, else undecided.
+
+    speedup: its ci95, and of how many prompts. busy: why a speed measured then means little (see `busy_machine`).
+    """
+    if busy or speedup["ci95"] is None or speedup["prompts"] < MIN_PROMPTS:
+        return "undecided"
+    low, high = speedup["ci95"]
+    return "faster" if low > 1 + MARGIN else "slower" if high < 1 - MARGIN else "undecided"
+
+
+def decoding(generation: Generation) -> float:
+    """Seconds per decoded token: the prefill and its token apart."""
+    return generation.decode_seconds / (len(generation.tokens) - 1)
+
+
+def end_to_end(generation: Generation) -> float:
+    """Seconds per token of the whole answer: the prefill's, a drafter's own among them, and the decoded ones."""
+    return (generation.prefill_seconds + generation.decode_seconds) / len(generation.tokens)
+
+
+def timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
+    """Results in which every given arm decoded at least one token after the prefill's."""
+    return [r for r in results if all(len(r.generations[arm].tokens) > 1 for arm in arms)]
+
+
+def speedups(results: Sequence[PromptResult], arm: str, baseline: str) -> dict[str, float]:
+    """By prompt: the baseline's seconds per decoded token over the arm's, where both decoded something."""
+    return {r.prompt_id: _ratio(r, arm, baseline, decoding) for r in timed(results, arm, baseline)}
+
+
+def speedup(
+    results: Sequence[PromptResult],
+    arm: str,
+    baseline: str,
+    streams: Streams,
+    seconds: Callable[[Generation], float] = decoding,
+) -> dict[str, Any]:
+    """Median and interval, over prompts on which both decoded something, of the baseline's `seconds` over the arm's."""
+    both = timed(results, arm, baseline)
+    names = (arm, baseline, seconds.__name__)
+    return _median(both, [_ratio(r, arm, baseline, seconds) for r in both], streams.within(*names))
+
+
+def speedups_over_baselines(
+    results: Sequence[PromptResult], arm: str, streams: Streams, seconds: Callable[[Generation], float] = decoding
+) -> dict[str, Any]:
+    """`speedup` over plain decoding and, where it was run, over transformers' `generate`."""
+    found = speedup(results, arm, AUTOREGRESSIVE, streams, seconds)
+    if TRANSFORMERS in results[0].generations:
+        found["vs_transformers_generate"] = speedup(results, arm, TRANSFORMERS, streams, seconds)
+    return found
+
+
+def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams) -> dict[str, Any] | None:
+    """Median and interval of the seconds before an arm's first token; None for an arm that was not run."""
+    if arm not in results[0].generations:
+        return None
+    return _median(results, [r.generations[arm].prefill_seconds for r in results], streams.within(arm, "prefill"))
+
+
+def tokens_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
+    """Decoded tokens over the seconds they took, all prompts together; None where there is none."""
+    if arm not in results[0].generations:
+        return None
+    generations = [r.generations[arm] for r in timed(results, arm)]
+    seconds = sum(g.decode_seconds for g in generations)
+    return sum(len(g.tokens) - 1 for g in generations) / seconds if seconds else None
+
+
+def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]:
+    """Seconds of decoding by part of a round, all prompts together; "other" is what no part has."""
+    generations = [r.profiles.get(arm, r.generations[arm]) for r in results]
+    rounds = [r for g in generations for r in g.rounds]
+    parts = {
+        "draft": sum(r.draft_seconds for r in rounds),
+        "verify": sum(r.verify_seconds for r in rounds),
+        "structure": sum(r.structure_seconds for r in rounds),
+    }
+    return {**parts, "other": sum(g.decode_seconds for g in generations) - sum(parts.values())}
+
+
+def time_of_a_plain_token(results: Sequence[PromptResult]) -> dict[str, float | None]:
+    """What a token of the autoregressive arm takes on average, and how much of that is not the model's pass.
+
+    host: choosing the token and bringing it to the host, the caches' books, stop strings, the loop itself. It is given
+    in microseconds and as a share. On CUDA a clock that waits for the device takes it, which makes both longer.
+    """
+    parts = parts_of_time(results, AUTOREGRESSIVE)
+    count = sum(len(r.profiles.get(AUTOREGRESSIVE, r.generations[AUTOREGRESSIVE]).rounds) for r in results)
+    if not count:
+        return {"token_us": None, "pass_us": None, "host_us": None, "host_share": None}
+    token, passed = (1e6 * seconds / count for seconds in (sum(parts.values()), parts["verify"]))
+    return {"token_us": token, "pass_us": passed, "host_us": token - passed, "host_share": 1 - passed / token}
+
+
+def break_even(results: Sequence[PromptResult], method: str) -> float | None:
+    """The acceptance rate at which a round of this method costs what its tokens cost autoregressively.
+
+    A round with k drafted tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t a token.
+    They are even at v = (s/t − 1)/k.
+    """
+    both = timed(results, method, AUTOREGRESSIVE)
+    rounds = [r for result in both for r in result.generations[method].rounds]
+    drafted = sum(r.drafted for r in rounds)
+    if not drafted:
+        return None
+    steps = sum(len(result.generations[AUTOREGRESSIVE].tokens) - 1 for result in both)
+    step = sum(result.generations[AUTOREGRESSIVE].decode_seconds for result in both) / steps
+    spent = sum(result.generations[method].decode_seconds for result in both)
+    return (spent / step - len(rounds)) / drafted
+
+
+def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, dict[str, Any]]:
+    """The speed at given lengths: results in groups of prompts of up to 64, 65 to 128, 129 to 256, … tokens.
+
+    tokens_per_second: of decoding; whole_answers: the prefill's time and token counted, both by arm.
+    """
+    groups: dict[int, list[PromptResult]] = {}
+    for result in results:
+        groups.setdefault(max(64, 1 << (len(result.prompt) - 1).bit_length()), []).append(result)
+    arms = {"autoregressive": AUTOREGRESSIVE, "speculative": method}
+    return {
+        f"{most // 2 + 1 if most > 64 else 1}-{most}": {
+            "turns": len(group),
+            "tokens_per_second": {name: tokens_per_second(group, arm) for name, arm in arms.items()},
+            "whole_answers": {name: answers_per_second(group, arm) for name, arm in arms.items()},
+            "speedup": speedup(group, method, AUTOREGRESSIVE, streams.within("length", most)),
+        }
+        for most, group in sorted(groups.items())
+    }
+
+
+def answers_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
+    """Tokens of whole answers over the seconds from the prompts on; None for an arm that was not run."""
+    if arm not in results[0].generations:
+        return None
+    generations = [r.generations[arm] for r in results]
+    seconds = sum(g.prefill_seconds + g.decode_seconds for g in generations)
+    return sum(len(g.tokens) for g in generations) / seconds
+
+
+def conversations(results: Sequence[PromptResult]) -> int:
+    """How many prompts these are the turns of."""
+    return len({r.unit for r in results})
+
+
+def _ratio(result: PromptResult, arm: str, baseline: str, seconds: Callable[[Generation], float]) -> float:
+    return seconds(result.generations[baseline]) / seconds(result.generations[arm])
+
+
+def _median(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> dict[str, Any]:
+    """The median of `values`, one for each of `results`, and its interval over their conversations."""
+    if not values:
+        return {"median": None, "ci95": None, "prompts": 0}
+    median, interval = bootstrap_median(values, streams.arrays(), units=[r.unit for r in results])
+    return {"median": median, "ci95": interval, "prompts": conversations(results)}

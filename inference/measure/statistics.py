@@ -1,0 +1,166 @@
+"""Statistics of generations: τ and its parts, acceptance by depth and candidate, medians with their interval."""
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from inference.core.drafter import CANDIDATE, CHOSEN, TRIED
+from inference.core.generation import Generation
+
+
+def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
+    """τ and its parts over generations of one method (paper's symbols: v_d, r_d, HM).
+
+    tau: tokens per target pass, bonus included, prefill excluded.
+    acceptance_rate v_d: accepted / drafted.
+    draft_share r_d: accepted / all output tokens.
+    harmonic_mean: of the two.
+    """
+    generations = list(generations)
+    rounds = [r for g in generations for r in g.rounds]
+    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    emitted, output = sum(len(r.tokens) for r in rounds), sum(len(g.tokens) for g in generations)
+    v, r = (accepted / drafted if drafted else 0.0), (accepted / output if output else 0.0)
+    return {
+        "tau": emitted / len(rounds) if rounds else 0.0,
+        "acceptance_rate": v,
+        "draft_share": r,
+        "harmonic_mean": 2 * v * r / (v + r) if v + r else 0.0,
+        "drafted_tokens_per_round": drafted / len(rounds) if rounds else 0.0,
+    }
+
+
+def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
+    """Per-round means of what the structure summed up (see `Structure.totals`); empty for those that do not.
+
+    Candidates and chosen sizes are not among them, see `acceptance_by_candidates` and `chosen_sizes`.
+    """
+    generations = list(generations)
+    rounds = sum(len(g.rounds) for g in generations)
+    others = (TRIED, CANDIDATE, CHOSEN)
+    names = sorted({name for g in generations for name in g.totals if not name.startswith(others)})
+    return {name: sum(g.totals.get(name, 0.0) for g in generations) / rounds for name in names}
+
+
+def chosen_sizes(generations: Iterable[Generation]) -> dict[str, dict[str, Any]]:
+    """By size that was "auto": the value chosen most often, its share of the rounds and, of numbers, the mean."""
+    counts: dict[str, Counter[str]] = {}
+    for generation in generations:
+        for name, count in generation.totals.items():
+            if name.startswith(CHOSEN):
+                size, _, value = name.removeprefix(CHOSEN).partition("=")
+                counts.setdefault(size, Counter())[value] += int(count)
+    found: dict[str, dict[str, Any]] = {}
+    for size, values in sorted(counts.items()):
+        [(mode, times)] = values.most_common(1)
+        found[size] = {"mode": mode, "share": times / values.total()}
+        if all(value.isdecimal() for value in values):
+            found[size]["mean"] = sum(int(value) * count for value, count in values.items()) / values.total()
+    return found
+
+
+def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
+    """MCSD's acceptance by k: the share of nodes at which one of the first k = 1, 2, … candidates was accepted.
+
+    Candidates are tried one after the other, so this is what a tree with k of them would have accepted there.
+    Empty for structures without candidates.
+    """
+    totals: Counter[str] = Counter()
+    for generation in generations:
+        totals.update(generation.totals)
+    widest = max((int(name.removeprefix(CANDIDATE)) for name in totals if CANDIDATE in name), default=0)
+    accepted = itertools.accumulate(totals[f"{CANDIDATE}{k}"] for k in range(1, widest + 1))
+    return [count / totals[TRIED] for count in accepted]
+
+
+def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, float]]:
+    """For depth i = 1, 2, …: how many rounds drafted that deep, and in which share of them the accepted path got there.
+
+    In a chain depth i is the i-th token.
+    """
+    rounds = [r for g in generations for r in g.rounds]
+    deepest = max((r.depth for r in rounds), default=0)
+    table = []
+    for position in range(1, deepest + 1):
+        reached = [r for r in rounds if r.depth >= position]
+        table.append(
+            {
+                "position": position,
+                "rounds": len(reached),
+                "accepted": sum(r.accepted >= position for r in reached) / len(reached),
+            }
+        )
+    return table
+
+
+def request_statistics(generations: Iterable[Generation]) -> dict[str, float]:
+    """What other papers and benchmarks count in the place of τ, over generations of one method.
+
+    tau_of_requests: the mean over requests of each one's own τ, where `decode_statistics` pools all rounds, so that a
+    long answer counts for more. accepted_per_round: accepted draft tokens a round, so τ without the bonus, pooled.
+    accepted_per_round_of_requests: the mean over requests of that. A request that the prefill ended has no rounds.
+    """
+    requests = [g.rounds for g in generations if g.rounds]
+    emitted = [sum(len(r.tokens) for r in rounds) / len(rounds) for rounds in requests]
+    accepted = [sum(r.accepted for r in rounds) for rounds in requests]
+    own = [count / len(rounds) for count, rounds in zip(accepted, requests, strict=True)]
+    total = sum(map(len, requests))
+    return {
+        "tau_of_requests": statistics.fmean(emitted) if requests else 0.0,
+        "accepted_per_round": sum(accepted) / total if total else 0.0,
+        "accepted_per_round_of_requests": statistics.fmean(own) if requests else 0.0,
+    }
+
+
+def acceptance_given_previous(generations: Iterable[Generation]) -> list[dict[str, float]]:
+    """The conditional acceptance at depth i = 1, 2, …: in which share of the rounds the accepted path got there, of
+    those that drafted so deep and whose path got to i − 1. Depths without such rounds are left out."""
+    rounds = [r for g in generations for r in g.rounds]
+    table = []
+    for position in range(1, max((r.depth for r in rounds), default=0) + 1):
+        before = [r for r in rounds if r.depth >= position and r.accepted >= position - 1]
+        if before:
+            share = sum(r.accepted >= position for r in before) / len(before)
+            table.append({"position": position, "rounds": len(before), "accepted": share})
+    return table
+
+
+def bootstrap_median(
+    values: Sequence[float],
+    generator: np.random.Generator,
+    draws: int = 2000,
+    *,
+    units: Sequence[str] | None = None,
+) -> tuple[float, list[float]]:
+    """The median of `values` and the 95 % bootstrap interval of it, resampling with replacement.
+
+    units: by value, what it is an observation of. All values of a unit are drawn together (a cluster bootstrap: Davison
+    and Hinkley 1997, §3.8). None: each is one of its own.
+    """
+    names = {name: place for place, name in enumerate(dict.fromkeys(units or range(len(values))))}
+    owners = torch.tensor([names[name] for name in units or range(len(values))])
+    picks = torch.from_numpy(generator.integers(len(names), size=(draws, len(names))))
+    data, order = torch.tensor(values, dtype=torch.float64).sort()
+    times = torch.zeros(draws, len(names), dtype=torch.long).scatter_add_(1, picks, torch.ones_like(picks))
+    counts = times[:, owners[order]].cumsum(1)  # [draws, values]: how many of a draw's values are at most this one
+    half = counts[:, -1:] / 2
+    lower, upper = (counts < half).sum(1), (counts <= half).sum(1)  # the two in the middle, or one twice
+    medians = (data[lower] + data[upper]) / 2
+    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return statistics.median(values), [low, high]
+
+
+def coverage(known: Iterable[int], said: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
+    """Of the tokens that were `said` (a category, and a text's tokens) the share that is `known`, in all ("all") and by
+    category."""
+    known, counts, inside = set(known), Counter[str](), Counter[str]()
+    for category, tokens in said:
+        for name in ("all", category):
+            counts[name] += len(tokens)
+            inside[name] += sum(token in known for token in tokens)
+    return {name: inside[name] / count for name, count in counts.items() if count}

@@ -1,0 +1,84 @@
+"""What was done to see whether the texts are the target's own, and what that does not say, in plain words."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inference.measure.lossless import BULK, GAP, PEAK
+from inference.report.lossless_report import is_lossless, resolution
+from inference.report.page.markup import Markup, tag
+
+Report = Mapping[str, Any]
+
+
+def most_that_differ(checked: int, chance: float = 0.05) -> float:
+    """The largest share of prompts that could differ if none of `checked` does, but by a luck of `chance`.
+
+    With a share s all n are equal with probability (1 − s)ⁿ; it is the s at which that is `chance`.
+    """
+    return 1 - chance ** (1 / checked)
+
+
+def proof_section(reports: Sequence[Report]) -> list[Markup]:
+    """Paragraphs: what was compared, what it bounds, what the judgement of rounding errors came to."""
+    first = reports[0]["lossless"]
+    wrong = [report["method"] for report in reports if not is_lossless(report)]
+    said = [_verdict(wrong), *(_compared(reports) if first["checked"] else _sampled())]
+    judged = {arm: one for report in reports for arm, one in report["lossless"]["judged"].items() if one}
+    if judged:
+        said.append(
+            "In half precision, and when sampling, two correct programs may part where two tokens are nearly as "
+            "likely; and the text of an int8 model may be that of the floats it is made from. So every method was "
+            "taken through the reference's text again, and all that it computed on the way was compared with the "
+            "target in twice the precision. The unit is what transformers rounds there. " + resolution(reports[0])
+        )
+    paragraphs = [tag("p", text, class_="wrong" if wrong and text == said[0] else None) for text in said]
+    return paragraphs + ([_judged(judged)] if judged else [])
+
+
+def _verdict(wrong: Sequence[str]) -> str:
+    if wrong:
+        return f"No: {', '.join(wrong)} said something else than the target alone. Their speed means nothing."
+    return "Nothing was found that says otherwise."
+
+
+def _compared(reports: Sequence[Report]) -> list[str]:
+    first = reports[0]["lossless"]
+    checked, against = first["checked"], str(first["reference"]).replace("_", " ")
+    same = min(report["lossless"]["identical"] for report in reports)
+    said = [f"{checked} texts of every method were compared with those of {against}, token by token."]
+    if same == checked:
+        said.append(
+            f"All are the same. Of other prompts like these, at most {100 * most_that_differ(checked):.1f} % can "
+            "differ: with more than that, no difference here would have been a luck of less than 5 %. That it is none "
+            "at all is not a matter of luck: a draft only proposes, and the target's own choice decides every token."
+        )
+    return said
+
+
+def _sampled() -> list[str]:
+    return [
+        "The texts were sampled, so no two need to be the same. What must be the same is their law: how likely each "
+        "text is. That is proven in the project's tests, by going through every random choice on small vocabularies."
+    ]
+
+
+def _judged(judged: Mapping[str, Mapping[str, Any]]) -> Markup:
+    heads = (
+        ("method", "which of the ways to decode"),
+        (f"worst row (at most {BULK})", "the keys, values or logits that are furthest off on average"),
+        (f"worst position (at most {PEAK:.0f})", "the same at one place of one text"),
+        (f"largest gap (at most {GAP:.0f})", "how much likelier the best token was than one chosen in its place"),
+        ("other choices", "positions at which another token would have been chosen; in brackets transformers' own"),
+        ("faults", "what is beyond its limit"),
+    )
+    rows = [tag("tr", *(tag("th", tag("abbr", name, title=said, tabindex=0)) for name, said in heads))]
+    for arm, one in judged.items():
+        cells: tuple[object, ...] = (
+            arm,
+            f"{one['bulk']:.2f}: {one['bulk_at']}",
+            f"{one['peak']:.1f}: {one['peak_at']}",
+        )
+        cells += (f"{one['largest_gap']:.1f}", f"{one['ties']} of {one['positions']} ({one['own_ties']})")
+        cells += ("; ".join(one["faults"]) or "none above rounding",)
+        rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
+    return tag("div", tag("table", *rows), class_="scroll")

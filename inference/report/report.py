@@ -1,0 +1,300 @@
+"""The report: numbers from measured generations, as JSON, Markdown and plots."""
+
+import io
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from draft_models.early_exit.checkpoint import provenance
+from inference.measure.prompt_results import REPORT_FILE
+from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from inference.measure.speed import (
+    answers_per_second,
+    break_even,
+    by_prompt_tokens,
+    conversations,
+    end_to_end,
+    parts_of_time,
+    prefill_seconds,
+    speedup,
+    speedups,
+    speedups_over_baselines,
+    time_of_a_plain_token,
+    tokens_per_second,
+    verdict,
+)
+from inference.measure.statistics import (
+    acceptance_by_candidates,
+    acceptance_by_position,
+    acceptance_given_previous,
+    chosen_sizes,
+    decode_statistics,
+    request_statistics,
+    structure_statistics,
+)
+from inference.report.drafter_facts import drafter_lines
+from inference.report.lossless_report import is_lossless, judgement_lines, lossless_section
+from inference.report.wording import (
+    busy_sentences,
+    conditions,
+    identical_text,
+    identical_with_ties,
+    interval_text,
+    method_sentence,
+    milliseconds_text,
+    number_text,
+    plain_sentence,
+    times_text,
+)
+from inference.sizing.policy import Tuning
+from outrider.files import require_writable, write_atomically, write_json
+from outrider.machine import describe_machine
+from outrider.streams import Streams
+
+Report = dict[str, Any]
+EXACT = ("float32", "float64")  # where equal texts decide, and no difference is a tie of rounding
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+
+def build_report(
+    method: str,
+    results: Sequence[PromptResult],
+    facts: Mapping[str, Any],
+    seed: int,
+    tuning: Tuning | None = None,
+) -> Report:
+    """The report of one method over all prompts; `facts` (target, temperature, settings, …) go in as they are.
+
+    tuning: what sizes of "auto" were chosen from.
+    """
+    mine = [r.generations[method] for r in results]
+    arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
+    streams = Streams(seed).within(method, "bootstrap")
+    report: Report = {
+        "method": method,
+        **facts,
+        "machine": describe_machine(facts["device"]),
+        "made_with": provenance(),
+        "prompts": conversations(results),
+        "turns": len(results),
+        "tokens": sum(len(g.tokens) for g in mine),
+        "seed": seed,
+        "lossless": lossless_section(
+            results, method, sampled=facts["temperature"] > 0, exact=facts.get("computes_in") in EXACT
+        ),
+        **decode_statistics(mine),
+        **request_statistics(mine),
+        "structure": structure_statistics(mine),
+        "acceptance_by_candidates": acceptance_by_candidates(mine),
+        "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
+        "tokens_per_second": {name: tokens_per_second(results, arm) for name, arm in arms.items()},
+        "whole_answers_per_second": {name: answers_per_second(results, arm) for name, arm in arms.items()},
+        "prefill_seconds": {name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
+        "speedup": speedups_over_baselines(results, method, streams),
+        "end_to_end": speedups_over_baselines(results, method, streams, end_to_end),
+        "autoregressive": time_of_a_plain_token(results),
+        "break_even_acceptance": break_even(results, method),
+        "seconds": parts_of_time(results, method),
+        "acceptance_by_position": acceptance_by_position(mine),
+        "acceptance_given_previous": acceptance_given_previous(mine),
+        "by_prompt_tokens": by_prompt_tokens(results, method, streams),
+        "by_category": {},
+    }
+    if TRANSFORMERS in results[0].generations:
+        report[TRANSFORMERS] = {
+            "speedup": speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams),
+            "end_to_end": speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams, end_to_end),
+        }
+    for category in sorted({r.category for r in results}):
+        group = [r for r in results if r.category == category]
+        report["by_category"][category] = _part(group, method, streams.within("category", category))
+    tasks = spec_bench_tasks({r.category for r in results})
+    report["by_task"] = {
+        task: _part([r for r in results if tasks[r.category] == task], method, streams.within("task", task))
+        for task in sorted(set(tasks.values()))
+    }
+    report["speedup_per_prompt"] = speedups(results, method, AUTOREGRESSIVE)
+    report["verdict"] = _verdict(report)
+    return report
+
+
+def _part(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, Any]:
+    """What is said of a part of the prompts."""
+    mine = [r.generations[method] for r in results]
+    return {
+        "prompts": conversations(results),
+        "turns": len(results),
+        **decode_statistics(mine),
+        **request_statistics(mine),
+        "speedup": speedup(results, method, AUTOREGRESSIVE, streams),
+    }
+
+
+def spec_bench_tasks(categories: Collection[str]) -> dict[str, str]:
+    """The task of each category where the prompts are Spec-Bench's, which counts the eight of MT-Bench as one.
+
+    Empty for other prompts: they have none of the tasks that only Spec-Bench has.
+    """
+    if not {"translation", "math_reasoning"} & set(categories):
+        return {}
+    return {category: "mt_bench" if category in MT_BENCH else category for category in categories}
+
+
+def relate_to_chain(reports: Sequence[Report]) -> None:
+    """Add GSD's drafted_vs_chain: what the source drafted a round over what a chain of the same source did."""
+    chains = {
+        r["settings"]["source"]: r["drafted_tokens_per_round"]
+        for r in reports
+        if r["settings"]["structure"]["kind"] == "chain"
+    }
+    for report in reports:
+        drafted, chain = report["structure"].get("drafted_by_source"), chains.get(report["settings"]["source"])
+        if drafted and chain:
+            report["structure"]["drafted_vs_chain"] = drafted / chain
+
+
+def markdown(reports: Sequence[Report]) -> str:
+    """The table people read: one row per method, baselines first."""
+    first = reports[0]
+    speeds = first["tokens_per_second"]
+    lines = [
+        f"# {first['drafter']} on {first['target']}",
+        "",
+        *(f"**{busy}**\n" for busy in busy_sentences(first)),
+        conditions(reports),
+        "",
+        "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| autoregressive | {identical_text(first, 'autoregressive_identical')} | 1.00 | | | | | "
+        f"{number_text(speeds['autoregressive'])} | 1.00 | |",
+    ]
+    if speeds[TRANSFORMERS] is not None:
+        role = "sampled" if first["temperature"] else "reference"
+        lines.append(
+            f"| transformers generate | {role} | 1.00 | | | | | {number_text(speeds[TRANSFORMERS])} | | 1.00 |"
+        )
+    lines += [_row(report) for report in reports]
+    lines += ["", *_prefill_table(reports)]
+    lines += ["", *plain_sentence(first), *(method_sentence(report) for report in reports), *judgement_lines(reports)]
+    lines += drafter_lines(first)
+    if first.get("skipped"):
+        lines += ["", f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}."]
+    return "\n".join(lines) + "\n"
+
+
+def write_reports(
+    out_dir: Path, reports: Sequence[Report], results: Sequence[PromptResult], texts: Mapping, page: str
+) -> None:
+    """report.json, report.md, report.html, the plots and generations.jsonl in `out_dir`, each whole or not at all.
+
+    report.json is the report itself for one method, {"reports": [...]} for several. `texts` maps (prompt id,
+    arm) to the decoded continuation. page: report.html (see `make_page`).
+    """
+    require_writable(out_dir)
+    generations = [
+        json.dumps(
+            {"id": r.prompt_id, "category": r.category, "arm": arm, "tokens": list(g.tokens),
+             "text": texts[r.prompt_id, arm], "prefill_seconds": g.prefill_seconds, "decode_seconds": g.decode_seconds,
+             "accepted": [round_.accepted for round_ in g.rounds], "drafted": [round_.drafted for round_ in g.rounds],
+             "depth": [round_.depth for round_ in g.rounds]}
+        )
+        for r in results
+        for arm, g in r.generations.items()
+    ]  # fmt: skip
+    content = reports[0] if len(reports) == 1 else {"reports": list(reports)}
+    (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last: it never stands beside files of another run
+    write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
+    _save(plot_speedups(reports), out_dir / "speedup_per_prompt.png")
+    _save(plot_acceptance(reports), out_dir / "acceptance_by_position.png")
+    write_atomically(out_dir / "report.md", markdown(reports).encode())
+    write_atomically(out_dir / "report.html", page.encode())
+    write_json(out_dir / REPORT_FILE, content)
+
+
+def plot_speedups(reports: Sequence[Report]) -> Figure:
+    """Speed-up of every prompt, sorted, one line per method, with the median and its interval."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for index, report in enumerate(reports):
+        values = sorted(report["speedup_per_prompt"].values())
+        speedup, colour = report["speedup"], f"C{index}"
+        label = f"{report['method']}: median {speedup['median']:.2f}×" if values else report["method"]
+        axes.plot(range(1, len(values) + 1), values, "o-", markersize=4, color=colour, label=label)
+        if values:
+            axes.axhspan(*speedup["ci95"], color=colour, alpha=0.15, linewidth=0)
+    axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
+    axes.set(xlabel="prompt, sorted by speed-up", ylabel="speed-up over autoregressive decoding", ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    return figure
+
+
+def plot_acceptance(reports: Sequence[Report]) -> Figure:
+    """Share of rounds whose accepted path reached depth i, of those that drafted so deep; marker area ~ rounds."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for index, report in enumerate(reports):
+        table = report["acceptance_by_position"]
+        if not table:
+            continue
+        positions, shares = [row["position"] for row in table], [row["accepted"] for row in table]
+        sizes = [120 * row["rounds"] / table[0]["rounds"] for row in table]
+        axes.plot(positions, shares, color=f"C{index}", label=report["method"])
+        axes.scatter(positions, shares, s=sizes, color=f"C{index}")
+    axes.set(xlabel="depth in the draft", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if axes.lines:  # nothing drafted leaves nothing to name
+        axes.legend()
+    return figure
+
+
+def _verdict(report: Report) -> str:
+    if not is_lossless(report):
+        return "not lossless"
+    return verdict(report["speedup"], (report.get("load") or {}).get("busy"))
+
+
+def _prefill_table(reports: Sequence[Report]) -> list[str]:
+    """What an answer takes from the prompt on: the prefill, a drafter's own among it, and the decoding after it."""
+    first = reports[0]
+    prefills = first["prefill_seconds"]
+    lines = [
+        "| from the prompt on | prefill ms [95 %] | decoding | prefill and decoding [95 %] | vs transformers |",
+        "|---|---|---|---|---|",
+        f"| autoregressive | {milliseconds_text(prefills['autoregressive'])} | 1.00 | 1.00 | |",
+    ]
+    if prefills[TRANSFORMERS] is not None:
+        speed, whole = first[TRANSFORMERS]["speedup"], first[TRANSFORMERS]["end_to_end"]
+        milliseconds = milliseconds_text(prefills[TRANSFORMERS])
+        lines.append(
+            f"| transformers generate | {milliseconds} | {times_text(speed)} | {interval_text(whole)} | 1.00 |"
+        )
+    for report in reports:
+        whole = report["end_to_end"]
+        lines.append(
+            f"| {report['method']} | {milliseconds_text(report['prefill_seconds']['speculative'])} | "
+            f"{times_text(report['speedup'])} | {interval_text(whole)} | "
+            f"{interval_text(whole.get('vs_transformers_generate'))} |"
+        )
+    return lines
+
+
+def _row(report: Report) -> str:
+    speedup = report["speedup"]
+    speed = report["tokens_per_second"]["speculative"]
+    return (
+        f"| {report['method']} | {identical_with_ties(report)} | {report['tau']:.2f} | "
+        f"{report['acceptance_rate']:.2f} | {report['draft_share']:.2f} | {100 * report['harmonic_mean']:.1f} | "
+        f"{report['drafted_tokens_per_round']:.2f} | {number_text(speed)} | "
+        f"{interval_text(speedup)} | {interval_text(speedup.get('vs_transformers_generate'))} |"
+    )
+
+
+def _save(figure: Figure, path: Path) -> None:
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    write_atomically(path, image.getvalue())

@@ -1,0 +1,196 @@
+"""Two finished evaluations beside each other: paired, prompt by prompt, over those that both have measured.
+
+The two ran at different times, maybe on different machines. So a method is not compared by its seconds but by what it
+gained over plain decoding in its own run: a slow hour slows both arms. The seconds are given besides.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.measure.prompt_results import REPORT_FILE, read_results
+from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from inference.measure.speed import decoding, timed, verdict
+from inference.measure.statistics import bootstrap_median
+from inference.settings.compare import CompareConfig
+from outrider.errors import UserError, require
+from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.run_dirs import only_run
+from outrider.settings import listed
+from outrider.streams import Streams
+
+COMPARISON = "compare.json"
+Value = Callable[[PromptResult, str], float]  # of a method on a prompt
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished evaluation: where it lies, its reports by method, its results by prompt."""
+
+    folder: str
+    reports: Mapping[str, Mapping[str, Any]]
+    results: Mapping[str, PromptResult]
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What holds for all of its methods."""
+        return next(iter(self.reports.values()))
+
+    @property
+    def busy(self) -> str | None:
+        """Why its speeds mean little, None where they do not."""
+        busy: str | None = (self.facts.get("load") or {}).get("busy")
+        return busy
+
+
+def compare_reports(config: CompareConfig) -> dict[str, Any]:
+    """Write compare.md and compare.json to `config.out_dir`, print the first, and return what the second holds.
+
+    Raises `UserError` where a directory holds no finished evaluation, and where the two share no prompt or method.
+    """
+    out_dir = require_writable(config.out_dir)
+    with only_run(out_dir, "a comparison"):
+        there = (out_dir / COMPARISON).exists()
+        expected = "a directory without a comparison; resume=true makes it anew"
+        require(config.resume or not there, "out_dir", config.out_dir, expected)
+        found = _compare(config)
+        write_atomically(out_dir / "compare.md", comparison_table(found).encode())
+        write_json(out_dir / COMPARISON, found)
+    print(comparison_table(found), flush=True)
+    return found
+
+
+def _compare(config: CompareConfig) -> dict[str, Any]:
+    before, after = (read_evaluation(folder) for folder in config.compare)
+    pairs = config.pairs or {name: name for name in before.reports if name in after.reports}
+    for side, names in ((before, list(pairs)), (after, list(pairs.values()))):
+        unknown = [name for name in names if name not in side.reports]
+        require(not unknown, "pairs", unknown, f"methods of {side.folder}: {', '.join(side.reports)}")
+    if not pairs:
+        both = f"{', '.join(before.reports)} and {', '.join(after.reports)}"
+        raise UserError(f"compare={config.compare}: no method in both ({both}); say which with pairs={{A: B}}")
+    shared = shared_prompts(before, after)
+    streams = Streams(config.seed).within("compare")
+    return {
+        "compare": [before.folder, after.folder],
+        "prompts": [len(before.results), len(after.results), len(shared)],
+        "differences": differences(before, after),
+        "busy": {run.folder: run.busy for run in (before, after) if run.busy},
+        "methods": [
+            {"pair": [one, other], **compare_methods(before, after, shared, one, other, streams.within(one, other))}
+            for one, other in pairs.items()
+        ],
+    }
+
+
+def read_evaluation(folder: str) -> Evaluation:
+    """The evaluation that evaluate-checkpoint has left in `folder`. Raises `UserError` for anything else."""
+    path = Path(folder) / REPORT_FILE
+    remedy = "give the out_dir of a finished evaluation"
+    content = read_json(path, "report", remedy)
+    reports = content.get("reports", [content]) if isinstance(content, dict) else []
+    known = {report["method"]: report for report in reports if isinstance(report, dict) and "method" in report}
+    results = {turn.prompt_id: turn for one in read_results(Path(folder)).values() for turn in one.turns}
+    if not known or not results:
+        raise UserError(f"{folder}: a report without results of prompts (a replay, or its files are gone); {remedy}")
+    return Evaluation(folder, known, results)
+
+
+def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
+    """The ids of turns that both have measured, asked in the same words. Raises `UserError` where there are none.
+
+    Words are compared as tokens where both targets have one tokenizer. A later turn of a conversation has the target's
+    own answers before it, so with other answers it is another prompt.
+    """
+    tokenizers = [one.facts.get("digests", {}).get("tokenizer") for one in (before, after)]
+    same_tokens = tokenizers[0] == tokenizers[1]
+    shared = [
+        name
+        for name, result in before.results.items()
+        if name in after.results and (not same_tokens or result.prompt == after.results[name].prompt)
+    ]
+    if not shared:
+        both = f"compare=[{before.folder},{after.folder}]"
+        raise UserError(f"{both}: no prompt in both; evaluate both on the same prompts")
+    return shared
+
+
+def differences(before: Evaluation, after: Evaluation) -> dict[str, list[Any]]:
+    """What was not the same in the two runs, beside the methods: the settings and facts that a reader must know."""
+    keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "max_new_tokens", "machine",
+            "made_with", "digests", "seed")  # fmt: skip
+    pairs = {key: [before.facts.get(key), after.facts.get(key)] for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def compare_methods(
+    before: Evaluation, after: Evaluation, shared: Sequence[str], one: str, other: str, streams: Streams
+) -> dict[str, Any]:
+    """`other` of the second run over `one` of the first: medians over prompts of ratios, each with its interval.
+
+    gain: of the speed-ups over plain decoding in each one's own run. seconds: of the seconds a token, as they were.
+    tau: of τ. same_text: on how many of the prompts both said the same.
+    """
+    arms = ((before, one), (after, other))
+    fair = [name for name in shared if all(timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
+
+    def ratio(value: Value) -> dict[str, Any]:
+        values = [value(after.results[name], other) / value(before.results[name], one) for name in fair]
+        if not values:
+            return {"median": None, "ci95": None, "prompts": 0}
+        units = [before.results[name].unit for name in fair]
+        median, interval = bootstrap_median(values, streams.arrays(value.__name__), units=units)
+        return {"median": median, "ci95": interval, "prompts": len(set(units))}
+
+    gain = ratio(_speedup)
+    return {
+        "gain": gain,
+        "seconds": ratio(_speed),
+        "tau": ratio(_tau),
+        "same_text": sum(
+            before.results[name].generations[one].tokens == after.results[name].generations[other].tokens
+            for name in shared
+        ),
+        "verdict": verdict(gain, next(filter(None, (run.busy for run in (before, after))), None)),
+    }
+
+
+def _speedup(result: PromptResult, method: str) -> float:
+    return decoding(result.generations[AUTOREGRESSIVE]) / decoding(result.generations[method])
+
+
+def _speed(result: PromptResult, method: str) -> float:
+    return 1 / decoding(result.generations[method])
+
+
+def _tau(result: PromptResult, method: str) -> float:
+    rounds = result.generations[method].rounds
+    return sum(len(r.tokens) for r in rounds) / len(rounds)
+
+
+def comparison_table(found: Mapping[str, Any]) -> str:
+    """The comparison for people, as Markdown."""
+    (first, second), (one, other, shared) = found["compare"], found["prompts"]
+    lines = [
+        f"# {second} over {first}",
+        "",
+        f"{shared} shared turns, of {one} and {other}. A ratio above 1 is in favour of {second}.",
+        "",
+        "| first | second | over plain decoding [95 %] | tokens/s as they were [95 %] | τ [95 %] | same text | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found["methods"]:
+        cells = [*row["pair"], *(_ratio(row[key]) for key in ("gain", "seconds", "tau"))]
+        lines.append(f"| {' | '.join(cells)} | {row['same_text']}/{shared} | {row['verdict']} |")
+    lines += [f"\n**{folder}: {why} So no speed is judged.**" for folder, why in found["busy"].items()]
+    if found["differences"]:
+        lines += ["", f"Not the same in both: {listed(sorted(found['differences']))}."]
+    return "\n".join(lines) + "\n"
+
+
+def _ratio(found: Mapping[str, Any]) -> str:
+    if found["median"] is None:
+        return "–"
+    low, high = found["ci95"]
+    return f"{found['median']:.2f} [{low:.2f}, {high:.2f}]"

@@ -1,0 +1,157 @@
+"""How a report says things: its figures as texts, for the tables and pages that people read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inference.measure.speed import MIN_PROMPTS
+from inference.settings.sampling import SamplingConfig
+
+Report = Mapping[str, Any]
+INT8 = (
+    "The target is the int8 model in all arms: the weight of every linear layer, the head too, in whole numbers to "
+    "±127 with one scale a row, rounded once when it was loaded. It is another target than the one its drafters were "
+    "trained for, so τ may be lower than there. transformers widens the weights for every product."
+)
+
+
+def busy_sentences(report: Report) -> list[str]:
+    """For the top: that the machine was busy, where it was."""
+    busy = (report.get("load") or {}).get("busy")
+    return [f"{busy} So no speed is judged."] if busy else []
+
+
+def conditions(reports: Sequence[Report]) -> str:
+    """What was measured, and how."""
+    first = reports[0]
+    turns = f", {first['turns']} turns" if first["turns"] > first["prompts"] else ""
+    together = f", {first['processes']} processes at a time" if first["processes"] > 1 else ""
+    if first.get("tensor_parallel", 1) > 1:
+        together += f", each copy of the target split over {first['tensor_parallel']}"
+    sentences = [
+        f"{_taken(first)}{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
+        f"{_numbers(first)} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
+        f"prompt by prompt{together}."
+    ]
+    if first["dtype"] == "int8":
+        sentences.append(INT8)
+    if any(report["speedup"]["prompts"] < MIN_PROMPTS for report in reports):
+        sentences.append(f"Undecided with fewer than {MIN_PROMPTS} prompts.")
+    for key, said in (
+        ("taken_over", "Taken over from the target's generation config, in all arms"),
+        ("ignored", "Left out of the target's generation config, in all arms"),
+    ):
+        fields = first.get("generation_config", {}).get(key)
+        if fields:
+            sentences.append(f"{said}: {', '.join(f'{name} {_short(value)}' for name, value in fields.items())}.")
+    if first.get("cudnn_attention") is False:
+        sentences.append("cuDNN's attention is off in all arms, transformers' too.")
+    return " ".join(sentences)
+
+
+def _numbers(report: Report) -> str:
+    """What the weights are and, where that is something else, what they are computed with."""
+    floats = report.get("computes_in", report["dtype"])
+    return report["dtype"] if floats == report["dtype"] else f"{report['dtype']} weights and {floats} activations"
+
+
+def _taken(report: Report) -> str:
+    """How many prompts there are results of, and of how many where a time limit left some out."""
+    prompts, given = report["prompts"], report.get("prompts_given", report["prompts"])
+    if report.get("minutes") is None or prompts == given:
+        return f"{prompts} prompts"
+    return f"{prompts} of {given} prompts (minutes={report['minutes']:g})"
+
+
+def _threads(report: Report) -> str:
+    """The CPU threads, and where their number was chosen prompt by prompt for how many prompts each was."""
+    used = report.get("threads") or {}
+    if len(used) < 2:
+        return f"{next(iter(used), report['machine']['threads'])} threads"
+    return ", ".join(f"{count} threads for {prompts} prompts" for count, prompts in used.items())
+
+
+def _choice(report: Report) -> str:
+    """How tokens were chosen, in words."""
+    settings = {key: value for key, value in report["sampling"].items() if value != getattr(SamplingConfig(), key)}
+    said = ", ".join(f"{key} {value:g}" for key, value in settings.items())
+    if report["temperature"]:
+        return f"sampled ({said}; the same law, so no tokens to compare)"
+    return f"greedy ({said})" if said else "greedy"
+
+
+def plain_sentence(report: Report) -> list[str]:
+    """What the baseline itself spends outside of the model; nothing where it decoded nothing."""
+    token = report["autoregressive"]
+    if token["token_us"] is None:
+        return []
+    return [
+        f"autoregressive: {token['token_us']:.0f} µs a token, of which {token['host_us']:.0f} µs "
+        f"({100 * token['host_share']:.1f} %) are not the model's pass."
+    ]
+
+
+def method_sentence(report: Report) -> str:
+    """A method's verdict, where its time goes, and what its structure says of itself."""
+    total = sum(report["seconds"].values()) or 1.0
+    parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in report["seconds"].items())
+    even = report["break_even_acceptance"]
+    structure = "".join(f"; {name} {value:.2f}" for name, value in report["structure"].items())
+    if report["acceptance_by_candidates"]:
+        shares = ", ".join(f"{share:.2f}" for share in report["acceptance_by_candidates"])
+        structure += f"; accepted by the first 1, 2, … candidates {shares}"
+    if report["auto"]:
+        structure += "".join(f"; chose {_chosen(name, size)}" for name, size in report["auto"]["chosen"].items())
+    if keep := report["settings"].get("ngrams", {}).get("keep"):
+        structure += f"; remembers earlier prompts ({keep})"
+    return (
+        f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
+        f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}{structure}."
+    )
+
+
+def _chosen(name: str, size: Mapping[str, Any]) -> str:
+    """What was chosen for a size of "auto", in words."""
+    mean = f"{size['mean']:.1f} on average, " if "mean" in size else ""
+    return f"{name} {mean}most often {size['mode']} ({100 * size['share']:.0f} % of rounds)"
+
+
+def identical_text(report: Report, key: str) -> str:
+    """Of the texts compared how many equal the reference's, by the `key` of the lossless section."""
+    return "sampled" if report["temperature"] else f"{report['lossless'][key]}/{report['lossless']['checked']}"
+
+
+def identical_with_ties(report: Report) -> str:
+    """The method's own texts, with those that were excused."""
+    ties = report["lossless"]["excused_ties"]
+    return identical_text(report, "identical") + (f" (+{ties} ties)" if ties else "")
+
+
+def number_text(value: float | None) -> str:
+    """One decimal, or a dash where nothing was decoded to be timed."""
+    return "–" if value is None else f"{value:.1f}"
+
+
+def interval_text(speedup: Mapping[str, Any] | None) -> str:
+    """A speed-up's median and interval, or a dash where nothing was decoded to be timed."""
+    if speedup is None or speedup["median"] is None:
+        return "–"
+    low, high = speedup["ci95"]
+    return f"{times_text(speedup)} [{low:.2f}, {high:.2f}]"
+
+
+def times_text(speedup: Mapping[str, Any]) -> str:
+    """A speed-up's median."""
+    return "–" if speedup["median"] is None else f"{speedup['median']:.2f}×"
+
+
+def milliseconds_text(seconds: Mapping[str, Any]) -> str:
+    """The same of seconds, in thousandths."""
+    low, high = seconds["ci95"]
+    return f"{1e3 * seconds['median']:.1f} [{1e3 * low:.1f}, {1e3 * high:.1f}]"
+
+
+def _short(value: object) -> str:
+    """A field's value as JSON, its end left out where it is a long list; report.json has it whole."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

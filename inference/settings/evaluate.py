@@ -1,0 +1,218 @@
+"""Settings of the runtime and of evaluate-checkpoint."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from data_prep.text.settings import PromptTemplate
+from draft_models.eagle3.changes import ReadingChanges
+from draft_models.targets.settings import (
+    MODEL,
+    TARGET,
+    DecodeDtype,
+    DrafterFolder,
+    Head,
+    Model,
+    RehearsedConfig,
+    TableFolder,
+)
+from inference.settings.kinds import KINDS, Kind, Maker, kind_in
+from inference.settings.method import MethodConfig, NgramConfig
+from inference.settings.sampling import SamplingConfig
+from outrider.errors import require
+from outrider.settings import (
+    Count,
+    Named,
+    Place,
+    Positive,
+    at_least,
+    free,
+    only,
+)
+from outrider.wandb_config import WandbConfig
+
+Runtime = Literal["auto", "eager", "graphed"]
+RUNTIMES = get_args(Runtime)
+Threads = Count | Literal["auto"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(RehearsedConfig):
+    """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
+
+    # directory of a drafter: an early exit, or what small_lm, eagle3 and table take, whichever lies there
+    checkpoint: DrafterFolder | None = None
+    small_lm: Model | None = None  # causal LM directory or Hub name, for methods with source=small_lm
+    eagle3: Head | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
+    # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
+    table: TableFolder | None = None
+    # model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for; or replay
+    target: Annotated[str, Place(MODEL, hub=True, besides=("replay",))] | None = None
+    # target=replay: recorded greedy answers to `prompts`
+    transcripts: Annotated[str, Place("a file of recorded answers")] | None = free(None)
+    # target=replay: a Hugging Face directory or a SentencePiece .model
+    tokenizer: Annotated[str, Place("a tokenizer directory or a SentencePiece .model", hub=True)] | None = free(None)
+    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
+    # the ways of decoding to compare, by name; method=[…] chooses presets
+    methods: dict[str, MethodConfig] = field(default_factory=dict)
+    # python_stdlib: held-out standard-library files; or a JSONL/JSON file of prompts
+    prompts: Annotated[str, Place("a JSONL or JSON file of prompts", besides=("python_stdlib",))] = "python_stdlib"
+    prompt_text: list[str] = free(factory=list)  # inline prompts instead
+    prompt_chars: Count = free(1000)  # python_stdlib: characters of a file to continue from
+    num_prompts: Count | None = free(24)  # evenly spread; null: all
+    # take no new prompt when this time is over, of all runs in out_dir together, but at least 5; null: all prompts
+    minutes: Positive | None = free(None)
+    # how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; another
+    # than the drafters' is refused, but for none: bare text
+    template: PromptTemplate = "auto"
+    # the first is the prefill's; target=replay: the length of the recorded answer where that is longer
+    max_new_tokens: Annotated[int, at_least(2)] = 128
+    ignore_eos: bool = False  # go on to max_new_tokens
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    # target: what acts on greedy decoding there is taken over; none: ignored
+    generation_config: Literal["target", "none"] = "target"
+    # text also ends with the first of these; none: the target's
+    stop_strings: list[Annotated[str, Named("a text")]] = field(default_factory=list)
+    repeats: Count = 1  # timed passes over every prompt, which draw anew when sampling; the one of median time counts
+    compare_transformers: bool = True  # also time model.generate
+    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it; int8: the
+    # target's linear layers in whole numbers to ±127, which is another target, in all arms (docs/evaluate.md)
+    dtype: DecodeDtype = "auto"
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)
+    tensor_parallel: Count = 1  # processes over which one copy of the target is split; see docs/clusters.md
+    plan: bool = free(False)  # only say what every device would hold; needs no weights
+    threads: Threads = None  # of the CPU; auto: measured before every prompt; null: torch's choice
+    seed: int = 0  # of sampling, and of what rules and searches draw
+    # how the EAGLE-3 head is read where its config.json is wrong
+    reading: ReadingChanges = field(default_factory=ReadingChanges)
+    # examine the drafters before they are measured: how often they agree with the target, and whether read in another
+    doctor: bool | None = None  # way they would more; null: only EAGLE-3 heads of other trainers, and quickly
+    # texts of so many tokens, joined from the prompts, on which agreement is looked at too
+    doctor_lengths: Annotated[tuple[Annotated[int, at_least(256)], ...], only(doctor=True)] = ()
+    drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
+    # texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed
+    show_prompts: Annotated[int, at_least(0)] = free(4)
+    # the table and the page in Weights & Biases too
+    wandb: WandbConfig = free(factory=lambda: WandbConfig(mode="disabled"))
+    card: bool = free(False)  # also put the table into README.md of the drafters evaluated
+    out_dir: str = free("runs/evaluate")  # where the report goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_survival")
+        sources = {method.source for method in self.methods.values()}
+        for kind in KINDS.values():
+            using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
+            key, where = kind.option, self.where(kind)
+            if key is not None and using:
+                given_as = key if hasattr(self, key) else f"+drafters.{key}"
+                require(where is not None, given_as, where, f"{kind.needs} for {using}{self._instead()}")
+            once = kind != self.held or self._given(kind) in (None, where)
+            require(once, str(key), self._given(kind), f"null where checkpoint={self.checkpoint} is one of its kind")
+        others = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]
+        for name, where in self.drafters.items():
+            known = ", ".join(others) or "none here: no kind of drafter needs it"
+            require(name in others, f"drafters.{name}", where, f"one of {known}")
+        kept = [method.ngrams.keep for method in self.methods.values() if method.ngrams.keep is not None]
+        require(len(set(kept)) == len(kept), "ngrams.keep", kept, "a file of its own for every method")
+        table = self.where(KINDS["ngrams"])
+        require(not kept or table is not None, "ngrams.keep", kept, "null without an n-gram table, table=")
+        replayed = self.target == "replay"
+        for key in ("transcripts", "tokenizer"):
+            expected = "a file for target=replay" if replayed else "null unless target=replay"
+            require((getattr(self, key) is not None) == replayed, key, getattr(self, key), expected)
+        blind = all(KINDS[source].sees_tokens_only for source in sources)
+        require(not replayed or blind, "target", self.target, "a model: a recording has no hidden states or logits")
+        for kind in KINDS.values():
+            key, where = (kind.option if self._given(kind) else "checkpoint"), self.where(kind)
+            unread = replayed and not kind.sees_tokens_only and where is not None
+            require(not unread, str(key), where, "null for target=replay: no model runs")
+        for key, setting, expected in (
+            ("sampling.temperature", self.sampling.temperature, "0 for target=replay: recordings are greedy"),
+            ("sampling.repetition_penalty", self.sampling.repetition_penalty, "null for target=replay: no logits"),
+            (
+                "generation_config",
+                self.generation_config.removeprefix("target"),
+                "target for target=replay: no model runs",
+            ),
+            ("stop_strings", self.stop_strings, "none for target=replay: recordings are replayed whole"),
+            (
+                "ngrams.recycle",
+                max(method.ngrams.recycle for method in self.methods.values()),
+                "0 for target=replay: a recording has no logits",
+            ),
+            ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
+            ("show_prompts", self.show_prompts != 4 and str(self.show_prompts), "4 for target=replay: it has no page"),
+            ("minutes", self.minutes, "null for target=replay: it takes seconds"),
+            ("wandb.mode", self.wandb.mode != "disabled" and self.wandb.mode, "disabled for target=replay: no page"),
+            ("plan", self.plan, "false for target=replay: no model runs"),
+            ("tensor_parallel", self.tensor_parallel > 1, "1 for target=replay: no model runs"),
+            ("runtime", self.runtime == "graphed", "auto for target=replay: no model runs"),
+            ("doctor", self.doctor, "null for target=replay: no model runs"),
+            ("debug", self.debug, "false for target=replay: no model runs; try it with a small num_prompts"),
+            ("resume", self.resume, "false for target=replay: it takes seconds and starts over"),
+        ):
+            require(not replayed or not setting, key, setting, expected)
+        read = self.where(KINDS["eagle3"]) is not None or not self.reading.stated()
+        require(read, "reading", str(self.reading), "nothing without an EAGLE-3 head, which it is about")
+        whole = self.dtype != "int8" or self.tensor_parallel == 1
+        expected = "1 for dtype=int8: a row's scale is that of the whole row, and a split layer has parts of rows"
+        require(whole, "tensor_parallel", self.tensor_parallel, expected)
+        has_target = self.target is not None or self.early_exit is not None
+        require(has_target, "target", None, f"the model that is to decode{self._instead()}")
+
+    def small(self, models: Path) -> Self:
+        """The same methods on tiny random models, with few tokens."""
+        used = [kind for kind in KINDS.values() if kind.option and kind.tiny and self.where(kind)]
+        given: dict[str, Any] = {"checkpoint": None}
+        given |= {str(kind.option): str(models / str(kind.tiny)) for kind in used}
+        given |= self.cut(tensor_parallel=1, prompt_chars=120, max_new_tokens=16)
+        given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
+        # Tiny models have other layers to skip and to tap, and hold shorter texts. A memory is the whole target's.
+        methods = {
+            name: replace(method, skip=None, ngrams=replace(method.ngrams, keep=None, keep_mb=NgramConfig.keep_mb))
+            for name, method in self.methods.items()
+        }
+        given |= {"reading": ReadingChanges(), "doctor_lengths": (), "wandb": WandbConfig(mode="disabled")}
+        return replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
+
+    def where(self, kind: Kind) -> str | None:
+        """Where the model of `kind` lies, None where that is not said or it has none."""
+        if self.checkpoint is not None and kind == (self.held or KINDS["early_exit"]):
+            return self.checkpoint
+        return self._given(kind)
+
+    def _given(self, kind: Kind) -> str | None:
+        """Where it lies by an option of its own."""
+        if kind.option in (None, "checkpoint"):
+            return None
+        given: str | None = getattr(self, kind.option, None) or self.drafters.get(kind.option)
+        return given
+
+    @cached_property
+    def held(self) -> Kind | None:
+        """The kind of drafter in `checkpoint`; None where that is null, no directory, or holds none."""
+        return None if self.checkpoint is None else kind_in(self.checkpoint)
+
+    @property
+    def early_exit(self) -> str | None:
+        """Where an early-exit drafter lies, which knows its target."""
+        return self.where(KINDS["early_exit"])
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether any of its methods, or a drafter that it names for none of them, is about layers of the target."""
+        used = {method.source for method in self.methods.values()}
+        return any(kind.layers and (kind.name in used or self.where(kind) is not None) for kind in KINDS.values())
+
+    def _instead(self) -> str:
+        """What `checkpoint` holds, for an error about what is missing."""
+        if self.held is None:
+            return "" if self.checkpoint is None else f"; checkpoint={self.checkpoint} holds no drafter that is known"
+        return f"; checkpoint={self.checkpoint} holds {self.held.name}, for method={self.held.preset}"
+
+    def maker(self, kind: Kind) -> Maker:
+        """The `Maker` of `kind`, which reads models as these options say."""
+        return kind.load_maker().reading(self.reading)

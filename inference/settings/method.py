@@ -1,0 +1,276 @@
+"""Settings of a way of decoding: who drafts, in what shape, until when."""
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Final, Literal, get_args
+
+from inference.settings.kinds import KINDS, Kind
+from outrider.errors import require, require_choice
+from outrider.settings import (
+    Count,
+    Named,
+    Positive,
+    Settings,
+    Share,
+    above,
+    at_least,
+    at_most,
+    below,
+    only,
+    require_default,
+)
+
+# A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
+# depend on it, nor does the law of sampled ones. Which tokens a seed draws depends on it, and so on the machine's
+# speed.
+AUTO: Final = "auto"
+Size = Count | Literal["auto"]
+MOST_NODES = 63  # that "auto" considers: with the root 64 rows
+LONGEST_CHAIN = 15  # that "auto" and rule=survival consider
+CHAIN_TOKENS = 8  # a round, of a chain or of prompt lookup, where stop.max_draft is null
+
+
+def number(value: int | str) -> int:
+    """A size that was given as a number; it must not be "auto"."""
+    if isinstance(value, str):
+        raise ValueError(f"a size is {value!r} where it must be known by now")
+    return value
+
+
+def _require_defaults(config: Settings, why: str, *, prefix: str = "", names: Collection[str] | None = None) -> None:
+    """Refuse fields (those in `names`, or any) that are not at their defaults: nothing would come of them."""
+    for own in fields(config):  # type: ignore[arg-type]
+        if names is None or own.name in names:
+            require_default(config, own.name, why, prefix)
+
+
+# What stop.threshold is where it is null, of the rules that have one.
+THRESHOLDS = {"confidence": 0.4, "adaedl": 0.5, "svip": 0.6, "rejection_risk": 0.7, "posterior_mean": 0.5}
+_THOMPSON = ("calibrated", "posterior_mean")
+
+
+@dataclass(frozen=True)
+class StopConfig(Settings):
+    """When a draft is long enough, or a tree deep enough (see inference/stopping/)."""
+
+    # a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head of train/calibrate.py
+    rule: Literal[
+        "fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival",
+        "bandit",
+    ] = "fixed"  # fmt: skip
+    # tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts so many; auto: what pays;
+    max_draft: Size | None = None  # null: 8 tokens, 15 of rule=survival, as many levels as the structure has by itself
+    # stop below this probability (confidence, posterior_mean) or bound of it (adaedl), above this √entropy (svip) or
+    # risk (rejection_risk); null: 0.4, 0.5, 0.5, 0.6 and 0.7
+    threshold: Annotated[Annotated[float, above(0), below(1)] | None, only(rule=tuple(THRESHOLDS))] = None
+    gamma: Annotated[Positive, only(rule="adaedl")] = 0.2  # γ, of the entropy in the bound
+    alpha: Annotated[Positive, only(rule="beta")] = 4.0  # successes that the prior counts for
+    beta: Annotated[Positive, only(rule="beta")] = 2.0  # failures that the prior counts for
+    update: Annotated[Literal["natural", "printed"], only(rule="beta")] = "natural"  # printed: the paper's formula
+    # what trials keep of their weight in every further round; 1: all, as in the paper
+    discount: Annotated[float, above(0), at_most(1), only(rule="beta")] = 1.0
+    # model: the head alone; sample: what was observed alone
+    evidence: Annotated[Literal["both", "model", "sample"], only(rule="calibrated")] = "both"
+    # σ_M, how far off the head is taken to be
+    model_sigma: Annotated[Positive, only(rule=_THOMPSON, evidence=("both", "model"))] = 0.15
+    # σ_S, how far off what was observed is taken to be
+    sample_sigma: Annotated[Positive, only(rule=_THOMPSON, evidence=("both", "sample"))] = 1.0
+    # θ̂ before anything was observed
+    prior: Annotated[Share, only(rule=_THOMPSON, evidence=("both", "sample"))] = 0.7
+    # θ̂ is the share of tested tokens that were right; printed: the paper's formula
+    mean: Annotated[Literal["sample", "printed"], only(rule=_THOMPSON, evidence=("both", "sample"))] = "sample"
+    # what a token's probability to be right is computed from: that of the draft, or the head of train/calibrate.py
+    score: Annotated[Literal["draft", "head"], only(rule="survival")] = "draft"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sized = self.max_draft != AUTO or self.rule == "fixed"
+        expected = "an integer ≥ 1, or auto with rule=fixed (the others decide themselves when to stop), or null"
+        require(sized, "max_draft", self.max_draft, expected)
+        short = self.rule != "survival" or self.limit(LONGEST_CHAIN) <= LONGEST_CHAIN
+        require(short, "max_draft", self.max_draft, f"at most {LONGEST_CHAIN} with rule=survival, or null")
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the rule asks a calibration head."""
+        return self.rule in (*_THOMPSON, "rejection_risk") or self.score == "head"
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the rule weighs what passes cost."""
+        return self.rule == "survival" or self.max_draft == AUTO
+
+    def limit(self, default: int) -> int:
+        """max_draft as a number; `default` where it is null."""
+        return default if self.max_draft is None else number(self.max_draft)
+
+
+Draw = Literal["with_replacement", "without_replacement", "top_k"]
+DRAWS = get_args(Draw)
+_GROWN = ("opt_tree", "token_graph")  # structures that grow where q is large
+_SIZED = ("opt_tree", "fused")  # structures that may choose their size while they grow
+
+
+@dataclass(frozen=True)
+class StructureConfig(Settings):
+    """The shape of a draft (see inference/shapes/shapes.py)."""
+
+    # one line of tokens, or a tree; fused: one tree with n-grams of the text, of the target's logits and of a `table`
+    kind: Literal["chain", "k_config", "opt_tree", "token_graph", "static", "fused"] = "chain"
+    # drafting steps at most; auto with opt_tree or fused
+    max_depth: Annotated[Size, only(kind=(*_GROWN, "fused"))] = 10
+    # budget; the size of shape=binary; auto with opt_tree or fused
+    nodes: Annotated[Size, only(kind=(*_GROWN, "fused", "static"))] = 25
+    # children per node, level by level, e.g. [4,2,2]; or auto
+    widths: Annotated[Literal["auto"] | tuple[Count, ...], only(kind="k_config")] = (4, 2, 2)
+    draw: Annotated[Draw, only(kind="k_config")] = "without_replacement"  # how children come about when sampling
+    # nodes of a level that are extended at most, the likeliest ones; null: all that are in the best tree so far
+    width: Annotated[Count | None, only(kind=_SIZED)] = None
+    # how q and the n-grams' probability become one: by weights that are learned, or the larger one counts
+    join: Annotated[Literal["learned", "maximum"], only(kind="fused")] = "learned"
+    # stop when E(A) gains no more than this; null: μ, as measured here
+    delta: Annotated[Share | None, only(kind="opt_tree")] = None
+    out_degree: Annotated[Count, only(kind="token_graph")] = 4  # children of a node at most
+    theta_prob: Annotated[Share, only(kind="token_graph")] = 0.2  # a less probable node stays a leaf
+    # so does one less probable than this share of its likeliest sibling
+    theta_sibling: Annotated[Share, only(kind="token_graph")] = 0.3
+    # nodes that end in the same τ tokens are merged; 0: none, which is GSD's TSD
+    tau: Annotated[int, at_least(0), only(kind="token_graph")] = 2
+    shape: Annotated[str, only(kind="static")] = "eagle"  # eagle | binary | a JSON file of rank paths
+    # of q under greedy decoding, where q only ranks: the target takes its likeliest token far more often than q says,
+    temperature: Annotated[Positive, only(kind=_GROWN)] = 1.0  # so a sharper q (below 1) drafts deeper
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("max_depth", "nodes"):
+            value = getattr(self, key)
+            expected = "an integer ≥ 1, or auto with kind=opt_tree or kind=fused"
+            require(value != AUTO or self.kind in _SIZED, key, value, expected)
+        require(len(self.widths) > 0, "widths", self.widths, "integers ≥ 1, e.g. [4,2,2], or auto")
+        if self.kind == "static" and self.shape != "binary":
+            require_default(self, "nodes", f"shape={self.shape} does not read it")
+        if self.max_depth == AUTO:
+            require(self.delta is None, "delta", self.delta, "null with max_depth=auto, which decides when to stop")
+            few = self.nodes == AUTO or number(self.nodes) <= MOST_NODES
+            require(few, "nodes", self.nodes, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
+
+
+@dataclass(frozen=True)
+class NgramConfig(Settings):
+    """Drafting from an n-gram table (see inference/drafters/ngram/ngrams.py)."""
+
+    evidence: Literal["table", "mixed"] = "table"  # one order of it, adapted (ADED); or orders 2 to 4 and the text
+    # node budget; auto: what pays on this device, at most 63 (a replay has no device, and takes 63)
+    nodes: Size = 64
+    depth: Count = 4  # tokens ahead at most
+    order: Annotated[Literal[2, 3, 4], only(evidence="table")] = 3  # the n of its n-grams
+    # raise the n-grams of prompt and output (Algorithm 2)
+    adapt: Annotated[bool, only(evidence="table")] = True
+    # what Algorithm 2 adds to an n-gram that occurs
+    increment: Annotated[float, above(0), at_most(1), only(evidence="table", adapt=True)] = 0.4
+    # and the most that it comes to; at least increment
+    max_probability: Annotated[Share, only(evidence="table", adapt=True)] = 0.7
+    search: Annotated[Literal["best_first", "puct"], only(evidence="table")] = "best_first"  # the paper's is puct
+    iterations: Annotated[Count, only(evidence="table", search="puct")] = 150  # s
+    sentences: Annotated[Count, only(evidence="table", search="puct")] = 24  # n, the best ones that make the tree
+    # t, likeliest successors of a state in the table that count
+    widest: Annotated[Count, only(evidence="table", search="puct")] = 12
+    c1: Annotated[float, at_least(0), only(evidence="table", search="puct")] = 32.0  # more explores more
+    # larger makes exploration grow more slowly
+    c2: Annotated[Positive, only(evidence="table", search="puct")] = 8.0
+    # longest context that is looked up in the text; 0: the text says nothing
+    longest: Annotated[int, at_least(0), only(evidence="mixed")] = 16
+    # what a count keeps when its context occurs again
+    decay: Annotated[float, above(0), at_most(1), only(evidence="mixed")] = 0.85
+    # how many tokens' evidence the prior weight of a source counts for
+    strength: Annotated[Positive, only(evidence="mixed")] = 60.0
+    # likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none
+    recycle: Annotated[int, at_least(0), at_most(64), only(evidence="mixed")] = 0
+    # a file that keeps what was learnt from one prompt to the next, and to the next run; null: every text begins anew
+    keep: Annotated[str, Named("a file")] | None = None
+    keep_mb: Positive = 64.0  # what it may take; what was used least is forgotten
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep is None:
+            require_default(self, "keep_mb", "keep is null")
+        learns = self.evidence == "mixed" or self.adapt
+        require(self.keep is None or learns, "keep", self.keep, "null with adapt=false, which learns nothing")
+        known = self.nodes != AUTO or self.search == "best_first"
+        require(known, "nodes", self.nodes, "an integer ≥ 1, or auto with search=best_first")
+        most = self.max_probability
+        require(self.increment <= most, "max_probability", most, f"increment ({self.increment}) to 1")
+
+
+@dataclass(frozen=True)
+class MethodConfig(Settings):
+    """One way of decoding: who drafts, in what shape, until when."""
+
+    # early_exit | small_lm | eagle3 | skip_layers | prompt_lookup, ngrams (their own structures)
+    source: str = "early_exit"
+    structure: StructureConfig = field(default_factory=StructureConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
+    # when sampling; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline
+    verify: Literal["exact", "naive"] = "exact"
+    max_ngram: Count = 3  # prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens
+    ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams or structure.kind=fused
+    # skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
+    skip: tuple[Annotated[int, at_least(0)], ...] | None = None  # the first and the last
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("source", self.source, tuple(KINDS))
+        kind = KINDS[self.source]
+        require(
+            not self.stop.needs_head or kind.calibration is not None,
+            "stop.rule",
+            self.stop.rule,
+            f"another rule for source={self.source}: a calibration head belongs to a drafter of "
+            + ", ".join(name for name, other in KINDS.items() if other.calibration is not None),
+        )
+        modelled, tree = kind.shaped, self.structure
+        shape = tree.kind
+        self._refuse_unread(kind)
+        sized = self.stop.max_draft != AUTO or (shape == "chain" if modelled else "stop.max_draft" in kind.own)
+        chains = "of early_exit, small_lm, eagle3, skip_layers or prompt_lookup"
+        expected = f"a number or null: auto chooses the length of a chain {chains}"
+        require(sized, "stop.max_draft", self.stop.max_draft, expected)
+        if self.reads_ngrams and modelled:
+            mixed = "mixed with kind=fused, whose n-grams are those of all orders and of the text"
+            require(self.ngrams.evidence == "mixed", "ngrams.evidence", self.ngrams.evidence, mixed)
+        rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth, tree.widths)
+        require(rigid, "stop.rule", self.stop.rule, "fixed where sizes are auto, which decide how deep a tree goes")
+        counted = self.stop.rule != "survival" or shape == "chain"
+        require(counted, "stop.rule", self.stop.rule, "another rule for a tree: survival counts the tokens of a chain")
+        drawn = modelled and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
+        require(self.verify == "exact" or drawn, "verify", self.verify, "exact where no candidate is ever drawn")
+
+    def _refuse_unread(self, kind: Kind) -> None:
+        """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
+        why = f"source={self.source} does not read it"
+        read_here = {*kind.own, *(("ngrams",) if self.reads_ngrams else ())}
+        foreign = {name for other in KINDS.values() for name in other.own if "." not in name} - read_here
+        whole = {name for name in foreign if dataclasses.is_dataclass(getattr(self, name))}
+        _require_defaults(self, why, names=foreign - whole)
+        parts: dict[str, Any] = {f"{name}.": getattr(self, name) for name in sorted(whole)}
+        if not kind.shaped:
+            read: dict[str, Any] = {name.removeprefix("stop."): None for name in kind.own if name.startswith("stop.")}
+            parts |= {"structure.": self.structure, "stop.": replace(self.stop, **read)}
+        elif self.reads_ngrams:
+            why = f"structure.kind={self.structure.kind} does not read it"
+            parts |= {"stop.": self.stop}
+            _require_defaults(self.ngrams, why, names={"nodes"}, prefix="ngrams.")
+        for prefix, part in parts.items():
+            _require_defaults(part, why, prefix=prefix)
+
+    @property
+    def reads_ngrams(self) -> bool:
+        """Whether it drafts from n-grams, alone or beside a model."""
+        return self.source == "ngrams" or self.structure.kind == "fused"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether something is chosen by costs measured here."""
+        tree = self.structure
+        return self.stop.needs_costs or AUTO in (tree.nodes, tree.max_depth, tree.widths, self.ngrams.nodes)

@@ -1,0 +1,36 @@
+"""How tokens are chosen from logits; light, so that a mistake shows before torch is imported."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from outrider.errors import require
+from outrider.settings import (
+    Positive,
+    Settings,
+    Share,
+    above,
+    at_least,
+    at_most,
+)
+
+
+@dataclass(frozen=True)
+class SamplingConfig(Settings):
+    """From logits to probabilities, the same for target and drafter (see inference/core/sampling.py)."""
+
+    # 0: greedy; top_k, top_p and min_p then have nothing to choose from
+    temperature: Annotated[float, at_least(0)] = 0.0
+    top_k: Annotated[int, at_least(0)] = 0  # keep the k likeliest tokens; 0: all
+    # keep the likeliest tokens that together have this probability; 1: all
+    top_p: Annotated[float, above(0), at_most(1)] = 1.0
+    min_p: Share = 0.0  # keep tokens at least this fraction as likely as the likeliest; 0: all
+    # divides positive logits of tokens in the text so far (prompt too); 1: none; null: the target's own where its
+    repetition_penalty: Positive | None = None  # generation config is taken over, else none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        defined = self.temperature == 0 or self.temperature >= 1e-6  # below, logits overflow float32
+        require(defined, "temperature", self.temperature, "0 (greedy) or a number ≥ 1e-6")
+
+
+GREEDY = SamplingConfig()

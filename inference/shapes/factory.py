@@ -1,0 +1,228 @@
+"""Ways of drafting a round: a structure with its settings and its stop rule."""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from draft_models.calibration.head import CalibrationHead
+from inference.core.drafter import CANDIDATE, CHOSEN, TRIED
+from inference.core.tree import DraftTree, OptimalTree
+from inference.settings.method import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, StructureConfig, number
+from inference.shapes.opt_tree import opt_tree
+from inference.shapes.shapes import Extends, ToProbs, chain, find_shape, k_config, plain_probs, static
+from inference.shapes.token_graph import GraphTree, token_graph
+from inference.sizing.policy import BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
+from inference.stopping.best_length import BestLength
+from inference.stopping.factory import make_rule, required
+from inference.stopping.fixed import FixedLength
+from inference.stopping.interface import StopRule
+from outrider.streams import Streams
+
+
+class RoundSource(Extends, Protocol):
+    """A source during one round. `to_probs` makes draft distributions of its logits; None under greedy decoding."""
+
+    @property
+    def to_probs(self) -> ToProbs | None: ...
+
+
+class WrappedSource:
+    """A source that does what another one does; for those who watch it."""
+
+    to_probs: ToProbs | None
+
+    def __init__(self, source: Extends):
+        self._source = source
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._source.hidden
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self._source.target_hidden
+
+
+class Structure(Protocol):
+    """Shapes one round's draft.
+
+    reads_root: compares drafted tokens with the root, so that they must be ids of the same kind.
+    """
+
+    reads_root: bool
+
+    @property
+    def max_rows(self) -> int:
+        """Rows a round may add to the caches, besides the root."""
+        ...
+
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+        """A draft under `root` [1] whose paths have at most `limit` nodes; empty at limit 0."""
+        ...
+
+    @property
+    def totals(self) -> Mapping[str, float]:
+        """Sums over the rounds observed.
+
+        expected_tau: OPT-Tree's E(A). drafted_by_source: a token graph's nodes before unmerging. graph_success: rounds
+        in which a copy was accepted. For a k-config tree, `TRIED` nodes and `CANDIDATE`k of them at which the k-th draw
+        was accepted. Where sizes are chosen, for example `CHOSEN`max_depth=3 rounds of 3 levels, or
+        `CHOSEN`widths=[4,2] rounds of such trees.
+        """
+        ...
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """The round's draft and the nodes of it that were accepted."""
+        ...
+
+
+class Chain:
+    """One token after the other until the stop rule says so. With a generator the tokens are drawn from q."""
+
+    reads_root = False
+
+    def __init__(self, rule: StopRule, generator: random.Random | None = None):
+        self.rule = rule
+        self.generator = generator
+        self.max_rows = rule.max_draft
+        self.totals: Counter[str] = Counter()
+
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+        limit = min(limit, self.rule.max_draft)
+        return chain(source, root, self.rule, limit=limit, to_probs=source.to_probs, generator=self.generator)
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        if isinstance(self.rule, BestLength) and len(tree):
+            self.totals[f"{CHOSEN}max_draft={self.rule.length}"] += 1
+        self.rule.observe(len(tree), len(accepted))
+
+
+@dataclass
+class Tree:
+    """A tree structure with its settings bound. `totals` sums up what the papers report of theirs, over rounds.
+
+    rule: asked after every level whether it is the last. It learns from the tree's depth and the accepted path as it
+    does from a chain and its accepted tokens.
+    """
+
+    build: Callable[..., DraftTree]  # (source, root, limit=…, rule=…, to_probs=…)
+    max_rows: int
+    max_depth: int
+    greedy_probs: ToProbs | None = None  # q under greedy decoding; None where logits do, to rank by
+    count_candidates: bool = False
+    sizes: TreeSizes | BestWidths | None = None  # where `build` chooses: told what came of it
+    rule: StopRule = field(default_factory=lambda: FixedLength(sys.maxsize))  # the default stops nothing
+    reads_root: bool = False
+    totals: dict[str, float] = field(default_factory=dict)
+
+    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+        to_probs = source.to_probs or self.greedy_probs
+        limit = min(limit, self.max_depth, self.rule.max_draft)
+        return self.build(source, root, limit=limit, rule=self.rule, to_probs=to_probs)
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        self.rule.observe(tree.depth, len(accepted))
+        if isinstance(tree, OptimalTree):
+            self._add("expected_tau", tree.expected)
+        if isinstance(tree, GraphTree):
+            self._add("drafted_by_source", tree.drafted)
+            self._add("graph_success", any(node >= tree.drafted for node in accepted))
+        if self.count_candidates:
+            for _, place in outcomes_at_nodes(tree, accepted):
+                self._add(TRIED, 1)
+                if place is not None:
+                    self._add(f"{CANDIDATE}{place + 1}", 1)
+        if self.sizes is not None and len(tree):
+            self.sizes.observe(tree, accepted)
+            for name in self.sizes.chosen(tree):
+                self._add(CHOSEN + name, 1)
+
+    def _add(self, name: str, value: float) -> None:
+        self.totals[name] = self.totals.get(name, 0.0) + value
+
+
+def make_structure(
+    method: MethodConfig,
+    streams: Streams,
+    drawn: bool = False,
+    head: CalibrationHead | None = None,
+    tuning: Tuning | None = None,
+) -> Structure:
+    """The structure of `method`, fresh.
+
+    streams: the generation's; the draft and the stop rule take one each. drawn: draw the draft from q (sampling), else
+    it is the likeliest tokens. head: for stop.rule=calibrated. tuning: for sizes that are "auto" (see
+    `inference.measure.probe`).
+    """
+    settings = method.structure
+    generator = streams.of("draft") if drawn else None
+    if settings.kind == "chain":
+        by_chance = drawn and method.verify == "exact"  # naive verification takes a token as often as p says it
+        rule = make_rule(method.stop, streams, head, tuning, default=CHAIN_TOKENS, drawn=by_chance)
+        return Chain(rule, generator)
+    tree = make_tree(settings, generator, tuning)
+    return replace(tree, rule=make_rule(method.stop, streams, head, tuning, default=tree.max_depth))
+
+
+def make_tree(settings: StructureConfig, generator: random.Random | None = None, tuning: Tuning | None = None) -> Tree:
+    """A tree structure with `settings` bound, of its own depth; tuning: for sizes that are "auto"."""
+
+    def greedy_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
+        return plain_probs(logits / settings.temperature, rows)
+
+    build: Callable[..., DraftTree]
+    if settings.kind == "opt_tree":
+        return _make_opt_tree(settings, tuning)
+    if settings.kind == "token_graph":
+        build = partial(
+            token_graph,
+            node_budget=number(settings.nodes),
+            out_degree=settings.out_degree,
+            theta_prob=settings.theta_prob,
+            theta_sibling=settings.theta_sibling,
+            tau=settings.tau,
+        )
+        return Tree(build, number(settings.nodes), number(settings.max_depth), greedy_probs, reads_root=True)
+    if settings.kind == "k_config":
+        mode = "top_k" if generator is None else settings.draw
+        build = partial(k_config, mode=mode, generator=generator)
+        if isinstance(settings.widths, str):
+            sizes = BestWidths(required(tuning))
+            chosen = _with_chosen_widths(build, sizes)
+            return Tree(chosen, MOST_NODES, sizes.max_depth, count_candidates=True, sizes=sizes)
+        rows = sum(level_sizes(settings.widths))
+        return Tree(partial(build, widths=settings.widths), rows, len(settings.widths), count_candidates=True)
+    shape = find_shape(settings.shape, number(settings.nodes))
+    return Tree(partial(static, shape=shape), len(shape), shape.depth)
+
+
+def _make_opt_tree(settings: StructureConfig, tuning: Tuning | None) -> Tree:
+    nodes, depth = (None if size == AUTO else number(size) for size in (settings.nodes, settings.max_depth))
+    if settings.delta is None and depth is not None:
+        raise ValueError("opt_tree needs a delta: measure one (inference.measure.probe)")
+    delta = settings.delta or 0.0
+    if nodes is not None and depth is not None:
+        build = partial(opt_tree, nodes=nodes, delta=delta, width=settings.width, temperature=settings.temperature)
+        fed = min(nodes, settings.width or nodes)  # of a level
+        return Tree(build, max(nodes, fed * depth), depth)
+    sizes = TreeSizes(required(tuning), nodes, depth)
+
+    def grow(source: RoundSource, root: Tensor, **options: Any) -> DraftTree:
+        options |= {"delta": delta, "width": settings.width, "temperature": settings.temperature}
+        growth = sizes.begin()
+        return opt_tree(source, root, nodes=growth.nodes, growth=growth, **options)
+
+    return Tree(grow, sizes.max_nodes * sizes.max_depth, sizes.max_depth, sizes=sizes)
+
+
+def _with_chosen_widths(build: Callable[..., DraftTree], sizes: BestWidths) -> Callable[..., DraftTree]:
+    def choose(source: RoundSource, root: Tensor, *, limit: int, **options: Any) -> DraftTree:
+        return build(source, root, limit=limit, widths=sizes.widths(limit), **options)
+
+    return choose

@@ -1,0 +1,162 @@
+"""OPT-Tree: the draft of a given size, or of the best size, with the largest expected acceptance."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference.core.ops import likeliest_children
+from inference.core.tree import ROOT, OptimalTree
+from inference.shapes.shapes import Extends, ToProbs, cat_levels, plain_probs, stops
+from inference.sizing.policy import TreeGrowth
+from inference.stopping.interface import StopRule
+
+
+def opt_tree(
+    source: Extends,
+    root: Tensor,
+    *,
+    limit: int,
+    nodes: int,
+    delta: float,
+    width: int | None = None,
+    growth: TreeGrowth | None = None,
+    rule: StopRule | None = None,
+    to_probs: ToProbs | None = None,
+    temperature: float = 1.0,
+) -> OptimalTree:
+    """The tree of at most `nodes` nodes with the largest E(A) = 1 + Σ p̂ (OPT-Tree, Algorithm 1).
+
+    It grows level by level. The next level is the `nodes` largest p̂ among the children of the last one. Drafting ends
+    when a level raised E of the best tree by `delta` or less, or when `rule` stops it. Nodes with p̂ = 0 are left out.
+
+    Of the last level only nodes that are in the best tree so far are fed. In the order by (p̂, depth) a child comes
+    after its parent, so descendants of a node outside the best `nodes` can never enter. The best tree holds a prefix of
+    every level sorted by p̂. That keeps parents in under ties and leaves nothing to gather. Any prefix of the order has
+    the same property. `growth` chooses the most rewarding one, and how much of a level is worth feeding.
+
+    to_probs None: softmax of logits / temperature.
+
+    width: only so many of a level are fed, the likeliest ones. With it and a δ of 0 the tree is EAGLE-2's (arXiv
+    2406.16858, section 4), which has the largest E(A) of those that such steps find.
+
+    One transfer per level; at most nodes · limit rows.
+    """
+    levels: list[tuple[Tensor, Tensor]] = []  # per level: tokens, p̂, descending
+    above: list[list[int]] = []  # per level: place of each node's parent in the level before
+    first_rows: list[int] = []  # per level: row of its first node
+    fed: list[int] = []  # per level: how many of its nodes were fed
+    steps: list[list[float]] = []  # per level: q of each node after its parent
+    best: list[tuple[float, int]] = []  # (−p̂, level) of the best tree, ascending
+    tokens, parent_rows, rows = root, [ROOT], 0
+    parents_probs = [1.0]
+    weights: Tensor | None = None
+    gain, expected, count = math.inf, 0.0, 0
+    while len(levels) < limit and gain > delta and parent_rows:
+        logits = source.extend(tokens, parent_rows)
+        start, rows = rows, rows + len(parent_rows)
+        found, level_tokens, values, place_list = _children(
+            logits, range(start, rows), parents_probs, weights, nodes, to_probs, temperature
+        )
+        depth = len(levels)
+        best = sorted([*best, *((-value, depth) for value in values if value > 0)])[:nodes]
+        levels.append((level_tokens, found))
+        above.append(place_list)
+        steps.append([value / parents_probs[place] for value, place in zip(values, above[-1], strict=True)])
+        first_rows.append(rows)
+        kept = sum(level == depth for _, level in best)
+        count = len(best)
+        if growth is not None:
+            count, kept = growth.after_level(len(parent_rows), steps[-1], above[-1], best)
+        kept = kept if width is None else min(kept, width)
+        total = -math.fsum(value for value, _ in best)
+        gain, expected = total - expected, total
+        tokens, weights, parents_probs = level_tokens[:kept], found[:kept], values[:kept]
+        parent_rows = [start + place for place in above[-1][:kept]]
+        fed.append(kept)
+        if stops(rule, len(levels), level_tokens, logits, source, above[-1][0]):
+            break
+    if fed:
+        fed[-1] = 0
+    return _assemble(root, levels, above, steps, first_rows, fed, best[:count])
+
+
+def _children(
+    logits: Tensor,
+    rows: Sequence[int],
+    parents: Sequence[float],
+    weights: Tensor | None,
+    count: int,
+    to_probs: ToProbs | None,
+    temperature: float,
+) -> tuple[Tensor, Tensor, list[float], list[int]]:
+    """The likeliest nodes below those of a level: p̂, descending, and tokens; on the host p̂ and the parents' places.
+
+    parents, weights: p̂ of the level's nodes, on the host and beside the logits, None where that is 1.
+    """
+    compiled = likeliest_children(logits, parents, count, 1 / temperature) if to_probs is None else None
+    if compiled is not None:
+        found, places, tokens = compiled
+        return found, tokens, found.tolist(), places.tolist()
+    probs = plain_probs(logits / temperature, rows) if to_probs is None else to_probs(logits, rows)
+    found, places, tokens = _largest(probs, weights, count)
+    values, place_list = torch.stack([found, places.to(found.dtype)]).tolist()
+    return found, tokens, values, [int(place) for place in place_list]
+
+
+def _assemble(
+    root: Tensor,
+    levels: Sequence[tuple[Tensor, Tensor]],
+    above: Sequence[Sequence[int]],
+    steps: Sequence[Sequence[float]],
+    first_rows: Sequence[int],
+    fed: Sequence[int],
+    best: Sequence[tuple[float, int]],
+) -> OptimalTree:
+    """The tree of the `best` nodes out of the levels drafted."""
+    counts, masses = [0] * len(levels), [0.0] * len(levels)
+    for value, level in best:
+        counts[level] += 1
+        masses[level] -= value
+    parents: list[int] = []
+    rows: list[int] = []
+    offset = 0
+    for depth, count in enumerate(counts):
+        previous = offset - counts[depth - 1] if depth else 0
+        parents += [previous + place if depth else ROOT for place in above[depth][:count]]
+        rows += [first_rows[depth] + i if i < fed[depth] else -1 for i in range(count)]
+        offset += count
+    kept = [(tokens[:count], values[:count]) for (tokens, values), count in zip(levels, counts, strict=True)]
+    return OptimalTree(
+        cat_levels([tokens for tokens, _ in kept], root),
+        tuple(parents),
+        tuple(rows),
+        path_probs=cat_levels([values for _, values in kept], torch.zeros(1, device=root.device)),
+        masses=tuple(masses),
+        steps=tuple(step for level, count in zip(steps, counts, strict=True) for step in level[:count]),
+    )
+
+
+def _largest(probs: Tensor, weights: Tensor | None, count: int, chunk: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` largest of probs [m, V] · weights [m, 1], descending: values, rows, columns (each [count] or fewer).
+
+    They lie in the `count` chunks with the largest maxima. So one pass over probs finds the chunks, and the rest looks
+    at count · chunk numbers. V is padded with zeros, which come last.
+    """
+    if probs.shape[-1] % chunk:
+        probs = F.pad(probs, (0, -probs.shape[-1] % chunk))
+    chunks = probs.unflatten(-1, (-1, chunk))  # [m, V / chunk, chunk]
+    per_row = chunks.shape[1]
+    maxima = chunks.amax(-1)
+    if weights is not None:
+        maxima = maxima * weights[:, None]
+    best = maxima.flatten().topk(min(count, maxima.numel())).indices
+    rows = best // per_row
+    candidates = chunks.flatten(0, 1)[best]
+    if weights is not None:
+        candidates = candidates * weights[rows, None]
+    top = candidates.flatten().topk(min(count, candidates.numel()))
+    at = top.indices // chunk
+    return top.values, rows[at], (best - rows * per_row)[at] * chunk + top.indices % chunk

@@ -1,0 +1,347 @@
+"""Draft structures: functions from a source and the last committed token to a `DraftTree`.
+
+Every structure feeds `root` [1] alone in its first `extend` (row 0). Then it makes one `extend` per level, with the
+nodes that get children. Nodes stand in level order, copies of a token graph after all others. So parents come before
+children, and a caller may feed the nodes without a row in index order.
+
+`limit` bounds the nodes on a path. At limit 0 nothing is drafted and nothing is fed. `rule`, where there is one, is
+asked after every level. A draft that it stops at depth d is the one that limit=d would have given.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from inference.core.ops import largest
+from inference.core.sampling import invert
+from inference.core.tree import ROOT, DraftTree, chain_parents
+from inference.settings.method import DRAWS, Draw
+from inference.stopping.interface import Step, StopRule
+from outrider.errors import UserError, require_choice
+from outrider.files import read_json
+
+# Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
+ToProbs = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+class Extends(Protocol):
+    """What a structure needs of a source (see `inference.core.drafter.DraftModel`)."""
+
+    @property
+    def hidden(self) -> Tensor: ...
+    @property
+    def target_hidden(self) -> Tensor: ...
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor: ...
+
+
+def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Extends, row: int = 0) -> bool:
+    """Ask `rule`, where there is one, whether a level of depth `drafted` is the last one.
+
+    tokens: those of the level, the node that stands for it first. logits [n, V]: after the rows just fed. row: the one
+    of them that node was taken from (see `Step`).
+    """
+    return rule is not None and rule.stop(Step(drafted, tokens[:1], logits[row : row + 1], source, row))
+
+
+def plain_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """Softmax in float32 [n, V]: the draft distribution where nothing is processed."""
+    return logits.float().softmax(-1)
+
+
+# --- chain -----------------------------------------------------------------------------------------------------
+
+
+def chain(
+    source: Extends,
+    root: Tensor,
+    rule: StopRule,
+    *,
+    limit: int,
+    to_probs: ToProbs | None = None,
+    generator: random.Random | None = None,
+) -> DraftTree:
+    """One token after the other until `rule` stops or `limit` tokens are there.
+
+    Without a generator each token is the most probable one, and the draft is deterministic. With one it is drawn from
+    q, which the tree records. `to_probs` None: logits as they are (greedy), plain softmax (sampled).
+    """
+    tokens = [root]
+    q: dict[int, Tensor] = {}
+    while len(tokens) <= limit:
+        row = len(tokens) - 1
+        logits = source.extend(tokens[-1], (row - 1,))
+        if generator is None:
+            scores = logits if to_probs is None else to_probs(logits, (row,))
+            token = largest(scores)[1]
+        else:
+            probs = (to_probs or plain_probs)(logits, (row,))
+            q[row - 1] = probs[0]
+            token = invert(probs, generator.random())[0]
+        tokens.append(token)
+        if rule.stop(Step(row + 1, token, logits, source)):
+            break
+    n = len(tokens) - 1
+    fed = (*range(1, n), -1)[:n]  # the last token never is
+    return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), fed, q=q)
+
+
+# --- k-config trees ----------------------------------------------------------------------------------------------
+
+
+def k_config(
+    source: Extends,
+    root: Tensor,
+    *,
+    limit: int,
+    rule: StopRule | None = None,
+    widths: Sequence[int] = (4, 2, 2),
+    mode: Draw = "without_replacement",
+    to_probs: ToProbs | None = None,
+    generator: random.Random | None = None,
+) -> DraftTree:
+    """MCSD's tree: every node of level i gets up to widths[i] children, fewer where q has fewer tokens left.
+
+    mode: how the children come about.
+    - "with_replacement": i.i.d. draws; equal ones share a node (`DraftTree.draws`).
+    - "without_replacement": x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i).
+    - "top_k": the most probable tokens, deterministic.
+
+    The sampled modes transfer once per level, top_k never. At most Σ_i Π_{j≤i} widths[j] rows.
+    """
+    require_choice("mode", mode, DRAWS)
+    if mode == "top_k":
+        return static(source, root, full_shape(tuple(widths)), limit=limit, rule=rule, to_probs=to_probs)
+    if generator is None:
+        raise ValueError(f"mode={mode} needs a generator to draw with")
+    to_probs = to_probs or plain_probs
+    replacement = mode == "with_replacement"
+    widths = widths[: max(limit, 0)]
+    levels: list[Tensor] = []
+    parents: list[int] = []
+    rows: list[int] = []
+    q: dict[int, Tensor] = {}
+    draws: dict[int, tuple[int, ...]] = {}
+    inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0  # inner: nodes that get children; fed: rows so far
+    for depth, width in enumerate(widths):
+        logits = source.extend(tokens, parent_rows)
+        probs = to_probs(logits, range(fed, fed + len(inner)))
+        fed += len(inner)
+        drawn = _draw(probs, width, generator, replacement)
+        fresh: list[int] = []
+        start = len(parents)
+        for slot, sequence in enumerate(drawn.tolist()):
+            node_of: dict[int, int] = {}
+            for token in sequence:
+                if token >= 0 and token not in node_of:
+                    node_of[token] = len(parents)
+                    parents.append(inner[slot])
+                    fresh.append(token)
+            q[inner[slot]] = probs[slot]
+            if replacement:
+                draws[inner[slot]] = tuple(node_of[token] for token in sequence if token >= 0)
+        inner = list(range(start, len(parents)))
+        tokens = drawn.flatten() if len(fresh) == drawn.numel() else torch.tensor(fresh, device=root.device)
+        levels.append(tokens)
+        parent_rows = [rows[parents[node]] if depth else 0 for node in inner]
+        last = stops(rule, depth + 1, tokens, logits, source) or depth + 1 == len(widths)
+        rows += [-1] * len(inner) if last else range(fed, fed + len(inner))
+        if last:
+            break
+    return DraftTree(cat_levels(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
+
+
+def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool) -> Tensor:
+    """Draw `count` tokens from each row of probs [m, V] -> [m, count], −1 where no token with q > 0 is left.
+
+    Without replacement each drawn token's q is set to 0 and the rest is drawn from again. That is the law of Gumbel
+    top-k, at one running sum per draw instead of V random numbers per row.
+    """
+    rounds, each = (1, count) if replacement else (count, 1)
+    left = probs if rounds == 1 else probs.clone()
+    drawn = []
+    for i in range(rounds):
+        numbers = torch.tensor([generator.random() for _ in range(len(probs) * each)], dtype=torch.float64)
+        tokens = invert(left, numbers.view(len(probs), each).to(probs.device, non_blocking=True))
+        drawn.append(tokens)
+        if i + 1 < rounds:
+            left.scatter_(-1, tokens.clamp(min=0), 0.0)  # a row that has nothing left loses nothing
+    return drawn[0] if rounds == 1 else torch.cat(drawn, dim=-1)
+
+
+# --- fixed shapes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A fixed tree as rank paths: (0, 2) is the third most probable child of the most probable first token.
+
+    paths: in level order, every path's parent among them. Build it with `parse_shape`.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """The length of the longest path."""
+        return len(self.paths[-1])
+
+
+def parse_shape(paths: object, name: str = "shape") -> Shape:
+    """Check rank paths and put them in level order; raises `UserError` naming `name` and the offending path."""
+    if not isinstance(paths, Sequence) or isinstance(paths, str) or not paths:
+        raise UserError(f"{name}: expected a non-empty list of rank paths such as [[0], [1], [0, 0]]")
+    known: set[tuple[int, ...]] = set()
+    for path in paths:
+        if not isinstance(path, Sequence) or isinstance(path, str) or not path:
+            raise UserError(f"{name}: {path!r} is not a rank path; expected a non-empty list such as [0, 0]")
+        for rank in path:
+            if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+                raise UserError(f"{name}: rank {rank!r} in {list(path)}; ranks are integers from 0 (most probable) up")
+        if tuple(path) in known:
+            raise UserError(f"{name}: {list(path)} is listed twice; remove one of them")
+        known.add(tuple(path))
+    for path in known:
+        if len(path) > 1 and path[:-1] not in known:
+            raise UserError(f"{name}: {list(path)} has no parent; add {list(path[:-1])}")
+    return Shape(tuple(sorted(known, key=lambda path: (len(path), path))))
+
+
+def read_shape(path: str | Path) -> Shape:
+    """A shape from a JSON file: a list of rank paths. Raises `UserError`."""
+    return parse_shape(read_json(path, "list of rank paths", "expected e.g. [[0], [1], [0, 0]]"), str(path))
+
+
+# EAGLE's published tree: 4 first tokens, 25 nodes, depth 5.
+EAGLE_25 = parse_shape(
+    [
+        [int(rank) for rank in path]
+        for path in (
+            *("0", "1", "2", "3"),
+            *("00", "01", "02", "10", "11", "20", "21", "30"),
+            *("000", "001", "002", "010", "011", "020", "021", "100"),
+            *("0000", "0001", "0002", "00000", "00001"),
+        )
+    ]
+)
+
+
+@lru_cache
+def binary_shape(nodes: int) -> Shape:
+    """The first `nodes` nodes of the binary tree in level order."""
+    if nodes < 1:
+        raise UserError(f"binary tree of {nodes} nodes: expected at least 1")
+    paths: list[tuple[int, ...]] = [()]
+    for i in range(nodes):
+        paths.append((*paths[i // 2], i % 2))
+    return parse_shape(paths[1:])
+
+
+@lru_cache
+def full_shape(widths: tuple[int, ...]) -> Shape:
+    """The tree in which every node of level i has widths[i] children."""
+    if not widths or min(widths) < 1:
+        raise UserError(f"widths={widths}: expected one number of children ≥ 1 per level, e.g. (4, 2, 2)")
+    level: list[tuple[int, ...]] = [()]
+    paths: list[tuple[int, ...]] = []
+    for width in widths:
+        level = [(*path, rank) for path in level for rank in range(width)]
+        paths += level
+    return parse_shape(paths)
+
+
+def static(
+    source: Extends,
+    root: Tensor,
+    shape: Shape,
+    *,
+    limit: int,
+    rule: StopRule | None = None,
+    to_probs: ToProbs | None = None,
+) -> DraftTree:
+    """A tree of fixed shape. A node's rank says the how-manieth most probable child of its parent it is.
+
+    It is deterministic and without any transfer. `to_probs` None ranks the logits as they are. Paths longer than
+    `limit`, and ranks that the vocabulary does not have, are left out. At most len(shape) rows.
+    """
+    if limit < 1:
+        return DraftTree(root[:0], (), ())
+    logits = source.extend(root, (ROOT,))
+    vocabulary = logits.shape[-1]
+    plan = _plan(shape, limit, vocabulary, root.device)
+    levels: list[Tensor] = []
+    fed = 0
+    for step in plan.steps:
+        if fed:
+            logits = source.extend(levels[-1] if step.inner is None else levels[-1][step.inner], step.parent_rows)
+        scores = logits if to_probs is None else to_probs(logits, range(fed, fed + len(logits)))
+        fed += len(logits)
+        ranked = scores.topk(step.ranks).indices.flatten()
+        levels.append(ranked if step.picks is None else ranked[step.picks])
+        if stops(rule, len(levels), levels[-1], logits, source):
+            break
+    if len(levels) < len(plan.steps):
+        plan = _plan(shape, len(levels), vocabulary, root.device)
+    return DraftTree(cat_levels(levels, root), plan.parents, plan.rows)
+
+
+class _Step(NamedTuple):
+    """One level of a shape: which nodes of the level before to feed, and which of their ranked tokens to take."""
+
+    inner: Tensor | None  # places in the level before; None: all of it
+    parent_rows: tuple[int, ...]  # their parents' rows
+    ranks: int
+    picks: Tensor | None  # places in [inner nodes × ranks]; None: all
+
+
+class _Plan(NamedTuple):
+    steps: tuple[_Step, ...]
+    parents: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _Plan:
+    paths = [path for path in shape.paths if len(path) <= limit and max(path) < vocabulary]
+    index = {path: node for node, path in enumerate(paths)}
+    parents = tuple(index.get(path[:-1], ROOT) for path in paths)
+    inner_nodes = sorted({parent for parent in parents if parent >= 0})
+    row_of = {ROOT: 0} | {node: row for row, node in enumerate(inner_nodes, start=1)}
+    steps = []
+    before: list[int] = []
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        level = [node for node, path in enumerate(paths) if len(path) == depth]
+        inner = sorted({parents[node] for node in level})
+        ranks = 1 + max(paths[node][-1] for node in level)
+        places = [before.index(node) for node in inner] if depth > 1 else []
+        picks = [inner.index(parents[node]) * ranks + paths[node][-1] for node in level]
+        steps.append(
+            _Step(
+                None if len(places) == len(before) else torch.tensor(places, device=device),
+                tuple(row_of[parents[node]] for node in inner if node >= 0),
+                ranks,
+                None if len(picks) == len(inner) * ranks else torch.tensor(picks, device=device),
+            )
+        )
+        before = level
+    return _Plan(tuple(steps), parents, tuple(row_of.get(node, -1) for node in range(len(paths))))
+
+
+def cat_levels(levels: Sequence[Tensor], root: Tensor) -> Tensor:
+    """All levels' nodes; without any, an empty tensor like `root`."""
+    return torch.cat(list(levels)) if levels else root[:0]
+
+
+def find_shape(name: str, nodes: int) -> Shape:
+    """The shape called "binary", of so many nodes, or "eagle", else the one in the file `name`. Raises `UserError`."""
+    if name == "binary":
+        return binary_shape(nodes)
+    return EAGLE_25 if name == "eagle" else read_shape(name)

@@ -1,0 +1,232 @@
+"""GSD's token graph: a tree whose repeated τ-grams are drafted once, and unmerged for verification."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from inference.core.tree import ROOT, DraftTree
+from inference.shapes.shapes import Extends, ToProbs, plain_probs, stops
+from inference.stopping.interface import StopRule
+
+
+@dataclass(frozen=True)
+class GraphTree(DraftTree):
+    """An unmerged token graph: nodes [0, drafted) came from the source, the others are copies.
+
+    A round is a "graph success" if an accepted node is ≥ drafted. merged: redundant node -> first occurrence.
+    """
+
+    drafted: int = 0
+    merged: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class TokenGraph:
+    """Nodes on the host in level order. A merged node has no children of its own: its successors are those of
+    `merged[node]`, the first extended node that ends the same τ-gram. Following children and merges never
+    leads back: the graph is acyclic.
+    """
+
+    root_token: int
+    limit: int  # of the nodes on a path
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    probs: list[float] = field(default_factory=list)  # q of the node given its path
+    paths: list[float] = field(default_factory=list)  # p̂
+    depths: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    children: list[list[int]] = field(default_factory=list)
+    merged: dict[int, int] = field(default_factory=dict)
+
+    def add(self, token: int, parent: int, prob: float) -> int:
+        """Append a node; returns its index."""
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.probs.append(prob)
+        self.paths.append(prob * (self.paths[parent] if parent >= 0 else 1.0))
+        self.depths.append(1 + (self.depths[parent] if parent >= 0 else 0))
+        self.rows.append(-1)
+        self.children.append([])
+        if parent >= 0:
+            self.children[parent].append(node)
+        return node
+
+    def suffix(self, node: int, tau: int) -> tuple[int, ...] | None:
+        """The τ-gram that ends at `node`, last token first, the root's token included; None if the path is shorter."""
+        if self.depths[node] + 1 < tau:
+            return None
+        gram: list[int] = []
+        while len(gram) < tau:
+            gram.append(self.tokens[node] if node >= 0 else self.root_token)
+            node = self.parents[node] if node >= 0 else ROOT
+        return tuple(gram)
+
+    def leads_to(self, start: int, node: int) -> bool:
+        """Whether `node` can be reached from `start` along children and merges."""
+        seen, waiting = {node}, [node]
+        while waiting:
+            current = waiting.pop()
+            if current == start:
+                return True
+            before = [redundant for redundant, first in self.merged.items() if first == current]
+            for previous in (self.parents[current], *before):
+                if previous >= 0 and previous not in seen:
+                    seen.add(previous)
+                    waiting.append(previous)
+        return False
+
+
+def token_graph(
+    source: Extends,
+    root: Tensor,
+    *,
+    limit: int,
+    node_budget: int,
+    out_degree: int = 4,
+    theta_prob: float = 0.2,
+    theta_sibling: float = 0.3,
+    tau: int = 2,
+    rule: StopRule | None = None,
+    to_probs: ToProbs | None = None,
+) -> GraphTree:
+    """GSD's token graph, drafted and unmerged. At most `node_budget` nodes, and as many rows.
+
+    Copies, which take no drafting, go as deep as `limit` unless `rule` stopped the graph before.
+    """
+    if limit < 1:
+        return GraphTree(root[:0], (), ())
+    graph = draft_graph(
+        source,
+        root,
+        limit=limit,
+        node_budget=node_budget,
+        out_degree=out_degree,
+        theta_prob=theta_prob,
+        theta_sibling=theta_sibling,
+        tau=tau,
+        rule=rule,
+        to_probs=to_probs,
+    )
+    drafted = len(graph.tokens)
+    unmerge(graph, node_budget)
+    return GraphTree(
+        torch.tensor(graph.tokens, dtype=torch.long, device=root.device),
+        tuple(graph.parents),
+        tuple(graph.rows),
+        drafted=drafted,
+        merged=graph.merged,
+    )
+
+
+def draft_graph(
+    source: Extends,
+    root: Tensor,
+    *,
+    limit: int,
+    node_budget: int,
+    out_degree: int,
+    theta_prob: float,
+    theta_sibling: float,
+    tau: int,
+    rule: StopRule | None = None,
+    to_probs: ToProbs | None = None,
+) -> TokenGraph:
+    """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3), or until `rule` stops it.
+
+    A stop lowers the graph's limit. There is one transfer a level.
+
+    A node gets its `out_degree` most probable children (q > 0). It stays a leaf in three cases: q < theta_prob;
+    q < theta_sibling · the largest q among its siblings; or it is τ-redundant, its τ-gram ends at an earlier node that
+    is extended. Example with τ = 2: where two paths both end in "of the", only the first such node is extended.
+
+    The redundant node is merged into the first such node, unless that would close a cycle; then it counts as new. A
+    pruned earlier occurrence has no successors to share and is passed over. A pruned later one is merged like any
+    other, as sharing is free. tau=0 merges nothing. When a level exceeds `node_budget`, its nodes with the largest p̂
+    stay.
+    """
+    to_probs = to_probs or plain_probs
+    graph = TokenGraph(0, limit)
+    first_with: dict[tuple[int, ...], int] = {}
+    inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0
+    for depth in range(1, limit + 1):
+        logits = source.extend(tokens, parent_rows)
+        top = to_probs(logits, range(fed, fed + len(inner))).topk(min(out_degree, logits.shape[-1]))
+        table = torch.cat([top.values.float(), top.indices.float()], dim=-1)  # token ids below 2^24 are exact
+        if not fed:
+            table = torch.cat([table, root[None].float()], dim=-1)
+        lines = table.tolist()
+        for place, node in enumerate(inner):
+            if node >= 0:
+                graph.rows[node] = fed + place
+        if not fed:
+            graph.root_token = int(lines[0].pop())
+        fed += len(inner)
+        level = _children(graph, inner, lines, node_budget)
+        above = [graph.paths[node] if node >= 0 else 1.0 for node in inner]
+        first_children = [path * line[0] for path, line in zip(above, lines, strict=True)]
+        place = first_children.index(max(first_children))
+        if stops(rule, depth, top.indices[place], logits, source, place):
+            graph.limit = depth
+        inner = []
+        if depth == graph.limit or len(graph.tokens) >= node_budget:
+            break
+        for node, largest in level:
+            gram = graph.suffix(node, tau) if tau else None
+            first = first_with.get(gram) if gram is not None else None
+            if first is not None and not graph.leads_to(first, node):
+                graph.merged[node] = first
+            elif graph.probs[node] >= theta_prob and graph.probs[node] >= theta_sibling * largest:
+                inner.append(node)
+                if gram is not None:
+                    first_with.setdefault(gram, node)
+        if not inner:
+            break
+        tokens = torch.tensor([graph.tokens[node] for node in inner], device=root.device)
+        parent_rows = [graph.rows[graph.parents[node]] if depth > 1 else 0 for node in inner]
+    return graph
+
+
+def _children(
+    graph: TokenGraph, inner: Sequence[int], lines: Sequence[Sequence[float]], node_budget: int
+) -> list[tuple[int, float]]:
+    """Add a level to `graph`: per inner node a line of q's and tokens. Returns (node, largest q among siblings)."""
+    found = []  # (p̂, parent, token, q, largest)
+    for parent, line in zip(inner, lines, strict=True):
+        k = len(line) // 2
+        above = graph.paths[parent] if parent >= 0 else 1.0
+        for prob, token in zip(line[:k], line[k:], strict=True):
+            if prob > 0:
+                found.append((above * prob, parent, int(token), prob, line[0]))
+    room = node_budget - len(graph.tokens)
+    if len(found) > room:
+        order = sorted(range(len(found)), key=lambda i: -found[i][0])[:room]
+        found = [found[i] for i in sorted(order)]
+    return [(graph.add(token, parent, prob), largest) for _, parent, token, prob, largest in found]
+
+
+def unmerge(graph: TokenGraph, node_budget: int) -> None:
+    """Turn the graph into a tree: below every merged node, copy the successors of its first occurrence (GSD §5.4).
+
+    Copies carry the q of what they copy. They are added by descending p̂ while there are fewer than `node_budget`
+    nodes. No path gets longer than the graph's limit. Copies have no row: the source was never fed them.
+    """
+    originals = [graph.children[graph.merged.get(node, node)] for node in range(len(graph.tokens))]
+    waiting: list[tuple[float, int, int, int]] = []  # (−p̂, tie-break, parent, node to copy)
+    pushed = 0
+
+    def push(parent: int, copied: int) -> None:
+        nonlocal pushed
+        if graph.depths[parent] < graph.limit:
+            for child in originals[copied]:
+                heapq.heappush(waiting, (-graph.paths[parent] * graph.probs[child], pushed, parent, child))
+                pushed += 1
+
+    for node in graph.merged:
+        push(node, node)
+    while waiting and len(graph.tokens) < node_budget:
+        _, _, parent, copied = heapq.heappop(waiting)
+        push(graph.add(graph.tokens[copied], parent, graph.probs[copied]), copied)

@@ -1,0 +1,105 @@
+"""How many nodes to submit of a draft that came best-first: for drafters that run no model, and shape their own drafts.
+
+What a node is worth is the product of q along its path, every q times how far its like was to be trusted, as for an
+OPT-Tree with nodes=auto (see `inference.sizing.policy`). The node counts compared begin at 0, a round without a draft.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from draft_models.ngrams.kernels import lean
+from inference.core.drafter import CHOSEN
+from inference.settings.method import MOST_NODES
+from inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
+
+ROOMS = (8, 16, 32, MOST_NODES)  # nodes that a search may look for
+_HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower ends of the bands of q, but the last
+
+
+class BestNodes:
+    """nodes=auto: as many as make the most tokens a second, by measured costs and by what came true so far.
+
+    own, neighbour: see `Evidence`.
+    """
+
+    most = MOST_NODES
+
+    def __init__(self, tuning: Tuning, *, own: float = TREE_OWN, neighbour: float = TREE_NEIGHBOUR):
+        costs = tuning.costs
+        self._seconds = np.array([costs.step[n] + costs.verify[n + 1] + costs.rest for n in range(MOST_NODES + 1)])
+        self._evidence = Evidence(BANDS, tuning, own=own, neighbour=neighbour, start=1.0)
+        self._trust = np.array(self._evidence.shares())
+        self._worths = np.empty(MOST_NODES)
+        self._chosen = 0
+        self.totals: Counter[str] = Counter()
+
+    def room(self) -> int:
+        """The smallest that leaves room for more than was chosen last, so that the search does little in vain."""
+        return next((room for room in ROOMS if room > self._chosen), MOST_NODES)
+
+    def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
+        """See `Sizes`."""
+        self._chosen = int(best_nodes(parents, probs, self._trust, self._seconds, self._worths))
+        self.totals[f"{CHOSEN}nodes={self._chosen}"] += 1
+        return self._chosen
+
+    def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
+        """See `Sizes`."""
+        self._evidence.add(trials_of(parents, probs, accepted))
+        self._trust = np.array(self._evidence.shares())
+
+
+def trials_of(parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> Trials:
+    """`policy.trials_by_band` of a draft that knows path probabilities, band by band: Σ q, and how many were right."""
+    counts = np.zeros((2, BANDS))
+    count_trials(parents, probs, np.array(accepted, np.int64), counts)
+    for index in np.flatnonzero(counts[0]).tolist():
+        yield index, float(counts[0, index]), float(counts[1, index])
+
+
+@lean
+def band_of(q):  # type: ignore[no-untyped-def]
+    """`policy.band`."""
+    index = 0
+    while index < len(_HALVES) and q <= _HALVES[index]:
+        index += 1
+    return index
+
+
+@lean
+def share_of(prob, above):  # type: ignore[no-untyped-def]
+    """A node's probability after its parent; 0 below a path so deep that its own is 0 in float64."""
+    return prob / above if above > 0 else 0.0
+
+
+@lean
+def best_nodes(parents, probs, trust, seconds, worths):  # type: ignore[no-untyped-def]
+    """How many of the first nodes make the most tokens a second. seconds: float64, of a round with 0, 1, … nodes."""
+    best, count, emitted = 1.0 / seconds[0], 0, 1.0
+    for n in range(min(len(probs), len(seconds) - 1)):
+        above, prob, worth = parents[n], probs[n], 1.0
+        if above >= 0:
+            prob, worth = share_of(prob, probs[above]), worths[above]
+        worths[n] = worth * min(1.0, prob * trust[band_of(prob)])
+        emitted += worths[n]
+        if emitted / seconds[n + 1] > best:
+            best, count = emitted / seconds[n + 1], n + 1
+    return count
+
+
+@lean
+def count_trials(parents, probs, accepted, counts):  # type: ignore[no-untyped-def]
+    """Σ q of the candidates at the nodes that the target went through, and the number of right ones, by band of q."""
+    step = -1  # accepted nodes stand in the order of the path; those the target went through are these and the root
+    while step < len(accepted):
+        node = accepted[step] if step >= 0 else -1
+        right = accepted[step + 1] if step + 1 < len(accepted) else -1
+        for child in range(len(parents)):
+            if parents[child] == node:
+                q = share_of(probs[child], probs[node]) if node >= 0 else probs[child]
+                index = band_of(q)
+                counts[0, index] += q
+                counts[1, index] += child == right
+        step += 1

@@ -1,0 +1,325 @@
+"""Sizes of drafts chosen from measured costs and observed acceptance, for the most tokens a second.
+
+A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `rest`). It
+emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r). E[A] comes from
+what was accepted before in this generation (`Evidence`), over a prior measured together with the costs. Everything is
+plain numbers on the host: nothing here touches the device.
+
+A choice never looks at what this round has drawn. Under sampling it follows from earlier rounds, or from q where the
+candidates are the likeliest ones, so the emitted law stays exact. Under greedy decoding no choice can change a token.
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from inference.core.tree import ROOT, DraftTree, OptimalTree
+from inference.settings.method import LONGEST_CHAIN, MOST_NODES
+from inference.sizing.costs import Costs
+
+DEEPEST = 16  # what "auto" considers, with MOST_NODES and LONGEST_CHAIN
+WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-config tree that "auto" considers
+# Trials that the prior, and the estimate one index before, count for. How often a chain is right is up to the text. How
+# far to trust a q of some size, or a further candidate, is more up to the drafter.
+OWN, NEIGHBOUR = 1.0, 10.0
+TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
+BANDS = 14  # of q, two to an octave
+SPARE, FEWEST, RECENT = 2, 4, 16  # see `TreeSizes`
+INDICES = max(LONGEST_CHAIN, WIDEST_FAMILY, BANDS)  # that trials may have
+KEEP = 0.97  # of the weight of a trial when another round follows: text has easy and hard stretches
+FADE = 0.5  # a further candidate of a node is so much less often right than the one before, until seen otherwise
+
+Trials = Iterator[tuple[int, float, float]]  # index, how many trials, how many of them were right
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What choices start from: costs, and a prior. The prior says for each index the trials made and how many were
+    right.
+
+    An index is a position in a chain, the how-manieth candidate of a node in a k-config tree, or a band of q. The
+    trials of a band are Σ q over candidates at nodes the target went through: as many accepted ones as q promises.
+    """
+
+    costs: Costs
+    tried: tuple[float, ...] = ()
+    right: tuple[float, ...] = ()
+
+
+class Evidence:
+    """The share of trials that are right, by index 0 … count − 1, from those of this generation and a prior.
+
+    The estimate of an index counts its own trials, `own` more at the prior's share, and `neighbour` at the estimate
+    of the index before times `fade`: an index that was never tried follows the last one that was. start: the share of
+    the first index where the prior knows nothing.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        tuning: Tuning,
+        *,
+        fade: float = 1.0,
+        own: float = OWN,
+        neighbour: float = NEIGHBOUR,
+        start: float = 0.5,
+    ):
+        self.tried, self.right = [0.0] * count, [0.0] * count
+        self._own, self._neighbour, self._fade = [own] * count, neighbour, fade
+        tried, right = ([*values, *self.tried][:count] for values in (tuning.tried, tuning.right))
+        self._prior = _smooth(tried, right, [start] * count, [1.0] + [0.0] * (count - 1), neighbour, fade)
+
+    def add(self, trials: Trials) -> None:
+        """The trials of one round."""
+        for counts in (self.tried, self.right):
+            counts[:] = [KEEP * count for count in counts]
+        for index, tried, right in trials:
+            self.tried[index] += tried
+            self.right[index] += right
+
+    def shares(self) -> list[float]:
+        """The estimate for every index."""
+        return _smooth(self.tried, self.right, self._prior, self._own, self._neighbour, self._fade)
+
+
+def _smooth(
+    tried: Sequence[float],
+    right: Sequence[float],
+    prior: Sequence[float],
+    own: Sequence[float],
+    neighbour: float,
+    fade: float,
+) -> list[float]:
+    found: list[float] = []
+    for trials, hits, base, weight in zip(tried, right, prior, own, strict=True):
+        near, before = (neighbour, fade * found[-1]) if found else (0.0, 0.0)
+        found.append((hits + weight * base + near * before) / (trials + weight + near))
+    return found
+
+
+# --- chains ----------------------------------------------------------------------------------------------------------
+
+
+def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
+    """The K ≥ 1 with the most tokens a second, and those; shares[k]: how often token k + 1 is right where those before
+    it are."""
+    best, length = 0.0, 1
+    emitted, path = 1.0, 1.0
+    for k, share in enumerate(shares, start=1):
+        path *= share
+        emitted += path
+        rate = emitted / (k * costs.step[1] + costs.verify[k + 1] + costs.rest)
+        if rate > best:
+            best, length = rate, k
+    return length, best
+
+
+def trials_in_chain(drafted: int, accepted: int) -> Trials:
+    """Every position that was put to the test: those after a wrong one were not."""
+    return ((index, 1.0, index < accepted) for index in range(min(accepted + 1, drafted)))
+
+
+# --- OPT-Trees -------------------------------------------------------------------------------------------------------
+
+
+def best_count(worths: Sequence[float], spent: float, costs: Costs) -> tuple[int, float]:
+    """How many nodes to submit, the first ones of `worths` (expected accepted tokens of each), and tokens a second."""
+    best, count, emitted = 0.0, 0, 1.0
+    for n, worth in enumerate(worths, start=1):
+        emitted += worth
+        rate = emitted / (spent + costs.verify[n + 1] + costs.rest)
+        if rate > best:
+            best, count = rate, n
+    return count, best
+
+
+class TreeSizes:
+    """nodes=auto and max_depth=auto of an OPT-Tree: how many nodes to submit, when to stop going deeper.
+
+    nodes, depth: given numbers; None: chosen here.
+
+    Every node that is looked at takes time, and most are too unlikely to submit. So a round looks at `SPARE` times as
+    many as the largest tree of the last `RECENT` rounds had.
+    """
+
+    def __init__(self, tuning: Tuning, nodes: int | None, depth: int | None):
+        self.costs = tuning.costs
+        self.nodes, self.depth = nodes, depth
+        self.max_nodes, self.max_depth = nodes or MOST_NODES, depth or DEEPEST
+        self._submitted = deque([self.max_nodes], RECENT)
+        self._evidence = Evidence(BANDS, tuning, own=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0)
+
+    def begin(self) -> "TreeGrowth":
+        """The choices of one round."""
+        likely = SPARE * max(FEWEST, *self._submitted) if self.nodes is None else self.nodes
+        return TreeGrowth(self, self._evidence.shares(), min(likely, self.max_nodes))
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        self._evidence.add(trials_by_band(tree, accepted))
+        self._submitted.append(len(tree))
+
+    def chosen(self, tree: DraftTree) -> list[str]:
+        """What was chosen for `tree`, for the record."""
+        assert isinstance(tree, OptimalTree)
+        nodes = [f"nodes={len(tree)}"] if self.nodes is None else []
+        return nodes + ([f"max_depth={len(tree.masses)}"] if self.depth is None else [])
+
+
+def band(q: float) -> int:
+    """0 for q above 0.71, 1 above 0.5, 2 above 0.35, …"""
+    return min(BANDS - 1, max(0, int(-2 * math.log2(q)))) if q > 0 else BANDS - 1
+
+
+def trials_by_band(tree: DraftTree, accepted: Sequence[int]) -> Trials:
+    """Every candidate at the nodes the target went through, q trials each: it is right as often as q says, or not."""
+    assert isinstance(tree, OptimalTree)
+    through, right = {ROOT, *accepted}, set(accepted)
+    for node, (parent, q) in enumerate(zip(tree.parents, tree.steps, strict=True)):
+        if parent in through:
+            yield band(q), q, node in right
+
+
+class TreeGrowth:
+    """One round's choices; told every level that was drafted.
+
+    What a node is worth is the product of q along its path, every q times how far its like was to be trusted (accepted
+    / Σ q). Example: a greedy target takes a q of 0.8 more often than that, and one of 0.1 less. The next level is
+    expected to hold one child for each node fed. The child is worth as much less than its parent as this level is less
+    than the last.
+
+    nodes: how many of the likeliest are looked at.
+    """
+
+    def __init__(self, sizes: TreeSizes, trust: Sequence[float], nodes: int):
+        self._sizes, self._trust, self.nodes = sizes, trust, nodes
+        self._spent, self._mass = 0.0, 1.0  # seconds drafting; what the last level's submitted nodes are worth
+        self._worths: list[list[float]] = []  # of the nodes of every level
+
+    def after_level(
+        self, fed: int, steps: Sequence[float], places: Sequence[int], best: Sequence[tuple[float, int]]
+    ) -> tuple[int, int]:
+        """A level came out of feeding `fed` rows, the likeliest nodes first.
+
+        steps, places: of its nodes, q after the parent and the parent's place in the level before.
+        best: (−p̂, depth from 0) of the likeliest nodes so far, ascending. They are the first ones of every level.
+
+        Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for
+        another one, the likeliest first. 0 of them: verify now.
+        """
+        sizes, costs = self._sizes, self._sizes.costs
+        self._spent += costs.step[fed]
+        above = self._worths[-1] if self._worths else [1.0]
+        trusted = (min(1.0, q * self._trust[band(q)]) for q in steps)
+        self._worths.append([above[place] * share for place, share in zip(places, trusted, strict=True)])
+        following = [iter(level) for level in self._worths]
+        worths = [next(following[level]) for _, level in best]
+        count, rate = len(best), 0.0
+        if sizes.nodes is None:
+            count, rate = best_count(worths, self._spent, costs)
+        emitted = 1.0 + math.fsum(worths[:count])
+        rate = rate or emitted / (self._spent + costs.verify[count + 1] + costs.rest)
+        depth = len(self._worths)
+        level = [worth for worth, (_, other) in zip(worths[:count], best, strict=False) if other == depth - 1]
+        mass = math.fsum(level)
+        if not mass or depth == sizes.max_depth:
+            return count, 0
+        scale, self._mass = mass / self._mass, mass
+        feed, deeper = self._best_feed([scale * worth for worth in level], worths[:count], emitted)
+        return count, feed if sizes.depth is not None or deeper > rate else 0
+
+    def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
+        """How many rows to feed next, and the tokens a second to expect then."""
+        costs, room = self._sizes.costs, self.nodes - len(worths)
+        best, feed = 0.0, 0
+        for rows, gain in enumerate(gains, start=1):
+            emitted += max(0.0, gain - (worths[room - rows] if rows > room else 0.0))  # displaces the least likely node
+            width = len(worths) + min(rows, room) + 1
+            rate = emitted / (self._spent + costs.step[rows] + costs.verify[width] + costs.rest)
+            if rate > best:
+                best, feed = rate, rows
+        return feed, best
+
+
+# --- k-config trees --------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def all_widths() -> tuple[tuple[int, ...], ...]:
+    """The k-config trees that widths=auto considers: at most MOST_NODES nodes, no wider below than above."""
+    found: list[tuple[int, ...]] = []
+    growing: list[tuple[int, ...]] = [()]
+    while growing:
+        widths = growing.pop()
+        for width in WIDTHS:
+            longer = (*widths, width)
+            fits = len(longer) <= DEEPEST and sum(level_sizes(longer)) <= MOST_NODES
+            if fits and (not widths or width <= widths[-1]):
+                growing.append(longer)
+        found += [widths] if widths else []
+    return tuple(sorted(found))
+
+
+def level_sizes(widths: Sequence[int]) -> list[int]:
+    """Nodes on every level of a k-config tree."""
+    return list(itertools.accumulate(widths, lambda nodes, width: nodes * width))
+
+
+def round_seconds(widths: Sequence[int], costs: Costs) -> float:
+    """What a round with a k-config tree takes."""
+    sizes = level_sizes(widths)
+    drafting = math.fsum(costs.step[fed] for fed in [1, *sizes[:-1]])
+    return drafting + costs.verify[sum(sizes) + 1] + costs.rest
+
+
+class BestWidths:
+    """widths=auto of a k-config tree, chosen anew before every round from the acceptance at nodes of earlier ones.
+
+    Candidate i of a node is right with probability h_i where those before it were not. So one of k is right with
+    probability α_k = 1 − Π_{i≤k} (1 − h_i). A tree of widths k_1, k_2, … emits 1 + α_{k_1} + α_{k_1} α_{k_2} + …
+    tokens. Example: h = (0.5, 0.5) gives α_2 = 0.75, so the widths 2, 2 emit 1 + 0.75 + 0.5625 tokens.
+    """
+
+    def __init__(self, tuning: Tuning):
+        self._shapes = all_widths()
+        self.max_depth = max(map(len, self._shapes))
+        self._seconds = np.array([round_seconds(widths, tuning.costs) for widths in self._shapes])
+        self._depths = np.array([len(widths) for widths in self._shapes])
+        self._places = np.zeros((len(self._shapes), DEEPEST), dtype=np.intp)  # widths, 0 beyond the last level
+        for row, widths in zip(self._places, self._shapes, strict=True):
+            row[: len(widths)] = widths
+        self._evidence = Evidence(WIDEST_FAMILY, tuning, fade=FADE, own=TREE_OWN, neighbour=TREE_NEIGHBOUR)
+
+    def widths(self, limit: int) -> tuple[int, ...]:
+        """The best tree of at most `limit` levels."""
+        missed = np.cumprod([1.0] + [1.0 - share for share in self._evidence.shares()])
+        accepted = (1.0 - missed)[self._places].cumprod(1).sum(1)
+        rates = np.where(self._depths <= limit, (1.0 + accepted) / self._seconds, 0.0)
+        self._chosen = self._shapes[int(rates.argmax())]
+        return self._chosen
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        self._evidence.add(trials_at_nodes(tree, accepted))
+
+    def chosen(self, tree: DraftTree) -> list[str]:
+        """What was chosen for the last round, for the record."""
+        return [f"widths=[{','.join(map(str, self._chosen))}]"]
+
+
+def trials_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Trials:
+    """Every candidate put to the test at the nodes the target went through."""
+    for count, place in outcomes_at_nodes(tree, accepted):
+        for index in range(count if place is None else place + 1):
+            yield index, 1.0, index == place
+
+
+def outcomes_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Iterator[tuple[int, int | None]]:
+    """For every node with candidates that the target went through: how many, and the place of the accepted one."""
+    for node, child in zip([ROOT, *accepted], [*accepted, None], strict=True):
+        candidates = tree.draws.get(node) or [i for i, parent in enumerate(tree.parents) if parent == node]
+        if candidates:
+            yield len(candidates), None if child is None else list(candidates).index(child)

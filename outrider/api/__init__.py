@@ -1,0 +1,1 @@
+"""Outrider from Python."""

@@ -1,0 +1,409 @@
+"""Decoding from Python: a target with a drafter, loaded once and asked many times.
+
+It is the runtime of evaluate-checkpoint. Greedy text is the target's own, token for token. Sampled text has its law.
+"""
+
+import functools
+import inspect
+import json
+import reprlib
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from conf.options import CONF_DIR
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import Prompt
+from data_prep.text.settings import PromptTemplate
+from draft_models.targets.settings import DecodeDtype
+from draft_models.targets.stack import LayerStack
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, autoregressive, speculative, until
+from inference.core.stop_strings import StopStrings
+from inference.core.stopwatch import synchronized_clock
+from inference.engines.choose import make_runtime
+from inference.evaluate.compare import evaluate_checkpoint
+from inference.loading.drafters import Drafters, new_drafter, prepare
+from inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
+from inference.loading.subject import Subject, find_subject, finish, load_drafters, load_stack
+from inference.measure.probe import tune
+from inference.measure.results import AUTOREGRESSIVE
+from inference.settings.evaluate import EvaluateConfig, Runtime
+from inference.settings.kinds import KINDS, kind_in, presets_of
+from inference.settings.method import MethodConfig
+from inference.settings.sampling import GREEDY, SamplingConfig
+from inference.sizing.policy import Tuning
+from outrider.errors import UserError, require
+from outrider.progress import Stage
+from outrider.settings import Count, Named, construct
+from outrider.streams import Streams
+from outrider.words import did_you_mean
+
+Messages = Sequence[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}, a user's last
+_FIELDS = ("role", "content")
+_ROLES = ("system", "user", "assistant")
+_PROMPT = "one text, or one conversation: a list of messages {'role': …, 'content': …}"
+_UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+_Text = Annotated[str, Named("a text")]
+_Turns = Annotated[list[_Text], Named("a list of the user's turns")]
+_Prompts = Annotated[list[_Text | _Turns], Named("a list of texts to continue, or of lists of a user's turns")]
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+def _knowing_its_options(call: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """`call`, where an option that it does not have is a `UserError`."""
+
+    @functools.wraps(call)
+    def checked(*args: _Given.args, **options: _Given.kwargs) -> _Made:
+        _require_known(call.__name__, options, _options_of(call))
+        return call(*args, **options)
+
+    return checked
+
+
+def _options_of(call: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(call).parameters if name != "self"]
+
+
+def _require_known(call: str, given: Collection[str], known: Sequence[str]) -> None:
+    """Raise `UserError` for the first of the options `given` to `call` that is none of `known`."""
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UserError(f"{call}({name}=…): no such option{hint or '; there are ' + ', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a generation took: new tokens, and the target's passes that decoded all of them but the first."""
+
+    tokens: int
+    passes: int
+
+    @property
+    def tau(self) -> float:
+        """Tokens a pass; 1 is plain decoding."""
+        return (self.tokens - 1) / self.passes if self.passes else 1.0
+
+
+class Model:
+    """A target and its drafter, ready to decode one text at a time. Made by `load`.
+
+    last: what the generation before took, once it has come to its end.
+    """
+
+    def __init__(self, config: EvaluateConfig, name: str):
+        self.config, self.name = config, name
+        self.method: MethodConfig = config.methods[name]
+        with Stage("loading"):
+            self.subject: Subject = find_subject(config)
+            target, by_layers, int8 = self.subject.target, config.by_layers, self.subject.int8
+            placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
+            self.drafters: Drafters = load_drafters(config, target, **placed)
+            self.stack: LayerStack = load_stack(target, None, **placed, by_layers=by_layers, int8=int8)
+            prepare(self.stack, self.drafters)
+        self.runtime = make_runtime(config.runtime, self.subject.device)
+        self.last: Passes | None = None
+        self._inherited: dict[tuple[float | None, tuple[str, ...]], Inherited] = {}
+        self._tuning: Tuning | None = None
+        self._tuned = False
+
+    def generate(self, prompt: str | Messages, **options: Any) -> str:
+        """The text that follows `prompt`; options as in `stream`."""
+        _require_known("generate", options, _options_of(self.stream))
+        return "".join(self.stream(prompt, **options))
+
+    @_knowing_its_options
+    def stream(
+        self,
+        prompt: str | Messages,
+        *,
+        max_new_tokens: int = 128,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float | None = None,
+        stop_strings: Sequence[str] = (),
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Pieces of the text that follows `prompt`, each as soon as a round has decided it.
+
+        prompt: a text to continue, or a conversation, which is rendered by a chat template (see `load`).
+        The options are transformers' and mean the same; top_k=0 keeps all tokens. What the target's own generation
+        config says of greedy decoding holds unless an option says otherwise.
+        seed: of sampling. The same seed gives the same text again where the same drafts are made; those of sizes that
+        follow measured times may differ from run to run.
+
+        The text ends with an end token, which is not shown, or with one of stop_strings, which is.
+
+        Raises `UserError` for what is no prompt, for options that do not go together, and where the context is too
+        short.
+        """
+        sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+        return self._pieces(
+            self.rounds(prompt, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
+        )
+
+    @_knowing_its_options
+    def rounds(
+        self,
+        prompt: str | Messages,
+        sampling: SamplingConfig = GREEDY,
+        *,
+        max_new_tokens: int = 128,
+        stop_strings: Sequence[str] = (),
+        seed: int = 0,
+        speculate: bool = True,
+    ) -> Iterator[Round]:
+        """What `stream` makes its pieces of: the committed tokens of every pass, and how many of them were drafted.
+
+        The first is the prefill's. speculate=False: the target alone, one token a pass. Raises `UserError` as `stream`.
+        """
+        turns, template = (
+            ([prompt], "none") if isinstance(prompt, str) else (_conversation(prompt), self.subject.chat_template)
+        )
+        ids = render_prompt(turns, self.tokenizer, template)
+        require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
+        count = construct(Count, max_new_tokens, "max_new_tokens")
+        texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+        stops = tuple(construct(list[_Text], texts, "stop_strings"))
+        streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
+        return _closed_in_time(self._decode(ids, sampling, count, stops, streams, speculate))
+
+    def by(self, method: str | MethodConfig, name: str | None = None) -> "Model":
+        """The same target, as it is loaded, with another method before it: a preset, or settings of your own.
+
+        name: what those are called. Raises `UserError` for an unknown preset, and where its drafter was not given.
+        """
+        name = name or (method if isinstance(method, str) else "method")
+        other = copy(self)
+        other.method = preset(method) if isinstance(method, str) else method
+        other.name, other.config = name, replace(self.config, methods={name: other.method})
+        placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
+        other.drafters = load_drafters(other.config, self.subject.target, **placed)
+        for kind, model in other.drafters.items():
+            KINDS[kind].load_maker().prepare(model, self.stack)
+        other.last, other._tuning, other._tuned = None, None, False
+        return other
+
+    def report(
+        self, prompts: Sequence[str | Sequence[str]], *, out_dir: str | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Measure this method on `prompts` as evaluate-checkpoint does: the content of report.json.
+
+        prompts: texts to continue, or user turns of conversations. out_dir: where the report and its plots stay; None:
+        nowhere. options: of evaluate-checkpoint, such as max_new_tokens and compare_transformers. The target is
+        loaded once more, by transformers, to compare with.
+        """
+        _require_known("report", options, [field.name for field in fields(EvaluateConfig)])
+        construct(_Prompts, prompts, "prompts")
+        asked = [
+            Prompt(str(number), "text", (prompt,), False)
+            if isinstance(prompt, str)
+            else Prompt(str(number), "chat", tuple(prompt), True)
+            for number, prompt in enumerate(prompts, start=1)
+        ]
+        with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
+            config = replace(self.config, out_dir=folder, **options)
+            with suppress(SystemExit):  # not lossless: the report says so
+                evaluate_checkpoint(config, asked)
+            report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
+        return report
+
+    def close(self) -> None:
+        """Save what the drafter keeps from text to text (ngrams.keep), and leave the file to others; this model cannot
+        go on with it. Raises `UserError`."""
+        finish(self.drafters)
+        for name in self.drafters:
+            KINDS[name].load_maker().release(self.method)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer."""
+        return self.subject.tokenizer
+
+    def _decode(
+        self,
+        ids: list[int],
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        stops: tuple[str, ...],
+        streams: Streams,
+        speculate: bool,
+    ) -> Iterator[Round]:
+        subject, sampled = self.subject, sampling.temperature > 0
+        source, revision = subject.target.source, subject.target.revision
+        asked = (sampling.repetition_penalty, stops)
+        if asked not in self._inherited:  # it reads the target's files
+            self._inherited[asked] = inherit(
+                source, revision, sampling, stops, eos=subject.eos, vocabulary=subject.config.vocab_size, ignore=False
+            )
+        inherited = self._inherited[asked]
+        stops = stops or tuple(inherited.taken.get("stop_strings", ()))
+        settings = generate_settings(inherited.config, sampling, max_new_tokens=max_new_tokens, eos=subject.eos)
+        chooser = Chooser(
+            make_sampler(settings, sampling, ids, subject.device),
+            streams.of("verify") if sampled else None,
+            naive=speculate and self.method.verify == "naive",
+        )
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": subject.eos}
+        options |= {"chooser": chooser, "runtime": self.runtime}
+        if speculate:
+            self._tune(ids, sampling)
+            drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
+            rounds = speculative(self.stack, drafter, ids, **options)
+        else:
+            rounds = autoregressive(self.stack, ids, **options)
+        return until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
+
+    def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
+        """Sizes that choose themselves are measured once, after the first prompt."""
+        if self._tuned:
+            return
+        clock = synchronized_clock if self.subject.device.type == "cuda" else time.perf_counter
+        ready, tunings = tune(
+            {self.name: self.method}, self.stack, self.drafters, ids, sampling=sampling, runtime=self.runtime,
+            generation=self.subject.inherited.config, eos=self.subject.eos, clock=clock,
+        )  # fmt: skip
+        self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
+
+    def _pieces(self, rounds: Iterator[Round]) -> Iterator[str]:
+        tokens: list[int] = []
+        said, passes = "", -1  # the prefill decides the first token
+        for r in rounds:
+            tokens += r.tokens
+            passes += 1
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            if not text.endswith(_UNFINISHED) and text.startswith(said):
+                yield text[len(said) :]
+                said = text
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        if text != said:
+            yield text[len(said) :]
+        self.last = Passes(len(tokens), passes)
+
+
+@_knowing_its_options
+def load(
+    source: str | Path,
+    *,
+    method: str | MethodConfig | None = None,
+    name: str | None = None,
+    target: str | None = None,
+    revision: str | None = None,
+    small_lm: str | None = None,
+    eagle3: str | None = None,
+    table: str | None = None,
+    drafters: Mapping[str, str] | None = None,
+    dtype: DecodeDtype = "auto",
+    device: str = "auto",
+    runtime: Runtime = "auto",
+    template: PromptTemplate = "auto",
+) -> Model:
+    """A target with a drafter, ready to decode.
+
+    source: a drafter's directory, or else a target: a directory, Hub name or GGUF file. An early exit knows its target.
+    With any other drafter `target` must be given: an EAGLE-3 head, an n-gram table, a small LM.
+    method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_survival for an early
+    exit, vanilla with a small LM, eagle3 with such a head, ngrams with a table, prompt_lookup with none of them.
+    name: what settings of your own are called.
+    target: what the drafter is for; of an early exit, where it is now.
+    small_lm, eagle3, table, drafters, template: as evaluate-checkpoint's options.
+
+    Raises `UserError` for what is missing or unusable.
+    """
+    held = kind_in(str(source))
+    require(held is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
+    is_drafter = held is not None and (target is not None or held.name != "small_lm")  # a causal LM decodes by itself
+    if method is None and held is not None and is_drafter:
+        method = held.preset
+    if method is None:
+        method = [*presets_of({"small_lm": small_lm, "eagle3": eagle3, "table": table}), "prompt_lookup"][0]
+    name = construct(str, name or (method if isinstance(method, str) else "method"), "name")
+    config = EvaluateConfig(
+        checkpoint=str(source) if is_drafter else None,
+        target=target if is_drafter else str(source),
+        revision=revision,
+        small_lm=small_lm,
+        eagle3=eagle3,
+        table=table,
+        drafters=construct(dict[str, str], drafters or {}, "drafters"),
+        methods={name: preset(method) if isinstance(method, str) else method},
+        dtype=dtype,
+        device=device,
+        runtime=runtime,
+        template=template,
+    )
+    return Model(config, name)
+
+
+def preset(name: str) -> MethodConfig:
+    """The method that conf/method/<name>.yaml describes. Raises `UserError` for a name that is none."""
+    known = {file.stem: file for file in (CONF_DIR / "method").glob("*.yaml")}
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise UserError(f"method={name}: no such preset{hint}; there are {', '.join(sorted(known))}")
+    method: MethodConfig = construct(MethodConfig, OmegaConf.to_container(OmegaConf.load(known[name])))
+    return method
+
+
+def _sampling(
+    do_sample: bool, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float | None
+) -> SamplingConfig:
+    if do_sample:
+        sampling = SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty)
+        require(temperature > 0, "temperature", temperature, "a number > 0; for greedy text do_sample=False")
+        return sampling
+    for key, given, default in (("temperature", temperature, 1.0), ("top_k", top_k, 0), ("top_p", top_p, 1.0),
+                                ("min_p", min_p, 0.0)):  # fmt: skip
+        require(given == default, key, given, f"{default} unless do_sample=True: nothing is sampled")
+    return SamplingConfig(repetition_penalty=repetition_penalty)
+
+
+def _conversation(prompt: Any) -> Messages:
+    """`prompt`, which must be messages, the last of them the user's. Raises `UserError` for anything else."""
+    items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else []
+    if not items or not all(isinstance(item, Mapping) for item in items):
+        remedy = ""
+        if items and all(isinstance(item, int) for item in items):
+            remedy = "; token ids are not taken: give their text, tokenizer.decode(ids)"
+        elif items and all(isinstance(item, str | Sequence) for item in items):
+            remedy = "; several prompts are decoded one after the other, each by a call of its own"
+        raise UserError(f"prompt={reprlib.repr(prompt)}: expected {_PROMPT}{remedy}")
+    for place, message in enumerate(items):
+        whole = all(isinstance(message.get(key), str) for key in _FIELDS)
+        hint = next(filter(None, (did_you_mean(str(key), _FIELDS) for key in message if key not in _FIELDS)), "")
+        require(whole, f"prompt[{place}]", message, f"a text as its 'role' and one as its 'content'{hint}")
+        role = message["role"]
+        expected = f"one of {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
+        require(role in _ROLES, f"prompt[{place}]['role']", role, expected)
+    require(items[-1]["role"] == "user", "prompt[-1]['role']", items[-1]["role"], "user: the last message asks")
+    return items
+
+
+def _closed_in_time(rounds: Iterator[Round]) -> Iterator[Round]:
+    """`rounds`, closed once nobody can ask for more of them, at the latest when the process ends.
+
+    Not after that: what a generation holds cannot be given back while the interpreter takes modules down.
+    """
+    asked = (r for r in rounds)
+    weakref.finalize(asked, _close, rounds)
+    return asked
+
+
+def _close(rounds: Iterator[Round]) -> None:
+    if isinstance(rounds, Generator):
+        with suppress(ValueError):  # another thread is in the midst of it
+            rounds.close()

@@ -1,0 +1,228 @@
+"""Targets whose weights are torch's pickles (.bin): the same target as in safetensors, and no code in them is run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import open_target
+from draft_models.targets.stored_tensors import open_pickled
+from draft_models.targets.tensor_files import open_tensors
+from outrider.errors import UserError
+from tests.pairwise import all_pairs
+from tests.tiny import ARCHITECTURES, random_prompt, reference_generate, save_target
+
+INDEX = "pytorch_model.bin.index.json"
+
+
+def as_bin(source: Path, folder: Path, files: int = 1, *, bare: bool = False, **saving: Any) -> Path:
+    """The model directory `source` with .bin files, as transformers wrote them: a tied head under both names.
+
+    bare: of the base model alone, without its prefix and the head. saving: options of `torch.save`.
+    """
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    if "lm_head.weight" not in weights and not bare:
+        (embedding,) = (tensor for name, tensor in weights.items() if "embed_tokens" in name)
+        weights["lm_head.weight"] = embedding
+    if bare:
+        weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    shared = [name for name in weights if "embed_tokens" in name or name == "lm_head.weight"]
+    names = shared + [name for name in weights if name not in shared]  # one file holds both names of a tensor
+    size = -(-len(names) // files)
+    parts = [names[at : at + size] for at in range(0, len(names), size)]
+    if files == 1:
+        torch.save(weights, folder / "pytorch_model.bin", **saving)
+        return folder
+    file_of = {}
+    for number, part in enumerate(parts, start=1):
+        file = f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin"
+        torch.save({name: weights[name] for name in part}, folder / file, **saving)
+        file_of |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    return folder
+
+
+@pytest.mark.parametrize(("architecture", "tied", "files"), all_pairs(ARCHITECTURES, (False, True), (1, 3)))
+def test_it_is_the_target_that_it_is_in_safetensors(tmp_path: Path, architecture: str, tied: bool, files: int) -> None:
+    source = save_target(tmp_path / "source", architecture, tied=tied)
+    path = as_bin(source, tmp_path / "bin", files)
+    one, other = open_target(str(source)), open_target(str(path))
+    assert other.fingerprint.differences(one.fingerprint) == []
+    assert other.fingerprint.tensors == one.fingerprint.tensors
+    assert other.fingerprint.weights == one.fingerprint.weights
+    assert other.files.digests(other.files.file_of, whole=True) == one.files.digests(one.files.file_of, whole=True)
+    layers = [target.layers([0, 3], dtype=torch.float32).state_dict() for target in (one, other)]
+    assert all(torch.equal(layers[0][name], layers[1][name]) for name in layers[0])
+    texts = [
+        reference_generate(load_causal_lm(str(folder), dtype=torch.float32).eval(), random_prompt(9), 24)
+        for folder in (source, path)
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_without_the_causal_lm_around_it(tmp_path: Path, architecture: str) -> None:
+    source = save_target(tmp_path / "source", architecture, tied=True)
+    path = as_bin(source, tmp_path / "bin", bare=True)
+    assert open_target(str(path)).fingerprint.tensors == open_target(str(source)).fingerprint.tensors
+
+
+def test_a_changed_weight_is_another_target(tmp_path: Path) -> None:
+    """Or the tests above would pass with digests of nothing."""
+    source = save_target(tmp_path / "source")
+    path = as_bin(source, tmp_path / "bin")
+    weights = torch.load(path / "pytorch_model.bin")
+    weights["model.layers.2.mlp.up_proj.weight"][0, 0] += 1
+    torch.save(weights, path / "pytorch_model.bin")
+    (words,) = open_target(str(path)).fingerprint.differences(open_target(str(source)).fingerprint)
+    assert words == "the weights differ in model.layers.2"
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_only_what_is_looked_at_is_read(tmp_path: Path, legacy: bool) -> None:
+    """Where torch wrote a file so that it can be mapped: what is changed after it was opened is seen, once."""
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.full((9,), 5.0)}, file, _use_new_zipfile_serialization=not legacy)
+    before, after = (torch.full((9,), value).numpy().tobytes() for value in (5.0, 7.0))
+    stored = open_pickled(str(file))["a"]
+    at = file.read_bytes().index(before)
+    with open(file, "r+b") as opened:
+        opened.seek(at)
+        opened.write(after)
+    read = stored.read()
+    assert read.tolist() == [5.0 if legacy else 7.0] * 9
+    with open(file, "r+b") as opened:
+        opened.seek(at)
+        opened.write(before)
+    assert read.tolist() == [5.0 if legacy else 7.0] * 9
+
+
+def test_files_of_the_first_torch_versions(tmp_path: Path) -> None:
+    source = save_target(tmp_path / "source")
+    path = as_bin(source, tmp_path / "bin", 3, _use_new_zipfile_serialization=False)
+    assert open_target(str(path)).fingerprint.tensors == open_target(str(source)).fingerprint.tensors
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.arange(12.0).reshape(3, 4).T, torch.arange(12.0)[::2], torch.tensor(3.0), torch.zeros(0, 4)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn])
+def test_a_tensor_is_its_values_however_it_lies_in_memory(tmp_path: Path, tensor: Tensor, dtype: torch.dtype) -> None:
+    plain, folders = {"model.x.weight": tensor.to(dtype)}, []
+    for name in ("bin", "safetensors"):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+    torch.save(plain, folders[0] / "pytorch_model.bin")
+    save_file({name: one.contiguous() for name, one in plain.items()}, folders[1] / "model.safetensors")
+    pickled, safe = (open_tensors(str(folder)) for folder in folders)
+    assert pickled.digests(pickled.file_of) == safe.digests(safe.file_of)
+    read = [files.read(files.file_of)["model.x.weight"] for files in (pickled, safe)]
+    assert read[0].shape == read[1].shape
+    assert torch.equal(read[0].float(), read[1].float())
+
+
+def test_safetensors_come_first(tmp_path: Path) -> None:
+    source = save_target(tmp_path / "source")
+    (source / "pytorch_model.bin").write_bytes(b"never looked at")
+    assert set(open_tensors(str(source)).file_of.values()) == {"model.safetensors"}
+
+
+class Ran:
+    """What a pickle may do as it is read."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, legacy: bool) -> None:
+    path = as_bin(save_target(tmp_path / "source"), tmp_path / "bin")
+    weights = {"a": torch.zeros(2), "b": Ran(tmp_path / "ran")}
+    torch.save(weights, path / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: torch's weights-only loader refuses it \(.*mkdir"):
+        load_causal_lm(str(path), dtype=torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.zeros(2)], "expected a mapping of names to dense tensors, found no mapping"),
+        ({"step": 3}, "found 'step': int"),
+        ({"a": torch.zeros(2).to_sparse()}, "found 'a': torch.float32"),
+        ({"a": torch.zeros(2, dtype=torch.complex64)}, "found 'a': torch.complex64"),
+        # Views that repeat their memory: small files that would be of any size once they are read.
+        ({"a": torch.zeros(1).expand(60000, 16384)}, r"found 'a': shape \[60000, 16384\] in 4 bytes"),
+        ({"a": torch.zeros(15).as_strided((8, 8), (1, 1))}, r"found 'a': shape \[8, 8\] in 60 bytes"),
+    ],
+)
+def test_what_holds_no_weights_is_refused(tmp_path: Path, content: object, message: str) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=rf"pytorch_model\.bin: {message}|pytorch_model\.bin: .*{message}"):
+        open_tensors(str(tmp_path))
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_damaged_file_is_refused(tmp_path: Path, legacy: bool) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"model.a": torch.zeros(5000)}, file, _use_new_zipfile_serialization=not legacy)
+    whole = file.read_bytes()
+    for size in (0, 1, 50, len(whole) // 2, len(whole) - 9):
+        file.write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"pytorch_model\.bin: (not a readable|torch's weights-only loader)"):
+            open_tensors(str(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["../elsewhere.bin", "/elsewhere.bin", "model.safetensors", 3])
+def test_an_index_stays_in_its_directory(tmp_path: Path, file: object) -> None:
+    path = as_bin(save_target(tmp_path / "source"), tmp_path / "bin", 3)
+    (path / INDEX).write_text(json.dumps({"weight_map": {"model.x": file}}))
+    with pytest.raises(UserError, match=r"damaged index of torch files \(weight_map\.model\.x=.*expected a \.bin file"):
+        open_tensors(str(path))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    path = as_bin(save_target(tmp_path / "source"), tmp_path / "bin", 3)
+    (path / "pytorch_model-00002-of-00003.bin").unlink()
+    files = open_tensors(str(path))
+    with pytest.raises(UserError, match=r"pytorch_model-00002-of-00003\.bin is named in pytorch_model\.bin\.index\.js"):
+        files.read(files.file_of)
+
+
+@pytest.mark.slow
+def test_by_its_name_on_the_hub(tmp_path: Path) -> None:
+    """As it lies in the Hub's cache, without a network."""
+    source = save_target(tmp_path / "source", tied=True)
+    folder = tmp_path / "home" / "hub" / "models--me--model"
+    (folder / "snapshots").mkdir(parents=True)
+    as_bin(source, folder / "snapshots" / "0123", 3)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123")
+    code = (
+        "import json, torch\n"
+        "from draft_models.targets.model_files import load_causal_lm\n"
+        "from draft_models.targets.open_target import open_target\n"
+        "load_causal_lm('me/model', dtype=torch.float32)\n"
+        "print(json.dumps(open_target('me/model').fingerprint.tensors))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3],
+        env=os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == open_target(str(source)).fingerprint.tensors

@@ -1,0 +1,152 @@
+"""Tokenizers in GGUF files: the ids of the one that was written."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tokenizers import Regex, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+
+from draft_models.targets.gguf_file import open_gguf
+from draft_models.targets.gguf_tokenizer import gguf_tokenizer
+from draft_models.targets.open_target import load_tokenizer
+from tests.gguf_files import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    GgufWriter,
+    bpe_tokenizer,
+    rewritten,
+    save_plain_target,
+    write_gguf,
+)
+
+TEXTS = (
+    "The tide comes in at seven o'clock; they're 12345 metres away.",
+    "  two spaces\n\n\tand a tab, naïve café — “quoted” 日本語 🙂",
+    "def f(x):\n    return x ** 2  # it's 3.14\r\n",
+    "e\u0301 is é",
+)
+LLAMA3_CUT = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")  # the only way in which Llama 3 cuts otherwise
+CUTS: dict[str, tuple[Any, Any]] = {
+    "gpt-2": (None, None),
+    "smollm": (pre_tokenizers.Digits(individual_digits=True), None),
+    "llama-bpe": (pre_tokenizers.Split(Regex(LLAMA3_CUT), "isolated"), None),
+    "qwen2": (pre_tokenizers.Split(Regex(QWEN2), "isolated"), normalizers.NFC()),
+}
+
+
+def byte_level(pre: str) -> Any:
+    before, normalizer = CUTS[pre]
+    if pre != "smollm":
+        return bpe_tokenizer(before, normalizer, 500)
+    tokenizer = bpe_tokenizer(before, normalizer, 500)  # its ByteLevel cuts too
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([before, plain])
+    return tokenizer
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_a_byte_level_tokenizer_is_the_one_that_was_written(tmp_path: Path, pre: str) -> None:
+    source = save_plain_target(tmp_path / "model", vocab_size=500)
+    original = byte_level(pre)
+    original.save_pretrained(source)
+    original = AutoTokenizer.from_pretrained(source)
+    tokenizer = load_tokenizer(str(write_gguf(source, tmp_path / "model.gguf", pre=pre)))
+    assert tokenizer.get_vocab() == original.get_vocab()
+    for text in (*TEXTS, Path(__file__).read_text()):
+        assert tokenizer(text)["input_ids"] == original(text)["input_ids"]
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == original.decode(original(text)["input_ids"])
+    assert tokenizer("a<s>b")["input_ids"].count(original.bos_token_id) == 1
+    saved = tmp_path / "saved"
+    tokenizer.save_pretrained(saved)
+    assert AutoTokenizer.from_pretrained(saved)(TEXTS[1])["input_ids"] == original(TEXTS[1])["input_ids"]
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+def test_llama_3_takes_a_word_that_is_a_token_whole(tmp_path: Path, written: Path, pre: str) -> None:
+    """Also where no merges lead to it, as in its own tokenizer.json ("ignore_merges")."""
+    path = shutil.copy(written, tmp_path / "model.gguf")
+    plain = load_tokenizer(str(path))
+    word = max((token for token in plain.get_vocab() if token.isalpha() and token.isascii()), key=len)
+    assert len(word) > 2
+    merges = [merge for merge in open_gguf(path).texts("tokenizer.ggml.merges") if merge.replace(" ", "") != word]
+    other = rewritten(path, **{"tokenizer.ggml.merges": merges, "tokenizer.ggml.pre": pre})
+    assert (len(load_tokenizer(str(other))(word)["input_ids"]) == 1) == (pre == "llama-bpe")
+
+
+def test_other_cuts_make_other_ids() -> None:
+    """Or the test above would pass with any."""
+    text = " ".join(TEXTS)
+    ids = {pre: tuple(byte_level(pre)(text)["input_ids"]) for pre in CUTS}
+    assert len(set(ids.values())) == len(CUTS)
+
+
+@pytest.mark.parametrize(("key", "place"), [("bos", 0), ("eos", -1)])
+def test_tokens_around_a_text(tmp_path: Path, written: Path, key: str, place: int) -> None:
+    plain = load_tokenizer(str(written))
+    tokenizer = load_tokenizer(str(rewritten(written, **{f"tokenizer.ggml.add_{key}_token": True})))
+    ids = tokenizer("hello")["input_ids"]
+    assert ids.pop(place) == getattr(plain, f"{key}_token_id")
+    assert ids == plain("hello")["input_ids"] == tokenizer("hello", add_special_tokens=False)["input_ids"]
+    (written.parent / "rewritten.gguf").unlink()
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceProcessor:
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    text = folder / "text.txt"
+    text.write_text((Path(__file__).read_text() + "naïve café\n") * 3)
+    SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(folder / "m"), vocab_size=700, model_type="bpe", byte_fallback=True,
+        user_defined_symbols=["<tool>"], minloglevel=2, normalization_rule_name="identity", split_digits=True,
+        remove_extra_whitespaces=False,
+    )  # fmt: skip
+    return SentencePieceProcessor(model_file=str(folder / "m.model"))
+
+
+def spm_file(path: Path, pieces: SentencePieceProcessor, without: tuple[str, ...] = (), **more: Any) -> Path:
+    """A GGUF file of a SentencePiece model alone, as llama.cpp's converter writes one."""
+    count = range(pieces.get_piece_size())
+    writer = GgufWriter(path, "llama", without)
+    kinds = {True: CONTROL}
+    writer.add("tokenizer.ggml.model", "llama")
+    writer.add("tokenizer.ggml.tokens", [pieces.id_to_piece(i) for i in count])
+    writer.add("tokenizer.ggml.scores", [float(pieces.get_score(i)) for i in count])
+    types = [UNKNOWN if pieces.is_unknown(i) else BYTE if pieces.is_byte(i) else
+             kinds.get(pieces.is_control(i), NORMAL) for i in count]  # fmt: skip
+    types[pieces.piece_to_id("<tool>")] = USER_DEFINED
+    writer.add("tokenizer.ggml.token_type", types)
+    for key, index in (("bos", pieces.bos_id()), ("eos", pieces.eos_id()), ("unknown", pieces.unk_id())):
+        writer.add(f"tokenizer.ggml.{key}_token_id", index)
+    for key, value in more.items():
+        writer.add(f"tokenizer.ggml.{key}", value)
+    return writer.close()
+
+
+def test_a_sentencepiece_tokenizer_is_the_one_that_was_written(
+    tmp_path: Path, sentencepiece: SentencePieceProcessor
+) -> None:
+    """Its ids are SentencePiece's own, with the beginning that a Llama's files leave unsaid."""
+    tokenizer = gguf_tokenizer(open_gguf(spm_file(tmp_path / "m.gguf", sentencepiece)), "here")
+    for text in (*TEXTS, Path(__file__).with_name("test_band.py").read_text()):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [sentencepiece.bos_id(), *sentencepiece.encode(text)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert sentencepiece.piece_to_id("<tool>") in tokenizer("a <tool> b")["input_ids"]
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXTS[1])["input_ids"] == tokenizer(TEXTS[1])["input_ids"]
+
+
+def test_a_space_before_a_text_is_the_files_choice(tmp_path: Path, sentencepiece: SentencePieceProcessor) -> None:
+    path = spm_file(tmp_path / "m.gguf", sentencepiece, add_space_prefix=False, add_bos_token=False)
+    tokenizer = gguf_tokenizer(open_gguf(path), "here")
+    ids = tokenizer("the tide")["input_ids"]
+    assert not tokenizer.convert_ids_to_tokens(ids)[0].startswith("▁")
+    assert tokenizer.decode(ids) == "the tide"
+    assert tokenizer.decode(tokenizer(" the tide")["input_ids"]) == " the tide"

@@ -1,0 +1,229 @@
+"""Loading only named layers: what is read, what comes out, what is refused."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from draft_models.early_exit.model import exit_layers
+from draft_models.targets import architectures
+from draft_models.targets.architectures import load_config
+from draft_models.targets.attention import packed_mask
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import pick_device, pick_dtype
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import TensorFiles, open_tensors
+from outrider.errors import UserError
+from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
+
+VARIANTS = list(itertools.product(ARCHITECTURES, (False, True), (4, 2)))
+LAYER_NAMES = {"opt": ("model.decoder.layers.", "fc1.weight")}
+
+
+def window_masks(stack: LayerStack, length: int) -> dict:
+    positions = torch.arange(length)
+    causal = packed_mask(torch.zeros(1, length, dtype=torch.long))
+    distance = positions[:, None] - positions
+    return {w: causal if w is None else causal & (distance < w) for w in {*stack.windows, None}}
+
+
+@pytest.mark.parametrize(("architecture", "tied", "kv_heads"), VARIANTS)
+def test_layer_split_equals_the_full_forward(tmp_path: Path, architecture: str, tied: bool, kv_heads: int) -> None:
+    model, stack = open_stack(save_target(tmp_path, architecture, tied=tied, kv_heads=kv_heads))
+    ids = torch.tensor([random_prompt(30)])
+    positions = torch.arange(30)[None]
+    masks = window_masks(stack, 30)
+    stack.reserve(30)
+    with torch.inference_mode():
+        model.set_attn_implementation("sdpa")
+        expected = model(ids).logits
+        model.set_attn_implementation("outrider")
+        for split in range(LAYERS + 1):
+            hidden = stack.run(stack.embed(ids, positions), 0, split, stack.rotary(positions), masks)
+            hidden = stack.run(hidden, split, LAYERS, stack.rotary(positions), masks)
+            torch.testing.assert_close(stack.logits(hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("architecture", "tied", "kv_heads"), VARIANTS)
+@pytest.mark.parametrize("shard", ["5GB", "40KB"])
+def test_bytes_read_are_those_of_the_named_tensors(
+    tmp_path: Path, architecture: str, tied: bool, kv_heads: int, shard: str
+) -> None:
+    path = save_target(tmp_path, architecture, tied=tied, kv_heads=kv_heads, shard=shard)
+    stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    config, files = load_config(str(path)), open_tensors(str(path))
+    for exit_layer in range(1, LAYERS):
+        files.bytes_read = 0
+        layers = exit_layers(config, exit_layer)
+        model = load_layers(files, config, layers, dtype=torch.float32)
+        prefix, weight_name = LAYER_NAMES.get(architecture, ("model.layers.", "mlp.up_proj.weight"))
+        prefixes = tuple(f"{prefix}{i}." for i in layers)
+        needed = {n for n in stored if n.startswith(prefixes) or not n.startswith(prefix)}
+        assert files.bytes_read == sum(stored[name].nbytes for name in needed)
+        assert files.bytes_read < sum(t.nbytes for t in stored.values()) or exit_layer == LAYERS - 1
+        for i, layer in enumerate(layers):
+            weight = model.get_parameter(f"{prefix}{i}.{weight_name}")
+            assert torch.equal(weight, stored[f"{prefix}{layer}.{weight_name}"])
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+        assert not any(p.requires_grad or p.is_meta for p in model.parameters())
+
+
+def test_unneeded_shards_may_be_missing(tmp_path: Path) -> None:
+    path = save_target(tmp_path, shard="40KB")
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    config = load_config(str(path))
+    needed = {file for name, file in index.items() if not name.startswith(("model.layers.1.", "model.layers.2."))}
+    unneeded = set(index.values()) - needed
+    assert unneeded
+    for file in unneeded:
+        (path / file).unlink()
+    load_layers(open_tensors(str(path)), config, exit_layers(config, 1), dtype=torch.float32)
+    with pytest.raises(UserError, match=r"is named in model\.safetensors\.index\.json but missing"):
+        load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "a/../../elsewhere.safetensors", "absolute", 3, None])
+def test_an_index_cannot_lead_out_of_the_directory(tmp_path: Path, file: object) -> None:
+    """Not even to a file that is there and holds the tensor."""
+    path = save_target(tmp_path / "target", shard="40KB")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    name, inside = next(iter(index["weight_map"].items()))
+    outside = tmp_path / "elsewhere.safetensors"
+    outside.write_bytes((path / inside).read_bytes())
+    index["weight_map"][name] = str(outside) if file == "absolute" else file
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for load in (open_tensors, lambda source: load_causal_lm(source, None)):
+        with pytest.raises(UserError, match=rf"weight_map\.{re.escape(name)}=.*expected a \.safetensors file in its"):
+            load(str(path))
+
+
+def test_digest_tells_fine_tunes_apart(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    names = ["model.layers.3.self_attn.q_proj.weight", "model.norm.weight"]
+    before = open_tensors(str(path)).digest(names)
+    assert before == open_tensors(str(path)).digest(names)
+    tensors = load_file(path / "model.safetensors")
+    tensors[names[0]][0, 0] += 1e-3
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert before != open_tensors(str(path)).digest(names)
+
+
+def test_digest_reads_a_scalar_whole(tmp_path: Path) -> None:
+    def digest(value: float) -> str:
+        save_file({"model.a": torch.tensor(value), "model.b": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+        return open_tensors(str(tmp_path)).digest(["model.a", "model.b"])
+
+    assert digest(1.0) == digest(1.0) != digest(2.0)
+
+
+def test_which_layers_see_a_window(tmp_path: Path) -> None:
+    found = {name: open_stack(save_target(tmp_path / name, name))[1].windows for name in ("qwen2", "mistral", "llama")}
+    assert found == {"qwen2": [None, None, 12, 12], "mistral": [12] * 4, "llama": [None] * 4}
+
+
+def test_a_device_by_number_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and graphs are made on that one."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cuda:1", "cuda", "cpu"):
+        assert pick_device(name) == torch.device(name)
+    assert current == [torch.device("cuda:1")]
+
+
+def test_a_dtype_is_float32_on_a_cpu_and_the_checkpoints_own_elsewhere() -> None:
+    for config, own in ((LlamaConfig(dtype="bfloat16"), torch.bfloat16), (LlamaConfig(), torch.float32)):
+        assert pick_dtype("auto", config, torch.device("cpu")) == torch.float32
+        assert pick_dtype("auto", config, torch.device("cuda")) == own
+        assert pick_dtype("float16", config, torch.device("cpu")) == torch.float16
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_the_fast_dtype_is_what_the_processor_has_instructions_for(
+    monkeypatch: pytest.MonkeyPatch, supported: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    found = pick_dtype("fast", LlamaConfig(dtype="float16"), torch.device("cpu"))
+    assert found == (torch.bfloat16 if supported else torch.float32)
+    assert pick_dtype("fast", LlamaConfig(dtype="float16"), torch.device("cuda")) == torch.float16
+
+
+def test_code_that_comes_with_a_target_is_not_run(tmp_path: Path) -> None:
+    settings = {"model_type": "odd", "auto_map": {"AutoConfig": "configuration_odd.OddConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedConfig as OddConfig\n"
+    (tmp_path / "configuration_odd.py").write_text(code)
+    with pytest.raises(UserError, match=r"no usable config\.json"):
+        load_config(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_unusable_targets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        load_config(str(tmp_path / "nowhere"))
+    path = save_target(tmp_path / "empty")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="expected a safetensors checkpoint"):
+        open_tensors(str(path))
+    path = save_target(tmp_path / "cut")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        open_tensors(str(path))
+    path = save_target(tmp_path / "opt", "opt", do_layer_norm_before=False)
+    with pytest.raises(UserError, match="do_layer_norm_before=false"):
+        load_config(str(path))
+    path = save_target(tmp_path / "opt", "opt", word_embed_proj_dim=32)
+    with pytest.raises(UserError, match="word_embed_proj_dim=32, hidden_size=64"):
+        load_config(str(path))
+    with pytest.raises(UserError, match=r"no tensor 'model\.embed_tokens\.weight'"):
+        TensorFiles("x", None, {}).read(["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", 4096), ("num_hidden_layers", LAYERS + 1), ("hidden_size", 2**31), ("vocab_size", 2**31),
+     ("head_dim", 2**31), ("num_key_value_heads", 2**20)],
+)  # fmt: skip
+@pytest.mark.parametrize("bare", [False, True])
+def test_sizes_above_those_of_the_weights_are_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: int, bare: bool
+) -> None:
+    """Building a model of them takes minutes, or all of the memory. bare: saved without the causal LM around it."""
+    path = save_target(tmp_path / "whole", shard="60KB")
+    if bare:
+        AutoModelForCausalLM.from_pretrained(path).model.save_pretrained(path := tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {key: value}))
+    monkeypatch.setattr(architectures, "anatomy", lambda _: pytest.fail("it was built"))
+    with pytest.raises(UserError, match=rf"target=.*: {key}={value} in config\.json, but the weights have"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_a_checkpoint_without_the_causal_lm_around_it(tmp_path: Path, architecture: str) -> None:
+    """Saved from the base model, its tensors lack a prefix and the head, as those of OPT on the Hub do."""
+    path = save_target(tmp_path / "whole", architecture, tied=True)
+    model, _ = open_stack(path)
+    model.model.save_pretrained(tmp_path / "base")
+    names = set(load_file(tmp_path / "base" / "model.safetensors"))
+    assert not any(name.startswith("model.") for name in names)
+    files, whole = open_tensors(str(tmp_path / "base")), open_tensors(str(path))
+    again = load_layers(files, load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    assert {n: p.sum() for n, p in again.named_parameters()} == {n: p.sum() for n, p in model.named_parameters()}
+    assert again.lm_head.weight is again.get_input_embeddings().weight
+    name = next(name for name in whole.file_of if "layers.2." in name)
+    assert files.digest([name]) == whole.digest([name])
+
+
+@pytest.mark.parametrize("exit_layer", [0, LAYERS, LAYERS + 3])
+def test_exit_layer_out_of_range(tmp_path: Path, exit_layer: int) -> None:
+    config = load_config(str(save_target(tmp_path)))
+    with pytest.raises(UserError, match=f"exit_layer={exit_layer}: expected 1 ≤ exit_layer < 4"):
+        exit_layers(config, exit_layer)

@@ -1,0 +1,277 @@
+"""NaN and infinity: in memory that is used again and in drafted rows they change no token, in logits they are an error.
+
+A mask does not hide them from attention: 0 · NaN is NaN.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from draft_models.eagle3.model import Eagle3
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.whole_model import PlainLM
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, autoregressive, speculative
+from inference.core.ops import likeliest
+from inference.core.runtime import Eager, Runtime
+from inference.core.sampling import Sampler
+from inference.core.session import TargetSession
+from inference.core.tree import DraftTree, depths
+from inference.drafters.eagle3 import Eagle3Source
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
+from inference.drafters.small_lm import SmallLMSource
+from inference.engines.graphs import cuda_graphs
+from inference.engines.graphs.cuda_graphs import Graphed
+from inference.settings.method import MethodConfig, StopConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes.factory import make_structure
+from outrider.errors import UserError
+from outrider.streams import Streams
+from tests.fitted_heads import fitted_head
+from tests.pairwise import all_pairs
+from tests.recorded import record_graphs
+from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
+
+SOURCES = ("early_exit", "small_lm", "plain_lm", "eagle3")
+RUNTIMES = ("eager", "graphed", "recorded")
+NAN, INFINITY = math.nan, math.inf
+PROMPT = random_prompt(14)
+METHOD = MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))
+
+
+def tokens_of(rounds: Any) -> list[int]:
+    return [token for r in rounds for token in r.tokens]
+
+
+class Models:
+    """A target and drafters of every kind; a fresh copy for every test that breaks them."""
+
+    def __init__(self, path: Path, head: Eagle3):
+        self.stack: LayerStack = open_stack(path)[1]
+        self.small: LayerStack = open_stack(path)[1]
+        self.exit = make_drafter(path, LAYERS - 1, noise=0.3)
+        torch.manual_seed(0)
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, vocab_size=VOCABULARY)
+        self.plain = PlainLM(AutoModelForCausalLM.from_config(config))
+        self.head = copy.deepcopy(head)
+
+    def source(self, kind: str) -> Any:
+        if kind == "early_exit":
+            return EarlyExitSource(self.exit)
+        if kind == "eagle3":
+            return Eagle3Source(self.head)
+        return SmallLMSource(self.small if kind == "small_lm" else self.plain)
+
+    def embeddings(self) -> Iterator[Tensor]:
+        """Of all models."""
+        yield self.stack.embed_tokens.weight
+        yield self.small.embed_tokens.weight
+        yield self.plain.model.get_input_embeddings().weight
+        yield self.head.embed_tokens.weight
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"), "mistral", kv_heads=2, peak=6.0)
+
+
+@pytest.fixture(scope="module")
+def head(path: Path) -> Eagle3:
+    """Fitted to what the target says first; later it is right by chance."""
+    stack = open_stack(path)[1]
+    answer = tokens_of(autoregressive(stack, PROMPT, max_new_tokens=20))
+    return fitted_head(stack, [(PROMPT, answer)])
+
+
+@pytest.fixture
+def models(path: Path, head: Eagle3) -> Models:
+    return Models(path, head)
+
+
+@pytest.fixture(params=RUNTIMES)
+def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    if request.param == "recorded":
+        record_graphs(monkeypatch)
+    return Eager() if request.param == "eager" else Graphed()
+
+
+def plain(models: Models, count: int, runtime: Runtime | None = None, chooser: Chooser | None = None) -> list[int]:
+    rounds = autoregressive(models.stack, PROMPT, max_new_tokens=count, runtime=runtime, chooser=chooser)
+    return tokens_of(rounds)
+
+
+def draft(
+    models: Models, source: Any, structure: str, count: int, runtime: Runtime, sampler: Sampler | None = None
+) -> Iterator[Round]:
+    drawn = sampler is not None and not sampler.greedy
+    shape = make_structure(replace(METHOD, structure=STRUCTURES[structure]), Streams(4), drawn)
+    generator = random.Random(4) if drawn else None
+    options: dict[str, Any] = {"max_new_tokens": count, "runtime": runtime, "chooser": Chooser(sampler, generator)}
+    return speculative(models.stack, Shaped(source, shape), PROMPT, **options)
+
+
+# --- what is left behind, and what is drafted ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafted", "poison", "runtime"),
+    all_pairs(
+        [("early_exit", "chain"), ("small_lm", "opt_tree"), ("eagle3", "opt_tree")],
+        [NAN, INFINITY],
+        ["graphed", "recorded"],
+    ),
+    indirect=["runtime"],
+)
+@pytest.mark.slow
+def test_what_a_generation_leaves_behind_changes_no_other(
+    models: Models, runtime: Graphed, drafted: tuple[str, str], poison: float
+) -> None:
+    source, structure = drafted
+    expected = plain(models, 16)
+    for _ in range(2):
+        assert plain(models, 16, runtime) == expected
+        assert tokens_of(draft(models, models.source(source), structure, 16, runtime)) == expected
+        for arena in runtime._arenas.values():
+            caches = (arena.first, arena.rest, *(cache for _, cache in arena.beside.values()))
+            left = [cache._buffer for cache in caches if cache._buffer is not None] + list(arena.buffers.values())
+            for memory in left:
+                with torch.inference_mode():
+                    memory.fill_(poison if memory.is_floating_point() else 0)
+
+
+SHAPES = ("chain", "k_config", "opt_tree")
+DRAFTED = [  # a plain LM runs eagerly
+    *all_pairs(["early_exit", "small_lm", "eagle3"], SHAPES, [NAN, INFINITY], RUNTIMES),
+    *all_pairs(["plain_lm"], SHAPES, [NAN, INFINITY], ["eager"]),
+]
+
+
+@pytest.mark.parametrize(("source", "structure", "poison", "runtime"), DRAFTED, indirect=["runtime"])
+@pytest.mark.slow
+def test_a_drafted_token_that_is_no_number_changes_no_other(
+    models: Models, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, poison: float
+) -> None:
+    """Every model computes NaN of a token that some drafts have and the text has not: it must be as if they had not."""
+    expected = plain(models, 20)
+    bad = next(token for token in range(VOCABULARY) if token not in expected and token not in PROMPT)
+    for embedding in models.embeddings():
+        embedding.data[bad] = poison
+    drafter, calls = models.source(source), []
+    extend = drafter.extend
+
+    def extended(tokens: Tensor, parents: Any) -> Tensor:
+        calls.append(len(parents))
+        logits = extend(tokens, parents).clone()
+        if len(calls) % 9 == 2:
+            logits[..., bad] = 1e4
+        return logits
+
+    monkeypatch.setattr(drafter, "extend", extended)
+    rounds = list(draft(models, drafter, structure, 20, runtime))
+    assert tokens_of(rounds) == expected
+    assert plain(models, 20, runtime) == expected
+    accepted = [r.accepted for r in rounds[1:]]
+    assert 0 in accepted
+    if structure == "chain" and source != "plain_lm":  # which is hardly ever right
+        assert any(accepted[accepted.index(0) :])  # drafting recovers
+
+
+@pytest.mark.parametrize(
+    ("source", "structure", "sampler"),
+    all_pairs(SOURCES, STRUCTURES, [None, Sampler(SamplingConfig(temperature=0.7, top_p=0.9))]),
+)
+def test_a_drafter_without_numbers_costs_acceptance_only(
+    models: Models, source: str, structure: str, sampler: Sampler | None
+) -> None:
+    expected = plain(models, 12)
+    heads = (models.exit.output_head, models.small.head, models.plain.model.lm_head, models.head.lm_head)
+    for head in heads:
+        head.weight.data = torch.full_like(head.weight, NAN)
+    found = tokens_of(draft(models, models.source(source), structure, 12, Eager(), sampler))
+    assert len(found) == 12
+    assert found == expected or sampler is not None
+
+
+# --- logits ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_likeliest_token_is_that_of_argmax_or_none() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        logits = torch.randn(9, 300).round(decimals=1).to(dtype)  # with ties
+        assert torch.equal(likeliest(logits), logits.argmax(-1))
+        logits[:, 7] = -torch.inf  # as of a processor: no token, and no fault
+        assert torch.equal(likeliest(logits), logits.argmax(-1))
+        logits[1, 3], logits[2, 299], logits[5] = NAN, INFINITY, -INFINITY
+        assert (likeliest(logits) == -1).tolist() == [row in (1, 2, 5) for row in range(9)]
+
+
+SAMPLERS = {
+    "greedy": None,
+    "greedy, with a processor": Sampler(SamplingConfig(repetition_penalty=1.2)),
+    "sampled": Sampler(SamplingConfig(temperature=0.8)),
+    "sampled, cut": Sampler(SamplingConfig(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("arm", "chosen", "runtime"),
+    all_pairs(["plain", "chain", "k_config", "eagle3"], SAMPLERS, RUNTIMES),
+    indirect=["runtime"],
+)
+@pytest.mark.slow
+def test_logits_that_are_no_numbers_are_an_error(models: Models, runtime: Runtime, arm: str, chosen: str) -> None:
+    """At the first position of the text that has such, however far drafts go beyond it; all before it is emitted."""
+    sampler = SAMPLERS[chosen]
+    sampled = sampler is not None and not sampler.greedy
+
+    def run() -> Iterator[Round]:
+        if arm == "eagle3":
+            return draft(models, models.source(arm), "opt_tree", 12, runtime, sampler)
+        if arm != "plain":
+            return draft(models, EarlyExitSource(models.exit), arm, 12, runtime, sampler)
+        chooser = Chooser(sampler, random.Random(4) if sampled else None)
+        return autoregressive(models.stack, PROMPT, max_new_tokens=12, runtime=runtime, chooser=chooser)
+
+    models.stack.reserve(500)
+    ((cos, _),) = models.stack.tables
+    rotary = cos.clone()
+    text = tokens_of(run())
+    for position in (len(PROMPT) + 7, len(PROMPT) - 1):
+        cos.copy_(rotary)[position:] = NAN
+        said: list[int] = []
+        with pytest.raises(UserError, match=rf"logits at position {position} are NaN or infinite in dtype=float32"):
+            said.extend(token for r in run() for token in r.tokens)
+        assert len(said) == max(0, position + 1 - len(PROMPT))
+        assert said == text[: len(said)] or sampled
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 4])
+def test_the_position_is_that_of_the_row_without_numbers(
+    models: Models, path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    """Where only one row of a pass overflows, after `nodes` accepted tokens."""
+    run_tree, position = TargetSession.run_tree, len(PROMPT) + 5 + nodes  # the second round begins behind 5 tokens
+
+    def overflowing(session: TargetSession, root: Tensor, tree: DraftTree) -> Tensor:
+        logits = run_tree(session, root, tree).clone()
+        for row, depth in enumerate(depths(tree.parents)):
+            if session.base + depth == position:
+                logits[row] = INFINITY
+        return logits
+
+    monkeypatch.setattr(TargetSession, "run_tree", overflowing)
+    sure = EarlyExitSource(make_drafter(path, LAYERS - 1))  # the target itself: all that it drafts is right
+    with pytest.raises(UserError, match=rf"logits at position {position} are NaN or infinite"):
+        list(draft(models, sure, "chain", 12, Eager()))

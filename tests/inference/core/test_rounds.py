@@ -1,0 +1,464 @@
+"""Between rounds: caches equal a fresh prefill after every one of them, and a broken generation leaves no trace."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draft_models.eagle3.model import Eagle3
+from draft_models.ngrams.table import TrigramTable
+from draft_models.targets.empty_models import layer_stack
+from inference.core.acceptance import Chooser
+from inference.core.cache import KVCache
+from inference.core.decode import Round, speculative
+from inference.core.drafter import Drafter
+from inference.core.runtime import Eager, Runtime
+from inference.core.sampling import Sampler
+from inference.core.session import TargetSession
+from inference.core.tree import DraftTree, chain_parents
+from inference.drafters.eagle3 import Eagle3Source
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.ngram.fused import Fused
+from inference.drafters.ngram.lookup import PromptLookup
+from inference.drafters.shaped import Shaped
+from inference.drafters.skip_layers import SkipLayersSource
+from inference.drafters.small_lm import SmallLMSource
+from inference.engines.graphs import cuda_graphs
+from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes.factory import Structure, make_structure
+from outrider.streams import Streams
+from tests.fitted_heads import fitted_head
+from tests.pairwise import all_pairs
+from tests.tiers import typical_where
+from tests.tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    VOCABULARY,
+    make_drafter,
+    method_of,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
+
+SOURCES = ("early_exit", "early_exit, first layer", "early_exit, two layers", "small_lm", "skip_layers", "eagle3")
+STRUCTURES = {
+    "chain": StructureConfig(),
+    "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
+    "k_config, with_replacement": StructureConfig(kind="k_config", widths=(3, 2, 2), draw="with_replacement"),
+    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
+    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
+    "static": StructureConfig(kind="static", shape="eagle"),
+}
+RULES = {
+    "fixed": StopConfig(rule="fixed", max_draft=4),
+    "fixed, one": StopConfig(rule="fixed", max_draft=1),
+    "confidence": StopConfig(rule="confidence", max_draft=6, threshold=0.5),
+    "beta": StopConfig(rule="beta", max_draft=6, alpha=2.0, beta=1.0),
+    "beta, printed": StopConfig(rule="beta", max_draft=6, alpha=2.0, beta=1.0, update="printed"),
+}
+
+
+def tokens_of(rounds: list[Round]) -> list[int]:
+    return [token for r in rounds for token in r.tokens]
+
+
+class Target:
+    """A saved target, sure of its next tokens, opened in float64, with drafters that are often right."""
+
+    def __init__(self, folder: Path, architecture: str):
+        self.path = save_target(folder, architecture, kv_heads=2, peak=6.0)
+        self.model, self.stack = open_stack(self.path, torch.float64)
+        small = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float64)
+        self.small = layer_stack(shaken(small.eval().requires_grad_(False), 0.1))
+        self.exits = {
+            kind: make_drafter(self.path, layer, noise=0.3, depth=depth, dtype=torch.float64)
+            for kind, layer, depth in (
+                ("early_exit", LAYERS - 1, 1),
+                ("early_exit, first layer", 1, 1),
+                ("early_exit, two layers", LAYERS - 2, 2),
+            )
+        }
+
+    @cached_property
+    def head(self) -> Eagle3:
+        """An EAGLE-3 head that is often right where the tests draft."""
+        prompts = [random_prompt(length) for length in (9, 1, 23)]
+        return fitted_head(self.stack, [(prompt, reference_generate(self.model, prompt, 28)) for prompt in prompts])
+
+    def source(self, kind: str) -> Any:
+        if kind == "small_lm":
+            return SmallLMSource(self.small)
+        if kind == "eagle3":
+            return Eagle3Source(self.head)
+        if kind == "skip_layers":
+            return SkipLayersSource([LAYERS - 1])
+        return EarlyExitSource(self.exits[kind])
+
+
+def shaken(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model
+
+
+_targets: dict[str, Target] = {}
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """The target of the architecture in the test's parameters (mistral and its sliding window, without one)."""
+    architecture = getattr(request, "param", "mistral")
+    if architecture not in _targets:
+        _targets[architecture] = Target(tmp_path_factory.mktemp(architecture), architecture)
+    return _targets[architecture]
+
+
+RUNTIMES = ("eager", "graphed")
+
+
+@pytest.fixture(scope="module")
+def runtimes() -> Iterator[dict[str, Runtime]]:
+    """How passes run; one for all tests, as its buffers are made to be used again. Small buckets: texts cross them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+        yield {"eager": Eager(), "graphed": cuda_graphs.Graphed()}
+
+
+@pytest.fixture(params=RUNTIMES)
+def runtime(request: pytest.FixtureRequest, runtimes: dict[str, Runtime]) -> Runtime:
+    return runtimes[request.param]
+
+
+_expected: dict[tuple[Path, int, int], list[int]] = {}
+
+
+def expected_of(target: Target, length: int, count: int) -> list[int]:
+    """What `generate` emits after `random_prompt(length)`."""
+    key = target.path, length, count
+    if key not in _expected:
+        _expected[key] = reference_generate(target.model, random_prompt(length), count)
+    return _expected[key]
+
+
+# --- caches --------------------------------------------------------------------------------------------------------
+
+
+def assert_starts_with(cache: KVCache, fresh: KVCache) -> None:
+    """What `cache` holds is the beginning of what `fresh` holds."""
+    assert cache.layers == fresh.layers
+    for pair, fresh_pair in zip(cache.content(), fresh.content(), strict=True):
+        for tensor, expected in zip(pair, fresh_pair, strict=True):
+            torch.testing.assert_close(tensor, expected[:, :, : cache.length], rtol=1e-9, atol=1e-9)
+
+
+def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSession, text: list[int]) -> None:
+    """Session and drafter stand as if `text` had just been their prompt, but for what waits for the next extension."""
+    fresh = TargetSession(target.stack, source.split, len(text) + 1)
+    fresh.taps = source.taps
+    fresh.feed(torch.tensor(text), chain_parents(0, len(text)))
+    hidden = fresh.hidden
+    fresh.finish()
+    kind: dict[type, Callable[[], Any]] = {
+        EarlyExitSource: lambda: EarlyExitSource(source.drafter),
+        Eagle3Source: lambda: Eagle3Source(source.head),
+    }
+    other = kind.get(type(source), lambda: SmallLMSource(target.small))()
+    other.begin(fresh)
+    fresh_taps = fresh.tapped(range(len(text))) if source.taps else None
+    fresh.commit(range(len(text)))
+
+    assert (session.base, session.rows) == (len(text), 0)
+    assert session.first.length == session.rest.length == len(text)
+    assert_starts_with(session.first, fresh.first)
+    assert_starts_with(session.rest, fresh.rest)
+    torch.testing.assert_close(session.target_hidden, fresh.target_hidden, rtol=1e-9, atol=1e-9)
+    if isinstance(source, EarlyExitSource):
+        assert_starts_with(source.cache, other.cache)
+        torch.testing.assert_close(source._pending, hidden[:, source.cache.length :], rtol=1e-9, atol=1e-9)
+    elif isinstance(source, Eagle3Source):
+        known = source.session.base
+        assert source.session.first.length == known
+        assert_starts_with(source.session.first, other.session.first)
+        assert source._tokens.tolist() == text[known + 1 :]
+        torch.testing.assert_close(source._taps, fresh_taps[:, known:], rtol=1e-9, atol=1e-9)
+    elif isinstance(source, SmallLMSource):
+        assert source.session.first.length == source.session.base
+        assert_starts_with(source.session.first, other.session.first)
+        assert source._pending.tolist() == text[source.session.base :]
+    elif not isinstance(source, SkipLayersSource):  # which has no cache but the session's
+        assert isinstance(source, PromptLookup)
+        assert source._text == text
+
+
+def checked(
+    target: Target,
+    runtime: Runtime,
+    drafter: Any,
+    prompt: list[int],
+    count: int,
+    chooser: Chooser | None = None,
+) -> Iterator[Round]:
+    """The rounds of a generation, the caches compared after each."""
+    sessions: list[TargetSession] = []
+    text = list(prompt)
+    with pytest.MonkeyPatch.context() as patch:
+        begin = drafter.begin
+        patch.setattr(drafter, "begin", lambda session, *rest: (sessions.append(session), begin(session, *rest)))
+        options: Any = {"max_new_tokens": count, "chooser": chooser, "runtime": runtime}
+        for r in speculative(target.stack, drafter, prompt, **options):
+            text += r.tokens
+            assert_as_after_prefill(target, getattr(drafter, "model", drafter), sessions[0], text[:-1])
+            yield r
+
+
+DRAWN = ("chain", "k_config", "k_config, with_replacement")  # the structures that draw their tokens when sampling
+SHAPES = [(name, False) for name in STRUCTURES if "replacement" not in name] + [(name, True) for name in DRAWN]
+
+
+def eager_or_early_exit(row: tuple[Any, ...]) -> bool:
+    """One source in both runtimes stands for the others."""
+    return row[-1] == "eager" or row[0] in ("early_exit", ("early_exit", "opt_tree"))
+
+
+@pytest.mark.parametrize(
+    ("source", "shape", "runtime"),
+    typical_where(eager_or_early_exit, all_pairs(SOURCES, SHAPES, RUNTIMES)),
+    indirect=["runtime"],
+)
+@pytest.mark.slow
+def test_after_every_round_every_cache_equals_a_fresh_prefill(
+    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, shape: tuple[str, bool]
+) -> None:
+    structure, drawn = shape
+    streams = Streams(0)
+    chooser = Chooser(Sampler(SamplingConfig(temperature=0.7)), streams.of("verify")) if drawn else None
+    method = method_of(STRUCTURES[structure])
+    shaping, moved, turns = make_structure(method, streams, drawn), [], itertools.count()
+    observe, draft = shaping.observe, shaping.draft
+
+    def note(tree: DraftTree, nodes: list[int]) -> None:
+        moved.append(nodes != list(range(len(nodes))))
+        observe(tree, nodes)
+
+    monkeypatch.setattr(shaping, "observe", note)
+    # The third and fourth round draft nothing, so that two tokens and more wait for the drafter.
+    monkeypatch.setattr(shaping, "draft", lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3))))
+    guesses = source != "early_exit, first layer"  # that one is right next to never
+    count = 28 if guesses else 9
+    rounds = list(checked(target, runtime, Shaped(target.source(source), shaping), random_prompt(9), count, chooser))
+    assert len(rounds) > 5
+    if guesses and not (drawn and source == "eagle3"):  # whose head was fitted to the greedy text
+        assert len({r.accepted for r in rounds[1:] if r.drafted}) >= 2
+        assert structure == "chain" or any(moved)  # a path that had to be gathered
+
+
+def test_after_every_round_of_prompt_lookup(target: Target, runtime: Runtime) -> None:
+    lookup = PromptLookup(3, 6)
+    rounds = list(checked(target, runtime, lookup, random_prompt(8) * 2, 24))
+    assert sum(r.drafted for r in rounds) > 6
+
+
+@pytest.mark.parametrize(
+    ("source", "runtime"), typical_where(eager_or_early_exit, all_pairs(SOURCES, RUNTIMES)), indirect=["runtime"]
+)
+def test_after_every_round_of_fused_drafts(
+    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """N-grams that know the first half, a model that is asked in every other pair of rounds, rows of both accepted."""
+    prompt, said = random_prompt(9), expected_of(target, 9, 28)
+    table = TrigramTable.from_documents([[*prompt, *said[:16]]], [2, 3, 4], VOCABULARY, "")
+    shape, known = StructureConfig("fused", nodes=12, max_depth=3, width=3), NgramConfig(evidence="mixed", recycle=4)
+    fused = Fused(target.source(source), table, MethodConfig(structure=shape, ngrams=known), None)
+    turns, paths = itertools.count(), []
+    begin, feed, commit = fused.feeding.begin, fused.feeding.feed, fused.commit
+    asked = [True]
+
+    def note(tree: DraftTree, nodes: list[int], tokens: list[int]) -> None:
+        paths.append([tree.rows[node] for node in nodes])
+        commit(tree, nodes, tokens)
+
+    def begin_round(waiting: int) -> None:
+        asked[0] = next(turns) % 4 < 2
+        begin(waiting)
+
+    monkeypatch.setattr(fused, "commit", note)
+    monkeypatch.setattr(fused.feeding, "begin", begin_round)
+    monkeypatch.setattr(fused.feeding, "feed", lambda *given: feed(*given) if asked[0] else 0)
+    rounds = list(checked(target, runtime, fused, prompt, 28))
+    assert tokens_of(rounds) == said
+    assert any(row < 0 for path in paths for row in path[:-1])
+    assert source == "early_exit, first layer" or any(row >= 0 for path in paths for row in path)
+    assert max(len(path) for path in paths) > 2
+
+
+# --- equality with generate -------------------------------------------------------------------------------------------
+
+GREEDY = [name for name in STRUCTURES if "replacement" not in name]
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "structure", "rule", "runtime"),
+    all_pairs(ARCHITECTURES, SOURCES, GREEDY, RULES, RUNTIMES),
+    indirect=["target", "runtime"],
+)
+def test_float64_greedy_equals_generate(
+    target: Target, runtime: Runtime, source: str, structure: str, rule: str
+) -> None:
+    drafter = target.source(source)
+    for length, ends in ((1, False), (23, True)):
+        expected = expected_of(target, length, 24)
+        eos = expected[11:12] if ends else []
+        shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES[rule]), Streams(0))
+        options: Any = {"max_new_tokens": 24, "eos": eos, "runtime": runtime}
+        rounds = list(speculative(target.stack, Shaped(drafter, shape), random_prompt(length), **options))
+        assert tokens_of(rounds) == (expected[: expected.index(eos[0]) + 1] if ends else expected)
+        assert any(r.drafted for r in rounds)
+
+
+# --- generations that break off ------------------------------------------------------------------------------------
+
+
+class BrokenError(Exception):
+    """What the tests raise in the middle of a round."""
+
+
+def breaks(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """`function`, raising in its `at`-th call when its work is done and nobody knows."""
+    calls = 0
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = function(*args, **kwargs)
+        if calls == at:
+            raise BrokenError
+        return result
+
+    return broken
+
+
+def read_into(tokens: list[int], rounds: Iterator[Round]) -> None:
+    """Read `rounds` to their end; what came before an exception is kept in `tokens`."""
+    for r in rounds:
+        tokens += r.tokens
+
+
+def drafter_layer(source: Any) -> torch.nn.Module:
+    """The layer that drafts last."""
+    if isinstance(source, Eagle3Source):
+        return source.head.layers[-1]
+    return source.drafter.layer if isinstance(source, EarlyExitSource) else source.lm.layers[-1]
+
+
+# What breaks, in which of its calls: (target, source, structure, chooser) → (object, attribute).
+Place = Callable[[Target, Any, Structure, Chooser], tuple[Any, str]]
+FAULTS: dict[str, tuple[Place, int]] = {
+    "the prefill": (lambda target, _d, _s, _c: (target.stack.layers[2], "forward"), 1),
+    "a layer of the drafter": (lambda _t, source, _s, _c: (drafter_layer(source), "forward"), 4),
+    "the source, extending": (lambda _t, source, _s, _c: (source, "extend"), 3),
+    "the source, committing": (lambda _t, source, _s, _c: (source, "commit"), 2),
+    "the structure, drafting": (lambda _t, _d, structure, _c: (structure, "draft"), 2),
+    "the structure, observing": (lambda _t, _d, structure, _c: (structure, "observe"), 2),
+    "a layer of the target": (lambda target, _d, _s, _c: (target.stack.layers[-1], "forward"), 3),
+    "the verification": (lambda _t, _d, _s, chooser: (chooser, "verify"), 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("shaped", "fault", "runtime"),
+    typical_where(
+        eager_or_early_exit,
+        all_pairs([("early_exit", "opt_tree"), ("small_lm", "chain"), ("eagle3", "opt_tree")], FAULTS, RUNTIMES),
+    ),
+    indirect=["runtime"],
+)
+def test_after_an_exception_in_a_round_the_next_generation_is_right(
+    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, shaped: tuple[str, str], fault: str
+) -> None:
+    """The same stack, source and structure are used again, for a shorter text and for a longer one."""
+    source, structure = shaped
+    drafter, chooser = target.source(source), Chooser()
+    # Drafts of one token are often right as a whole, which leaves a token waiting for the drafter.
+    shape = make_structure(method_of(STRUCTURES[structure], 1), Streams(0))
+    place, at = FAULTS[fault]
+    owner, name = place(target, drafter, shape, chooser)
+    emitted: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, breaks(getattr(owner, name), at))
+        options: Any = {"max_new_tokens": 20, "chooser": chooser, "runtime": runtime}
+        rounds = speculative(target.stack, Shaped(drafter, shape), random_prompt(30), **options)
+        with pytest.raises(BrokenError):
+            read_into(emitted, rounds)
+    assert bool(emitted) == (fault != "the prefill")
+    assert emitted == expected_of(target, 30, 20)[: len(emitted)]
+    assert not torch.is_inference_mode_enabled()
+    for length, count in ((4, 12), (50, 12)):
+        rounds = list(checked(target, runtime, Shaped(drafter, shape), random_prompt(length), count))
+        assert tokens_of(rounds) == expected_of(target, length, count)
+
+
+@pytest.mark.parametrize("end", ["break", "throw", "keep"])
+@pytest.mark.parametrize(
+    ("source", "structure"), [("early_exit", "token_graph"), ("small_lm", "k_config"), ("prompt_lookup", "its own")]
+)
+@pytest.mark.slow
+def test_after_a_consumer_breaks_off_the_next_generation_is_right(
+    target: Target, runtime: Runtime, source: str, structure: str, end: str
+) -> None:
+    """The abandoned generation is collected, gets an exception, or still stands while the next one runs."""
+    if source == "prompt_lookup":
+        drafter: Any = PromptLookup(3, 4)
+    else:
+        drafter = Shaped(target.source(source), make_structure(method_of(STRUCTURES[structure]), Streams(0)))
+    for taken in (1, 3):
+        options: Any = {"max_new_tokens": 20, "runtime": runtime}
+        abandoned = speculative(target.stack, drafter, random_prompt(30), **options)
+        for _ in zip(range(taken), abandoned, strict=False):
+            pass
+        assert not torch.is_inference_mode_enabled()
+        if end == "throw":
+            with pytest.raises(BrokenError):
+                abandoned.throw(BrokenError)  # type: ignore[attr-defined]
+        elif end == "break":
+            del abandoned
+        rounds = list(checked(target, runtime, drafter, random_prompt(11), 12))
+        assert tokens_of(rounds) == expected_of(target, 11, 12)
+
+
+@pytest.mark.parametrize(
+    ("source", "lengths"), [("early_exit", (40, 5)), ("small_lm", (40, 5)), ("early_exit", (5, 40))]
+)
+@pytest.mark.slow
+def test_two_generations_at_once_on_one_target_and_drafter(
+    target: Target, runtime: Runtime, source: str, lengths: tuple[int, int]
+) -> None:
+    """Nothing of a sequence is kept in the models: rounds of two texts may take turns.
+
+    Where the second is the shorter one, the buffers of the first would hold it.
+    """
+    method = MethodConfig(structure=STRUCTURES["opt_tree"])
+    options: Any = {"max_new_tokens": 24, "runtime": runtime}
+    running = [
+        speculative(
+            target.stack, Shaped(target.source(source), make_structure(method, Streams(0))), random_prompt(n), **options
+        )
+        for n in lengths
+    ]
+    rounds: list[list[Round]] = [[], []]
+    turns = 0
+    while running_now := [i for i in (0, 1) if sum(len(r.tokens) for r in rounds[i]) < 24]:
+        for i in running_now:
+            rounds[i].append(next(running[i]))
+            turns += len(running_now) == 2
+    assert turns > 4
+    for i, length in enumerate(lengths):
+        assert tokens_of(rounds[i]) == expected_of(target, length, 24)

@@ -1,0 +1,164 @@
+"""The session and its caches, against fresh forward passes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from inference.core.cache import KVCache
+from inference.core.decode import speculative
+from inference.core.rows import Rows, unpack
+from inference.core.session import TargetSession
+from inference.core.tree import chain_parents
+from inference.core.verify import verify_greedy
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
+from inference.shapes.factory import Chain
+from inference.stopping.fixed import FixedLength
+from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, save_target
+
+
+def assert_same_content(actual: KVCache, expected: KVCache) -> None:
+    assert actual.length == expected.length
+    for (key, value), (fresh_key, fresh_value) in zip(actual.content(), expected.content(), strict=True):
+        torch.testing.assert_close(key, fresh_key, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(value, fresh_value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("exit_layer", [1, LAYERS - 1])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.slow
+def test_after_every_round_each_cache_equals_a_fresh_prefill(
+    tmp_path: Path, architecture: str, exit_layer: int
+) -> None:
+    """Replays decoding round by round, with accepted, partly accepted and rejected drafts."""
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    _, stack = open_stack(path, torch.float64)
+    source = EarlyExitSource(make_drafter(path, exit_layer, noise=0.1, dtype=torch.float64))
+    session = TargetSession(stack, exit_layer, 128)
+    text = random_prompt(9)
+    session.feed(torch.tensor(text), chain_parents(0, len(text)))
+    root = session.finish(last_only=True).argmax(-1)
+    source.begin(session)
+    session.commit(range(len(text)))
+    lengths = set()
+    for round_number in range(12):
+        drafts, drafted = [root], 4 if round_number != 6 else 0  # a round without a draft, too
+        for i in range(drafted):
+            drafts.append(source.extend(drafts[-1], (i - 1,)).argmax(-1))
+        tokens, fed = torch.cat(drafts), session.rows
+        session.feed(tokens[fed:], chain_parents(fed, drafted + 1 - fed))
+        choices = session.finish().argmax(-1)
+        nodes, _ = verify_greedy(tokens[1:].tolist(), chain_parents(0, drafted), choices.tolist())
+        rows = [0, *(n + 1 for n in nodes)]
+        source.commit(rows, tokens[rows].tolist())
+        session.commit(rows)
+        text += tokens[rows].tolist()
+        root = choices[rows[-1] :][:1]
+        lengths.add(len(nodes))
+
+        fresh = TargetSession(stack, exit_layer, 128)
+        fresh_source = EarlyExitSource(source.drafter)
+        fresh.feed(torch.tensor(text), chain_parents(0, len(text)))
+        fresh.finish(last_only=True)
+        fresh_source.begin(fresh)
+        fresh.commit(range(len(text)))
+        assert session.base == len(text)
+        assert_same_content(session.first, fresh.first)
+        assert_same_content(session.rest, fresh.rest)
+        waiting = source._pending.shape[1]
+        fresh_source.cache.length -= waiting
+        assert_same_content(source.cache, fresh_source.cache)
+    assert len(lengths) >= 2 or exit_layer == 1  # one layer of a random target guesses nothing
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[int]:
+    """Parents of a random tree of rows under row 0."""
+    size = draw(st.integers(1, 10))
+    return [-1, *(draw(st.integers(0, i)) for i in range(size))]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    parents=trees(),
+    cut=st.integers(1, 11),
+    window=st.sampled_from([None, 6]),
+    ends=st.none() | st.sets(st.integers(0, 10), min_size=1),
+)
+@example(parents=[-1, 0, 0, 2], cut=3, window=6, ends={3})  # a row in between is left out
+@pytest.mark.slow
+def test_every_row_of_a_tree_sees_its_own_path(
+    tmp_path_factory: pytest.TempPathFactory, parents: list[int], cut: int, window: int | None, ends: set[int] | None
+) -> None:
+    """Logits of every finished row equal those of its path fed as plain text, and commit keeps just that path.
+
+    `ends` are the leaves of the part of the tree that is verified; None verifies all of it.
+    """
+    if window not in _tree_targets:
+        path = save_target(tmp_path_factory.mktemp("tree"), "mistral", kv_heads=2, sliding_window=window)
+        _tree_targets[window] = open_stack(path, torch.float64)[1]
+    stack = _tree_targets[window]
+    prompt, tokens = random_prompt(5), torch.tensor(random_prompt(len(parents), seed=7))
+    session = TargetSession(stack, 2, 64)
+    session.feed(torch.tensor(prompt), chain_parents(0, 5))
+    session.finish(last_only=True)
+    session.commit(range(5))
+    cut = min(cut, len(parents))
+    session.feed(tokens[:cut], parents[:cut])
+    if cut < len(parents):
+        session.feed(tokens[cut:], parents[cut:])
+
+    def path_to(row: int) -> list[int]:
+        return ([] if parents[row] < 0 else path_to(parents[row])) + [row]
+
+    def fresh(rows: list[int]) -> tuple[TargetSession, Tensor]:
+        other = TargetSession(stack, 2, 64)
+        text = torch.cat([torch.tensor(prompt), tokens[rows]])
+        other.feed(text, chain_parents(0, len(text)))
+        out = other.finish()
+        other.commit(range(len(text)))
+        return other, out[-1]
+
+    chosen = sorted({r for end in ends or range(len(parents)) if end < len(parents) for r in (0, *path_to(end))})
+    logits = session.finish(None if ends is None else chosen or [0])
+    for place, row in enumerate(chosen or [0]):
+        torch.testing.assert_close(logits[place], fresh(path_to(row))[1], rtol=1e-9, atol=1e-9)
+    rows = path_to((chosen or [0])[-1])
+    session.commit(rows)
+    expected = fresh(rows)[0]
+    assert_same_content(session.first, expected.first)
+    assert_same_content(session.rest, expected.rest)
+
+
+_tree_targets: dict = {}
+
+
+@settings(deadline=None)
+@given(parents=trees())
+def test_lineages_are_the_transitive_closure(parents: list[int]) -> None:
+    closure = unpack(Rows(parents).lineages, len(parents))
+    for row in range(len(parents)):
+        chain, node = set(), row
+        while node >= 0:
+            chain.add(node)
+            node = parents[node]
+        assert set(closure[row].nonzero()[0].tolist()) == chain
+
+
+def test_first_half_is_not_run_again(tmp_path: Path) -> None:
+    """Verification of drafted rows calls only the layers behind the split, and each layer once per row."""
+    path = save_target(tmp_path)
+    _, stack = open_stack(path)
+    calls: dict[int, int] = {}
+    for index, layer in enumerate(stack.layers):
+        layer.register_forward_hook(
+            lambda _m, _i, out, index=index: calls.__setitem__(index, calls.get(index, 0) + out.shape[1])
+        )
+    source = EarlyExitSource(make_drafter(path, 2))
+    rounds = list(speculative(stack, Shaped(source, Chain(FixedLength(4))), random_prompt(10), max_new_tokens=20))
+    rows = 10 + sum(r.drafted + 1 for r in rounds[1:])
+    assert calls == dict.fromkeys(range(LAYERS), rows)

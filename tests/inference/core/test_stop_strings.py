@@ -1,0 +1,209 @@
+"""Texts end at stop strings exactly where transformers' `generate(stop_strings=…)` ends them, in every arm."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from inference.core.stop_strings import StopStrings
+from inference.measure.arms import make_arms
+from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.errors import UserError
+from outrider.streams import Streams
+from tests import tiny
+from tests.tiny import open_stack, random_prompt, save_target
+
+VOCABULARY, NEW = 24, 16
+CHAIN = StopConfig(rule="fixed", max_draft=5)
+METHODS = {
+    "chain": MethodConfig("small_lm", stop=CHAIN),
+    "opt_tree": MethodConfig("small_lm", StructureConfig("opt_tree", nodes=8, delta=0.0)),
+    "k_config": MethodConfig("small_lm", StructureConfig("k_config", widths=(2, 1, 1, 1))),
+    "lookup": MethodConfig("prompt_lookup", stop=CHAIN),
+}
+BASE = "abcdef"  # what transformers puts before a token to see its text
+
+
+def make_target(path: Path, **sizes: int) -> SimpleNamespace:
+    """A target, to be its own drafter, so that most drafts are right, and the user's copy of it."""
+    model, stack = open_stack(save_target(path, bos_token_id=None, **sizes))
+    user = AutoModelForCausalLM.from_pretrained(path)
+    user.generation_config.pad_token_id = 0
+    return SimpleNamespace(model=model, stack=stack, user=user)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """One of few tokens, whose text therefore goes in circles."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    return make_target(tmp_path_factory.mktemp("target"), **sizes)
+
+
+def generate(target: SimpleNamespace, prompt: list[int], **options: object) -> list[int]:
+    """What the user's own greedy call emits."""
+    ids = torch.tensor([prompt])
+    out = target.user.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **options)
+    return out[0, len(prompt) :].tolist()
+
+
+def run_arms(target: SimpleNamespace, prompt: list[int], stops: Sequence[str], tokenizer: object) -> dict[str, list]:
+    drafters = {"small_lm": target.stack}
+    options = {"max_new_tokens": NEW, "eos": (), "stops": stops, "tokenizer": tokenizer}
+    arms = make_arms(target.stack, drafters, METHODS, target.model, **options)
+    return {name: list(arm(prompt, Streams(0)).tokens) for name, arm in arms.items()}
+
+
+def tokenizer_of(tokens: Sequence[str], decoder: object, **options: object) -> PreTrainedTokenizerFast:
+    """A tokenizer of these tokens, by id."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def word_pieces(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    return tokenizer_of(tokens, decoders.WordPiece(prefix="##", cleanup=True))
+
+
+def cleaned_up(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    return tokenizer_of(tokens, decoders.Fuse(), clean_up_tokenization_spaces=True)
+
+
+def byte_level(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    return tokenizer_of(tokens, decoders.ByteLevel())
+
+
+def sentence_pieces(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return tokenizer_of(tokens, decoders.Sequence(steps))
+
+
+def metaspace(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    return tokenizer_of(tokens, decoders.Metaspace())
+
+
+def spelled(piece: str) -> str:
+    """A text as byte-level tokens write it."""
+    table = bytes_to_unicode()
+    return "".join(table[byte] for byte in piece.encode())
+
+
+LETTERS = ("a", "t", "tp", "p", " n", "'t", "do", "n", ".", " .", "ta", "at", "é", " a", " t", "\n", "\n\n", "...", "…")
+KINDS: dict[str, tuple[Callable[[Sequence[str]], PreTrainedTokenizerFast], list[str]]] = {
+    # Halves of "é" and thirds of "…" are tokens of their own, too.
+    "byte_level": (byte_level, [*map(spelled, LETTERS), "Ã", "©", "â", "Ģ", "¦", "©t", "tÃ"]),
+    "sentence_pieces": (
+        sentence_pieces,
+        [*(piece.replace(" ", "▁") for piece in LETTERS), "<0x0A>", "<0xC3>", "<0xA9>", "▁", "▁▁"],
+    ),
+    "metaspace": (metaspace, [*(piece.replace(" ", "▁") for piece in LETTERS), "▁", "▁▁", "<s>", "ttt"]),
+    "word_pieces": (word_pieces, ["do", "##n", "n", "'", "##'t", "n't", ".", ",", "a", "##t", "t", "##tp", "p", "at",
+                                  "##a", "##.", "!", "?", "##p", "'s", "is", "##is", "##n't", "not"]),
+    "cleaned_up": (cleaned_up, [*LETTERS, " n't", "'s", " '", " ,", ",", "  "]),
+    "spaced": (lambda tokens: tokenizer_of(tokens, None), [*LETTERS, "##n", "b", "c", "nn", "pp"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+def test_equals_generate(target: SimpleNamespace, kind: str) -> None:
+    """Any tokens, any stops: parts of the text around the prompt's end or later, from within a token, or none of it."""
+    make, pool = KINDS[kind]
+
+    @given(st.integers(0, 10**6))
+    @settings(deadline=None, max_examples=12)
+    def check(seed: int) -> None:
+        chance = random.Random(seed)
+        tokens = [BASE, *chance.sample(pool, VOCABULARY - 1)] if len(pool) >= VOCABULARY - 1 else [BASE, *pool]
+        tokenizer = make(tokens)
+        prompt = [chance.randrange(VOCABULARY) for _ in range(chance.choice([1, 2, 9]))]
+        text = [*prompt, *generate(target, prompt)]
+        stops = []
+        for _ in range(chance.choice([1, 1, 2, 3])):
+            start = max(0, len(prompt) - 1 + chance.choice([0, 0, *range(NEW)]))
+            piece = tokenizer.decode(text[start : start + chance.choice([1, 2, 3])], clean_up_tokenization_spaces=False)
+            inside = chance.randrange(max(1, len(piece)))
+            stops.append(piece[inside : inside + chance.choice([1, 2, 9])] or chance.choice(LETTERS))
+        try:
+            expected = generate(target, prompt, stop_strings=stops, tokenizer=tokenizer)
+        except ValueError:  # no token ends like that
+            with pytest.raises(UserError, match="stop_strings="):
+                StopStrings(stops, tokenizer)
+            return
+        found = run_arms(target, prompt, stops, tokenizer)
+        assert found == dict.fromkeys(found, expected), (tokens, stops)
+
+    check()
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A target, a prompt and the text after it, of which the prompt's last token and the first eight stand once."""
+    found = make_target(tmp_path_factory.mktemp("varied"), num_hidden_layers=2)
+    for seed in range(100):
+        found.prompt = random_prompt(6, seed)
+        found.text = generate(found, found.prompt)
+        both = [*found.prompt, *found.text]
+        if all(both.count(token) == 1 for token in both[5:14]):
+            return found
+    raise AssertionError("no such prompt")
+
+
+@pytest.mark.parametrize(
+    ("stops", "count", "texts"),
+    [
+        (["tp"], 1, {0: "t", 1: "p"}),  # straddles prompt and text
+        (["t", "\n\n"], 1, {0: "t\n", 1: "\n"}),
+        (["pt"], 4, {0: "pt", 3: "xp", 4: "ty"}),  # all of it in the prompt is none; begins inside a token
+        (["ab"], 3, {3: "xaby", 5: "ab"}),  # inside one token, and again in the same round
+        (["ab", "cd", "bc"], 4, {3: "xb", 4: "cd", 6: "ab"}),  # the first of several, two at once
+        ([" n"], 4, {3: "do", 4: " n", 5: "'t"}),  # of which decoding makes "don't" once it has all three
+        (
+            ["tn"],
+            NEW,
+            {3: "t", 4: "", 5: "n"},
+        ),  # with a token of no text in between: transformers looks back two tokens
+    ],
+)
+@pytest.mark.slow
+def test_where_in_the_text(varied: SimpleNamespace, stops: list[str], count: int, texts: dict[int, str]) -> None:
+    """texts: what the tokens of the text are to say, by place: 0 is the prompt's last, 1 the first new one."""
+    tokens = [f"<{i}>" for i in range(tiny.VOCABULARY)]
+    free = set(range(tiny.VOCABULARY)) - {*varied.prompt, *varied.text}
+    for token, piece in [(free.pop(), BASE), *(([*varied.prompt, *varied.text][5 + n], t) for n, t in texts.items())]:
+        tokens[token] = piece
+    tokenizer = cleaned_up(tokens)
+    expected = varied.text[:count]
+    assert generate(varied, varied.prompt, stop_strings=stops, tokenizer=tokenizer) == expected
+    found = run_arms(varied, varied.prompt, stops, tokenizer)
+    assert found == dict.fromkeys([AUTOREGRESSIVE, *METHODS, TRANSFORMERS], expected)
+
+
+def test_a_round_is_one_question_at_most() -> None:
+    """However many tokens it has; but for the beginning of a text that is shorter than what can matter."""
+    stops = StopStrings(["ab to at"], cleaned_up([BASE, "at", "ab", "t"]))
+    asked: list[int] = []
+    rule = stops._rule
+    stops._rule = lambda windows, _: (asked.append(len(windows)), rule(windows, None))[1]  # type: ignore[assignment]
+    assert stops.first_end([1] * 20, 6) is None
+    assert asked == [6]
+    assert stops.first_end([1] * 9, 3) is None
+    assert asked == [6, 1, 1, 1]
+    assert stops.first_end([2, 3, 0] * 8, 6) is None  # none of these is its end
+    assert asked == [6, 1, 1, 1, 2]
+    assert stops.first_end([2, 0] * 8, 6) is None
+    assert asked == [6, 1, 1, 1, 2]
+
+
+def test_stops_that_no_token_can_end_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"stop_strings=\['ß'\]: transformers cannot look for them with this tokenizer"):
+        StopStrings(["ß"], cleaned_up([BASE, "x", "y"]))

@@ -1,0 +1,302 @@
+"""The law of what sampled verification emits, exactly: every random branch is run, with rational weights.
+
+The branches include the draws of the candidates themselves, and the code that runs is the code that ships: it gets
+numpy arrays of fractions instead of tensors.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from inference.core.tree import ROOT
+from inference.core.verify import Chance, Matching, NodeRule, Rejection, Rows, verify_sampled
+from tests.exact_laws import (
+    Drafter,
+    Law,
+    distribution,
+    emitted,
+    everywhere,
+    law,
+    likeliest,
+    paths,
+    plain,
+    random_model,
+    sampled,
+    ships,
+)
+
+WITH, WITHOUT, NAIVE = Rejection(replace=True), Rejection(replace=False), Matching()
+
+
+# ------------------------------------------------------------------------------------------------- one node, all rules
+
+SAMPLED = [pytest.param(WITH, id="with"), pytest.param(WITHOUT, id="without"), pytest.param(NAIVE, id="naive")]
+weights = st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any)
+CASES = {
+    "ordinary": ([3, 2, 1, 4], [1, 1, 5, 2]),
+    "zeros": ([3, 0, 1, 0], [0, 2, 1, 1]),
+    "equal": ([3, 2, 0, 4], [3, 2, 0, 4]),
+    "disjoint": ([3, 2, 0, 0], [0, 0, 1, 5]),
+    "support smaller than k": ([1, 2, 3, 4], [0, 3, 1, 0]),
+    "p a point": ([0, 1, 0, 0], [1, 2, 1, 1]),
+    "q a point": ([1, 2, 1, 1], [0, 0, 1, 0]),
+    "both the same point": ([0, 0, 1, 0], [0, 0, 1, 0]),
+    "both points": ([0, 1, 0, 0], [0, 0, 1, 0]),
+    "p below q but for one token": ([1, 1, 1, 7], [2, 2, 2, 4]),
+}
+
+
+def node_law(rule: NodeRule, p: Rows, q: Rows, k: int, *, replace: bool | None = None, **options: bool) -> Law:
+    if replace is None:
+        replace = rule != WITHOUT
+    draft = sampled(everywhere(q), (k,), replace=replace, **options)
+    return emitted(everywhere(p), draft, ships(rule), 1)
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_law_of_a_node(rule: NodeRule, k: int, case: str) -> None:
+    p, q = map(distribution, CASES[case])
+    assert node_law(rule, p, q, k) == plain(everywhere(p), 1)
+
+
+@given(p=weights, q=weights, k=st.integers(1, 3), rule=st.sampled_from([WITH, WITHOUT, NAIVE]))
+@settings(deadline=None, max_examples=60)
+@pytest.mark.slow
+def test_law_of_any_node(p: list[int], q: list[int], k: int, rule: NodeRule) -> None:
+    target = everywhere(distribution(p))
+    assert node_law(rule, distribution(p), distribution(q), k) == plain(target, 1)
+
+
+@given(p=weights, q=weights, rule=st.sampled_from([WITHOUT, NAIVE]))
+@settings(deadline=None, max_examples=30)
+@pytest.mark.slow
+def test_candidates_beyond_the_support_change_nothing(p: list[int], q: list[int], rule: NodeRule) -> None:
+    """A draft padded to four children has q_i = 0 at the padding, and token 0 twice: neither crashes nor biases."""
+    padded = node_law(rule, distribution(p), distribution(q), 4, replace=False, pad=True)
+    assert padded == plain(everywhere(distribution(p)), 1)
+
+
+@given(p=weights, q=weights, k=st.integers(2, 3))
+@settings(deadline=None, max_examples=30)
+@pytest.mark.slow
+def test_independent_draws_may_drop_their_repeats(p: list[int], q: list[int], k: int) -> None:
+    """The without-replacement rule passes over repeats, and the draws that are left are draws without replacement."""
+    found = node_law(WITHOUT, distribution(p), distribution(q), k, replace=True)
+    assert found == plain(everywhere(distribution(p)), 1)
+
+
+@settings(deadline=None)
+@given(p=weights, candidates=st.lists(st.integers(0, 3), max_size=5))
+def test_naive_is_sampling_from_p_and_looking(p: list[int], candidates: list[int]) -> None:
+    """A candidate is accepted exactly when the one sample from p equals it; its first copy, if it is repeated."""
+    row = distribution(p)
+    rows = np.stack([row] * (len(candidates) + 1))
+    parents = [ROOT] * len(candidates)
+
+    def run(chance: Chance) -> tuple[int | None, int | None]:
+        accepted, token = verify_sampled(candidates, parents, {}, rows, NAIVE, chance)
+        return (accepted[0], None) if accepted else (None, token)
+
+    expected: Counter = Counter()
+    for token, mass in enumerate(row):
+        expected[(candidates.index(token), None) if token in candidates else (None, token)] += mass
+    assert law(run) == {outcome: mass for outcome, mass in expected.items() if mass}
+
+
+# ---------------------------------------------------------------------------------------------------- trees and chains
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.parametrize(
+    ("config", "at_once"),
+    [((1, 1), True), ((1, 1, 1), False), ((1, 1, 1), True), ((2, 2), True), ((3, 2), False), ((2, 1, 1), True)],
+    ids=str,
+)
+@pytest.mark.slow
+def test_joint_law_of_a_sampled_tree(rule: NodeRule, config: tuple[int, ...], at_once: bool) -> None:
+    """Every prefix of a round and the token after it: p(x_1) p(x_2 | x_1) … A chain is Leviathan's method."""
+    size = 2 if config in {(3, 2), (2, 1, 1)} and rule != WITHOUT else 3
+    seed = sum(config)
+    p, q = random_model(seed, size), random_model(seed + 1, size)
+    draft = sampled(q, config, replace=rule != WITHOUT)
+    length = len(config) + 1
+    assert emitted(p, draft, ships(rule, at_once=at_once), length) == plain(p, length)
+
+
+def verify_shared(
+    tokens: Sequence[int], parents: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance, *, at_once: bool
+) -> tuple[list[int], int]:
+    """The with-replacement rule on the tree that is shipped: equal draws are one node, listed again in `draws`."""
+    kept: list[int] = []
+    shared: dict[int, int] = {ROOT: ROOT}
+    places: dict[tuple[int, int], int] = {}
+    draws: dict[int, list[int]] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent in shared:  # nothing is drafted below a draw that was there before
+            place = places.setdefault((shared[parent], token), len(kept))
+            draws.setdefault(shared[parent], []).append(place)
+            if place == len(kept):
+                kept.append(node)
+                shared[node] = place
+    accepted, token = verify_sampled(
+        [tokens[node] for node in kept],
+        [shared[parents[node]] for node in kept],
+        {shared[parent]: row for parent, row in q.items() if parent in shared},
+        p[[0, *(node + 1 for node in kept)]],
+        WITH,
+        chance,
+        draws=draws,
+        at_once=at_once,
+    )
+    return [kept[node] for node in accepted], token
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("config", [(2,), (3,), (2, 1)], ids=str)
+def test_law_of_draws_that_share_a_node(config: tuple[int, ...], at_once: bool) -> None:
+    p, q = everywhere(distribution([1, 5, 4])), everywhere(distribution([8, 1, 1]))
+    verify = functools.partial(verify_shared, at_once=at_once)
+    length = len(config) + 1
+    assert emitted(p, sampled(q, config, replace=True), verify, length) == plain(p, length)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_law_of_families_of_different_sizes(at_once: bool) -> None:
+    """A node that has one child only, for q has one token only, before and after nodes with two."""
+    p = everywhere(distribution([1, 4, 3]))
+
+    def q(text: tuple[int, ...]) -> Rows:
+        return distribution([0, 1, 0] if text == (0,) else [6, 1, 1])
+
+    assert emitted(p, sampled(q, (2, 2), replace=False), ships(WITHOUT, at_once=at_once), 3) == plain(p, 3)
+
+
+@given(
+    seed=st.integers(0, 99),
+    nodes=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=10),
+    at_once=st.booleans(),
+)
+@settings(deadline=None, max_examples=40)
+def test_sample_and_match_is_exact_for_any_tree(seed: int, nodes: list[tuple[int, int]], at_once: bool) -> None:
+    """Any shape and any tokens, siblings repeated or not: the draft is no random matter at all."""
+    parents = [place % (i + 1) - 1 for i, (place, _) in enumerate(nodes)]
+    tokens = [token for _, token in nodes]
+    length = max(map(len, paths(tokens, parents))) + 1
+    assume(length <= 5)
+    p = random_model(seed, 3)
+    law_of_tree = emitted(p, lambda _: (tokens, parents, {}), ships(NAIVE, at_once=at_once), length)
+    assert law_of_tree == plain(p, length)
+
+
+def test_everything_is_accepted_when_draft_and_target_agree() -> None:
+    """p = q: every ratio is 1, and nothing is ever divided by the residual's mass of 0."""
+    p = random_model(5, 3)
+    for rule in (WITH, WITHOUT):
+        draft = sampled(p, (1, 1, 1), replace=rule.replace)
+
+        def run(chance: Chance, rule: NodeRule = rule, draft: Drafter = draft) -> int:
+            tokens, parents, q = draft(chance)
+            rows = np.stack([p(context) for context in paths(tokens, parents)])
+            return len(verify_sampled(tokens, parents, q, rows, rule, chance)[0])
+
+        assert law(run) == {3: 1}
+
+
+# -------------------------------------------------------------------------------------- the harness can tell the wrong
+
+
+@dataclass(frozen=True)
+class NoResidual(Rejection):
+    """Wrong: after a rejection it samples from p."""
+
+    def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
+        return p[family[0] + 1]
+
+
+def per_path(
+    tokens: Sequence[int], parents: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance
+) -> tuple[list[int], int]:
+    """Wrong: verifies every path from the root as a chain of its own, and keeps the longest that was accepted."""
+    results = []
+    for leaf in set(range(len(tokens))) - set(parents):
+        path = [leaf]
+        while parents[path[0]] != ROOT:
+            path.insert(0, parents[path[0]])
+        above = [ROOT, *path]
+        rows = {i - 1: q[node] for i, node in enumerate(above[:-1])}
+        accepted, token = verify_sampled(
+            [tokens[node] for node in path],
+            range(ROOT, len(path) - 1),
+            rows,
+            p[[node + 1 for node in above]],
+            WITH,
+            chance,
+        )
+        results.append((path[: len(accepted)], token))
+    return max(results, key=lambda result: len(result[0]))
+
+
+WRONG = {
+    "per-path resampling": (per_path, sampled),
+    "no residual": (ships(NoResidual(replace=True)), sampled),
+    "no residual, without replacement": (ships(NoResidual(replace=False)), functools.partial(sampled, replace=False)),
+    "chosen candidates under the with-replacement rule": (ships(WITH), likeliest),
+    "chosen candidates under the without-replacement rule": (ships(WITHOUT), likeliest),
+    "draws without replacement under the other rule": (ships(WITH), functools.partial(sampled, replace=False)),
+}
+
+
+@pytest.mark.parametrize("config", [(2,), (2, 1)], ids=str)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_rules_are_found_out(wrong: str, config: tuple[int, ...]) -> None:
+    verify, structure = WRONG[wrong]
+    p, q = everywhere(distribution([1, 5, 2])), everywhere(distribution([4, 1, 1]))
+    if structure is sampled:
+        structure = functools.partial(sampled, replace=True)
+    length = len(config) + 1
+    found = emitted(p, structure(q, config), verify, length)
+    assert found != plain(p, length)
+    distance = sum(abs(found.get(t, 0) - w) for t, w in plain(p, length).items()) / 2
+    assert distance > Fraction(1, 100)
+
+
+# ------------------------------------------------------------------------------------------------ how much is accepted
+
+
+def acceptance(rule: NodeRule, p: Rows, q: Rows, k: int) -> Fraction:
+    """The exact probability that one of k candidates is accepted."""
+    draft = sampled(everywhere(q), (k,), replace=rule != WITHOUT)
+
+    def run(chance: Chance) -> bool:
+        tokens, parents, rows = draft(chance)
+        return bool(verify_sampled(tokens, parents, rows, np.stack([p] * (len(tokens) + 1)), rule, chance)[0])
+
+    return law(run).get(True, Fraction(0))
+
+
+@given(p=weights, q=weights, k=st.integers(1, 3))
+@settings(deadline=None, max_examples=40)
+@pytest.mark.slow
+def test_acceptance_without_beats_with_beats_naive(p: list[int], q: list[int], k: int) -> None:
+    without, with_, naive = (acceptance(rule, distribution(p), distribution(q), k) for rule in (WITHOUT, WITH, NAIVE))
+    assert without >= with_ >= naive
+    if k == 1:
+        assert without == with_ == sum(min(a, b) for a, b in zip(distribution(p), distribution(q), strict=True))
+
+
+def test_the_ordering_is_strict_where_it_can_be() -> None:
+    p, q = distribution([5, 3, 2, 1]), distribution([3, 4, 1, 2])
+    rates = [acceptance(rule, p, q, 2) for rule in (WITHOUT, WITH, NAIVE)]
+    assert rates[0] > rates[1] > rates[2]
+    assert acceptance(WITHOUT, p, q, 4) == 1  # all tokens are candidates
+    for rule in (WITHOUT, WITH, NAIVE):
+        assert acceptance(rule, p, q, 1) < acceptance(rule, p, q, 2) < acceptance(rule, p, q, 3)

@@ -1,0 +1,137 @@
+"""Attention of the compiled passes, against the formula."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+from torch import Tensor
+
+from inference.engines.cpu.attention import NEAR, attend
+from inference.engines.cpu.linear import Linear
+from inference.engines.cpu.products import product
+from inference.engines.cpu.task import Task
+from inference.engines.cpu.vectors import LANES
+
+POSITIONS, ROWS, HEADS, KEY_HEADS, WIDTH = NEAR + 41, 3, 6, 2, 4 * LANES
+
+
+@njit
+def attended(queries, keys, values, seen, mask, scale, first, last, out):  # type: ignore[no-untyped-def]
+    rows, width = queries.shape[0], keys.shape[2]
+    scores = np.empty((queries.shape[1] // width * rows, -(-seen // LANES) * LANES), np.float32)
+    sums, near = np.full(queries.shape, np.float32(np.nan)), np.empty((NEAR, width), np.float32)
+    task = Task(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
+    attend(task, first, last, False, out)
+
+
+def numbers(tensor: Tensor) -> np.ndarray:
+    """What compiled code is given: float32, or a bfloat16's bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def given(width: int = WIDTH, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [R, H·D], keys and values [G, positions, D]."""
+    generator = torch.Generator().manual_seed(0)
+    queries = 2 * torch.randn(ROWS, HEADS * width, generator=generator)
+    keys, values = torch.randn(2, KEY_HEADS, POSITIONS, width, generator=generator).to(dtype)
+    return queries, keys, values
+
+
+def run(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: int,
+    mask: Tensor | None = None,
+    parts: int = 1,
+    by: Callable[..., None] = attended,
+) -> Tensor:
+    """What the queries attend to, in so many parts, as threads share them out."""
+    out = torch.full(queries.shape, torch.nan)
+    shown = torch.zeros(len(queries), 0, dtype=keys.dtype) if mask is None else mask[:, :seen].contiguous()
+    given = (queries.numpy(), numbers(keys), numbers(values), seen, numbers(shown), np.float32(0.2))
+    items = len(queries) * HEADS
+    for part in range(parts):
+        by(*given, items * part // parts, items * (part + 1) // parts, out.numpy())
+    return out
+
+
+def exactly(queries: Tensor, keys: Tensor, values: Tensor, seen: int, mask: Tensor | None = None) -> Tensor:
+    """The same in float64, by the formula."""
+    heads = queries.double().view(len(queries), KEY_HEADS, HEADS // KEY_HEADS, -1)
+    scores = 0.2 * torch.einsum("rghd,gpd->rghp", heads, keys[:, :seen].double())
+    if mask is not None:
+        scores += mask[:, None, None, :seen].double()
+    return torch.einsum("rghp,gpd->rghd", scores.softmax(-1), values[:, :seen].double()).flatten(1)
+
+
+def hidden(dtype: torch.dtype = torch.float32) -> Tensor:
+    """A mask: of every row other positions are seen."""
+    mask = torch.zeros(ROWS, POSITIONS, dtype=dtype)
+    for row in range(ROWS):
+        mask[row, row + 1 :: row + 2] = torch.finfo(dtype).min
+    mask[:, 0] = -1.5
+    return mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [LANES, 3 * LANES, WIDTH, 9 * LANES])
+def test_is_the_mean_of_values_by_the_softmax(width: int, dtype: torch.dtype) -> None:
+    """With few positions and with many, with and without a mask, of every width in vectors."""
+    queries, keys, values = given(width, dtype)
+    for seen in (1, 2, 7, 8, 9, 17, NEAR, NEAR + 1, POSITIONS):
+        for mask in (None, hidden(dtype)):
+            found, exact = (way(queries, keys, values, seen, mask).double() for way in (run, exactly))
+            torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_parts_and_rows_give_the_same(dtype: torch.dtype) -> None:
+    """To the bit: for a thread with two queries or less reads what is stored, one with more a copy in floats."""
+    queries, keys, values = given(WIDTH, dtype)
+    mask = hidden(dtype)
+    whole = run(queries, keys, values, POSITIONS, mask)
+    for parts in (2, 3, 5, ROWS * HEADS):
+        assert torch.equal(run(queries, keys, values, POSITIONS, mask, parts), whole)
+    for row in range(ROWS):
+        rest = queries[row : row + 1], keys, values, POSITIONS, mask[row : row + 1]
+        assert torch.equal(run(*rest)[0], whole[row])
+
+
+def test_what_is_hidden_at_the_end_changes_no_bit() -> None:
+    queries, keys, values = given()
+    for seen in range(1, POSITIONS):
+        mask = torch.zeros(ROWS, POSITIONS)
+        mask[:, seen:] = torch.finfo(torch.float32).min
+        alone = run(queries, keys, values, seen)
+        assert torch.equal(run(queries, keys, values, POSITIONS, mask), alone)
+
+
+def test_what_is_not_a_number_stays_that() -> None:
+    queries, keys, values = given()
+    for place in (0, 20, POSITIONS - 1):
+        broken = keys.clone()
+        broken[:, place, 3] = torch.nan
+        assert run(queries, broken, values, POSITIONS).isnan().all()
+    queries[:, 0] = torch.inf
+    assert run(queries, keys, values, POSITIONS)[:, :WIDTH].isnan().all()
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.float32])
+def test_vectors_are_rounded_to_bfloat16_as_pytorch_does(kind: type) -> None:
+    """Over bits of every kind: ties, subnormal numbers, infinities. They are stored as what is added to a product."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 2**17, dtype=np.uint32)
+    ties = (bits & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
+    edges = np.full(LANES, 0x7F800000, np.uint32)
+    x = np.concatenate([bits, ties, edges, edges | np.uint32(1 << 31)]).view(np.float32)
+    out = np.empty((1, len(x)), kind)
+    nothing = Linear(np.zeros(len(x), np.float32), 1, np.ones(len(x), np.float32), x)
+    expected = torch.from_numpy(x).bfloat16().float()
+    product(nothing, np.zeros((1, 1), np.float32), 1, 0, len(x), True, out)
+    found = torch.from_numpy(out).view(torch.bfloat16) if kind is np.uint16 else torch.from_numpy(out)
+    torch.testing.assert_close(found[0].float(), expected, rtol=0, atol=0, equal_nan=True)
+    if kind is np.float32:
+        product(nothing, np.zeros((1, 1), np.float32), 1, 0, len(x), False, out)
+        np.testing.assert_array_equal(out[0], x)

@@ -1,0 +1,480 @@
+"""A range of layers in one call: what they give one by one, whatever the rows, and only where it can."""
+
+import copy
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.int8 import quantise
+from draft_models.targets.open_target import open_target
+from draft_models.targets.stack import LayerStack
+from inference.core.cache import KVCache
+from inference.core.decode import autoregressive, speculative
+from inference.core.rows import Rows
+from inference.core.session import TargetSession
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
+from inference.engines.cpu import at_once, layout, team
+from inference.engines.cpu.at_once import LayersAtOnce, PanelLinear
+from inference.engines.fused_layers import fuse_layers, run_at_once
+from inference.loading.drafters import prepare
+from inference.shapes.factory import make_structure
+from outrider.streams import Streams
+from tests.tiers import quick_where
+from tests.tiny import (
+    LAYERS,
+    STRUCTURES,
+    make_drafter,
+    method_of,
+    open_stack,
+    random_prompt,
+    save_target,
+    shake_norms_and_biases,
+)
+
+VOCABULARY = 272  # whole panels
+PAST, TREE = 9, (-1, 0, 0, 1, 1, 2, 3, 3)
+WHOLE = {"use_sliding_window": False, "layer_types": None}
+FAMILIES = [("llama", {"attention_bias": True}), ("mistral", {"sliding_window": None}), ("qwen2", WHOLE), ("qwen3", {})]
+
+
+def make_stack(path: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes: object) -> LayerStack:
+    """A stack whose layers are fused and run at once, with norms and biases that are none of the initial ones."""
+    shake_norms_and_biases(save_target(path, architecture, kv_heads=2, **changes))
+    stack = open_stack(path, dtype)[1]
+    fuse_layers(stack)
+    run_at_once(stack)
+    stack.reserve(64)
+    return stack
+
+
+def given(stack: LayerStack, parents: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Any, Any, KVCache]:
+    """Hidden states of rows behind a text, where they stand, what they see, and the text's keys and values."""
+    rows = Rows(parents)
+    layout = rows.layout(PAST, 0, len(rows))
+    places = torch.arange(64)
+    cache = KVCache(range(LAYERS), 32)
+    heads, width = stack.config.num_key_value_heads, stack.layers[0].head_dim
+    whole = cache.whole(heads, width, torch.empty(0, dtype=stack.dtype))
+    assert whole is not None
+    generator = torch.Generator().manual_seed(seed)
+    whole[..., :PAST, :] = torch.randn(whole[..., :PAST, :].shape, generator=generator).to(stack.dtype)
+    cache.length = PAST
+    hidden = torch.randn(1, len(rows), stack.config.hidden_size, generator=generator).to(stack.dtype)
+    mask = layout.masks(stack.windows, places, stack.dtype)
+    return hidden, stack.rotary(layout.positions(places)), mask, cache
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parents", [(-1,), (-1, 0, 1, 2), TREE])
+@pytest.mark.parametrize(("architecture", "changes"), quick_where(lambda row: row[0] == "llama", FAMILIES))
+def test_equals_the_layers_one_by_one(
+    tmp_path: Path, architecture: str, changes: dict[str, object], parents: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Hidden states, keys and values, of every range; what was given stays."""
+    stack = make_stack(tmp_path, architecture, dtype, **changes)
+    together = stack.at_once
+    assert isinstance(together, LayersAtOnce)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.06}
+    for start, stop in ((0, LAYERS), (1, 3), (LAYERS - 1, LAYERS)):
+        hidden, rotary, masks, cache = given(stack, parents)
+        before = hidden.clone()
+        found = together.run(hidden, start, stop, rotary.tables[0], masks[None], cache)
+        assert found is not None
+        assert found.dtype == dtype
+        assert torch.equal(hidden, before)
+        stack.at_once, (_, _, _, other) = None, given(stack, parents)
+        expected = stack.run(hidden, start, stop, rotary, masks, other)
+        stack.at_once = together
+        torch.testing.assert_close(found, expected, **tolerance)
+        assert not torch.equal(found, hidden)
+        for own, theirs in zip(cache.content(32), other.content(32), strict=True):
+            torch.testing.assert_close(own, theirs, **tolerance)
+        torch.testing.assert_close(
+            stack.run(hidden, start, stop, rotary, masks, given(stack, parents)[3]), found, rtol=0, atol=0
+        )
+
+
+def halved(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round its weights to `dtype`, which they no longer have."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("stored", [torch.int8, torch.float16, torch.bfloat16])
+def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> None:
+    """The codes of an int8 model are its weights here. Those of a checkpoint in 16 bits have 16 of them again."""
+    model = open_target(str(save_target(tmp_path, kv_heads=2))).layers(dtype=torch.float32)
+    if stored == torch.int8:
+        quantise(model, torch.float32, "dtype=int8")
+    else:
+        halved(model, stored)
+    stack = layer_stack(model)
+    fuse_layers(stack)
+    run_at_once(stack)
+    stack.reserve(64)
+    assert isinstance(stack.at_once, LayersAtOnce)
+    assert stack.at_once.layout.stored == stored
+    hidden, rotary, masks, cache = given(stack, TREE)
+    found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+    stack.at_once = None
+    expected = stack.run(hidden, 0, LAYERS, rotary, masks, given(stack, TREE)[3])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(params=["floats", "pairs", "amx"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The way in which bfloat16s are multiplied, where the processor has it."""
+    if request.param not in layout.ways():
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(layout, "ways", lambda: ("floats", request.param))
+    monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept: tried != request.param)
+    return str(request.param)
+
+
+@torch.inference_mode()
+def test_bfloat16_in_every_way(tmp_path: Path, way: str) -> None:
+    stack = make_stack(tmp_path, "llama", torch.bfloat16)
+    assert isinstance(stack.at_once, LayersAtOnce)
+    assert stack.at_once.layout.way == way
+    hidden, rotary, masks, cache = given(stack, TREE)
+    found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+    stack.at_once = None
+    expected = stack.run(hidden, 0, LAYERS, rotary, masks, given(stack, TREE)[3])
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.06)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.dtype, way: str) -> None:
+    """To the bit: so a chain that is verified has the very numbers of plain decoding."""
+    stack = make_stack(tmp_path, "llama", dtype)
+    hidden, rotary, masks, cache = given(stack, (-1, 0, 1, 2, 3, 4, 5))
+    together = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+    alone = given(stack, (-1,))[3]
+    text = [own.whole(2, stack.layers[0].head_dim, hidden) for own in (alone, cache)]
+    text[0][..., :PAST, :] = text[1][..., :PAST, :]
+    for row in range(hidden.shape[1]):
+        where = stack.rotary(torch.tensor([[PAST + row]]))
+        own = stack.run(hidden[:, row : row + 1].contiguous(), 0, LAYERS, where, {None: None}, alone)
+        assert torch.equal(own[0, 0], together[0, row])
+        alone.advance(1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "past"), [(33, 9), (70, 9), (40, 9000)])
+def test_wide_and_long_passes_have_the_logits_of_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, past: int
+) -> None:
+    """To the bit: of a chain, and of a path through a tree, whose rows stand in other slots. Also in several calls."""
+    longest = {"vocab_size": VOCABULARY, "max_position_embeddings": past + rows}
+    stack = open_stack(save_target(tmp_path, "llama", kv_heads=2, **longest), dtype)[1]
+    prepare(stack, {})
+    monkeypatch.setattr(at_once, "SEEN", 30 * (past + rows))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(256, (rows,), generator=generator)
+    text = torch.randn(LAYERS, 2, 2, past, stack.layers[0].head_dim, generator=generator).to(dtype)
+
+    def session() -> TargetSession:
+        made = TargetSession(stack, 0, past + rows)
+        made.rest.whole(2, text.shape[-1], text)[:, :, :, :past] = text
+        made.base = made.rest.length = made.first.length = past
+        return made
+
+    def verified(parents: Sequence[int]) -> Tensor:
+        verifying = session()
+        verifying.feed(tokens, parents)
+        return verifying.finish()
+
+    plain, one_by_one = session(), []
+    every_third = range(0, rows, 3)
+    for row in range(rows):
+        plain.feed(tokens[row : row + 1], [-1])
+        one_by_one.append(plain.finish())
+        plain.commit([0])
+    assert torch.equal(verified(range(-1, rows - 1)), torch.cat(one_by_one))
+
+    path, along = session(), []
+    for row in every_third:
+        path.feed(tokens[row : row + 1], [-1])
+        along.append(path.finish())
+        path.commit([0])
+    tree = verified([row - 3 if row % 3 == 0 and row else row - 1 for row in range(rows)])
+    assert torch.equal(tree[list(every_third)], torch.cat(along))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_text_of_its_own_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.dtype, way: str) -> None:
+    """Each of more rows than a pass of one text has: hidden states, and the keys and values of all texts."""
+    stack, rows, positions = make_stack(tmp_path, "llama", dtype), 37, 40
+    together = stack.at_once
+    assert isinstance(together, LayersAtOnce)
+    generator = torch.Generator().manual_seed(1)
+    width = stack.layers[0].head_dim
+    kept = torch.randn(LAYERS, 2, rows + 2, 2, positions, width, generator=generator).to(dtype)
+    before = kept.clone()
+    hidden = torch.randn(rows, stack.config.hidden_size, generator=generator).to(dtype)
+    seats = torch.tensor([[(5 * row + 1) % (rows + 2), 7 * row % positions] for row in range(rows)])
+    cos, sin = stack.rotary(seats[None, :, 1]).tables[0]
+    found = together.run_each(hidden, (cos[0], sin[0]), kept, seats)
+    for row, (text, past) in enumerate(seats.tolist()):
+        cache = KVCache(range(LAYERS), positions)
+        whole = cache.whole(2, width, hidden)
+        whole.copy_(before[:, :, text])
+        cache.length = past
+        where = stack.rotary(torch.tensor([[past]])).tables[0]
+        alone = together.run(hidden[None, row : row + 1], 0, LAYERS, where, None, cache)
+        assert torch.equal(found[row], alone[0, 0])
+        before[:, :, text] = whole
+    assert torch.equal(kept, before)
+
+
+@torch.inference_mode()
+def test_any_team_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, several, more than there are panels or heads, and none of OpenMP's where there is no OpenMP."""
+    stack = make_stack(tmp_path, "llama")
+
+    def run() -> Tensor:
+        hidden, rotary, masks, cache = given(stack, TREE)
+        return stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+
+    alone = run()
+    monkeypatch.setattr(layout, "SHARE", 0)
+    for threads in (2, 3, 13):
+        torch.set_num_threads(threads)
+        assert torch.equal(run(), alone)
+    monkeypatch.setattr(team, "_where_torch_looks", lambda: ())
+    team.team.cache_clear()
+    try:
+        assert team.most_threads() == 1
+        assert torch.equal(run(), alone)
+    finally:
+        team.team.cache_clear()
+
+
+def run_apart(source: str, *arguments: object) -> None:
+    """Run Python source in a process of its own, in this directory."""
+    subprocess.run([sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)], check=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is loaded")
+def test_the_team_is_of_the_library_that_pytorch_calls(tmp_path: Path) -> None:
+    """Also beside other copies of it, which some packages bring: PyTorch's number of threads is known to that alone."""
+    run_apart(
+        """
+        import ctypes, shutil, sys
+        from pathlib import Path
+        import torch
+        from inference.engines.cpu.team import team
+
+        loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line or "libomp" in line}
+        folder = Path(sys.argv[1]) / "torch"
+        folder.mkdir()
+        copies = [folder / f"libgomp-{number}.so.1" for number in range(9)]
+        path = loaded.pop()
+        others = [ctypes.CDLL(shutil.copy(path, copy)) for copy in copies]
+        begins = [ctypes.cast(other.GOMP_parallel, ctypes.c_void_p).value for other in others]
+        own = ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
+        assert len({own, *begins}) == 10
+        assert ctypes.cast(team().parallel, ctypes.c_void_p).value == own
+        """,
+        tmp_path,
+    )
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_little_known_decodes(tmp_path: Path) -> None:
+    """LLVM may not know the processor; some systems have no `resource`, and no way to offer a core to others."""
+    run_apart(
+        """
+        import os, sys
+        from pathlib import Path
+        import llvmlite.binding, torch
+        from transformers import LlamaForCausalLM  # what others need of a system is not the question
+
+        def unknown():
+            raise RuntimeError("no such processor")
+
+        llvmlite.binding.get_host_cpu_features = unknown
+        sys.modules["resource"] = None
+        del os.sched_yield
+        from inference.engines.cpu.numbers import _yield_core
+        from inference.core.decode import autoregressive
+        from inference.evaluate import compare
+        from inference.loading.drafters import prepare
+        from inference.measure.bench import peak_memory
+        from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+
+        assert callable(getattr(_yield_core, "py_func", None)), "nothing is linked that is not there"
+        assert peak_memory(torch.device("cpu")) == 0
+        model, stack = open_stack(save_target(Path(sys.argv[1]), "opt"))  # by PyTorch: to compile anew takes a minute
+        prepare(stack, {})
+        prompt = random_prompt(20)
+        tokens = [token for r in autoregressive(stack, prompt, max_new_tokens=8) for token in r.tokens]
+        assert tokens == reference_generate(model, prompt, 8)
+        """,
+        tmp_path,
+    )
+
+
+@torch.inference_mode()
+def test_a_copy_outlives_what_it_was_copied_from(tmp_path: Path) -> None:
+    stack = make_stack(tmp_path, "llama")
+    hidden, rotary, masks, cache = given(stack, TREE)
+    expected = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+    copied = copy.deepcopy(stack)
+    for tensor in (stack.at_once._weights, *stack.at_once._floats):
+        tensor.zero_()
+    assert torch.equal(copied.run(hidden, 0, LAYERS, rotary, masks, given(copied, TREE)[3]), expected)
+
+
+def test_passes_it_is_not_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = make_stack(tmp_path, "llama")
+    with torch.inference_mode():
+        hidden, rotary, masks, cache = given(stack, TREE)
+        table, mask = rotary.tables[0], masks[None]
+        together = stack.at_once
+        assert together is not None
+
+        def runs(hidden: Tensor = hidden, table: Any = table, mask: Any = mask, cache: Any = cache) -> bool:
+            return together.run(hidden, 0, 1, table, mask, cache) is not None
+
+        assert runs()
+        assert not runs(hidden.expand(2, -1, -1))  # several texts
+        assert not runs(mask=None)  # a prompt's first rows
+        assert not runs(table=None)
+        assert not runs(hidden.double())
+        assert not runs(table=tuple(part.double() for part in table))
+        assert not runs(mask=mask > -1)
+        assert not runs(cache=None)
+        with cache.at(torch.arange(len(TREE)), 32):
+            assert not runs()
+        cache.length = 0
+        assert not runs()  # a prompt's first rows under a window
+    with torch.enable_grad():
+        assert not runs()
+
+
+def test_layers_it_cannot_run(tmp_path: Path) -> None:
+    """Those without a gate, of other shapes, and several kinds of attention in one stack."""
+    opt = open_stack(save_target(tmp_path / "opt", "opt"))[1]
+    odd = open_stack(save_target(tmp_path / "odd", intermediate_size=100))[1]
+    narrow = open_stack(save_target(tmp_path / "narrow", head_dim=8))[1]
+    for stack in (opt, odd, narrow):
+        fuse_layers(stack)
+        assert run_at_once(stack) == []
+        assert stack.at_once is None
+    mixed = make_stack(tmp_path / "mixed", "llama")
+    first, second = list(mixed.layers)[:2]
+    assert LayersAtOnce.of([first, second]) is not None
+    assert LayersAtOnce.of([second, first]) is None
+    second.mlp_norm.eps = 0.5
+    assert LayersAtOnce.of([first, second]) is None
+
+
+def test_decoding_goes_by_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of target and early exit. One number wrong in a pass of one row, and the two ways to decode part."""
+    path = save_target(tmp_path, kv_heads=2)
+    stack, drafter, prompt = open_stack(path)[1], make_drafter(path, LAYERS - 1, noise=0.3), random_prompt(20)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    seen: set[tuple[int, int, int]] = set()
+    whole = LayersAtOnce.run
+    wrong = False
+
+    def watched(self: LayersAtOnce, hidden: Tensor, start: int, stop: int, *rest: Any) -> Tensor | None:
+        done = whole(self, hidden, start, stop, *rest)
+        if done is not None:
+            seen.add((hidden.shape[1], start, stop))
+            if wrong and hidden.shape[1] == 1:
+                done[..., 0] += 3.0
+        return done
+
+    monkeypatch.setattr(LayersAtOnce, "run", watched)
+
+    def decoded() -> list[list[int]]:
+        tree = Shaped(EarlyExitSource(drafter), make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
+        arms = autoregressive(stack, prompt, max_new_tokens=30), speculative(stack, tree, prompt, max_new_tokens=30)
+        return [[token for r in rounds for token in r.tokens] for rounds in arms]
+
+    plain, drafted = decoded()
+    assert plain == drafted
+    assert {(1, 0, LAYERS), (1, 0, LAYERS - 1), (1, 0, 1)} <= seen  # plain decoding, the first half, the exit layer
+    assert any(rows > 1 and stop == LAYERS for rows, _, stop in seen)
+    wrong = True
+    plain, drafted = decoded()
+    assert plain != drafted
+
+
+class Ticks:
+    """A clock by which a pass at once takes a second, and one of so many rows one by one as long as `seconds` says."""
+
+    def __init__(self, seconds: Callable[[int], float]):
+        self.turn, self.seconds = 0, seconds
+
+    def __call__(self) -> float:
+        place, part = divmod(self.turn, 3)
+        rows = at_once.WIDTHS[place // (1 + at_once.REPEATS)]
+        self.turn += 1
+        return 100.0 * place + (0.0, 1.0, 1.0 + self.seconds(rows))[part]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "faster"),
+    [(lambda rows: 1.1, True), (lambda rows: 0.9, False), (lambda rows: 3.0 if rows == 1 else 0.9, True)],
+)
+def test_the_faster_way_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], faster: bool
+) -> None:
+    """Over all widths: the way is the same for all of them."""
+    stack = make_stack(tmp_path, "llama")
+    together, layers = stack.at_once, list(stack.layers)
+    assert isinstance(together, LayersAtOnce)
+    assert together.is_faster(layers)  # so small that nothing is measured
+    monkeypatch.setattr(at_once, "SMALL", 0)
+    assert together.is_faster(layers, Ticks(seconds)) == faster
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_where_it_is_not_faster_its_weights_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    monkeypatch.setattr(LayersAtOnce, "is_faster", lambda self, layers: faster)
+    path = save_target(tmp_path, kv_heads=2, vocab_size=VOCABULARY)
+    stack, drafter = open_stack(path)[1], make_drafter(path, 1)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    assert {stack.at_once is not None, drafter.layer.at_once is not None} == {faster}
+    assert isinstance(stack.head, PanelLinear) or not faster
+
+
+def test_what_is_prepared_again_goes_on_as_it_is(tmp_path: Path) -> None:
+    """As a target is for a second set of drafters."""
+    path = save_target(tmp_path, kv_heads=2)
+    stack, drafter = open_stack(path)[1], make_drafter(path, 1)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    before = stack.at_once, drafter.layer.at_once
+    assert None not in before
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    prepare(stack, {"early_exit": Calibrated(make_drafter(path, 1))})
+    assert (stack.at_once, drafter.layer.at_once) == before
+
+
+def test_layers_of_a_drafter_run_each_for_itself(tmp_path: Path) -> None:
+    path = save_target(tmp_path, kv_heads=2)
+    drafter = make_drafter(path, 1, depth=2)
+    fuse_layers(drafter)
+    assert run_at_once(drafter) == [(layer, [layer]) for layer in drafter.layers]
+    assert all(layer.at_once is not None for layer in drafter.layers)

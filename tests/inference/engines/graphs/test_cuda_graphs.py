@@ -1,0 +1,333 @@
+"""Passes of fixed shape: the buffers they live in, the buckets they use, the attention kernels they may choose.
+
+That they decode to the same tokens, with the same caches after every round, is in test_rounds.py.
+"""
+
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draft_models.draft_vocabulary import narrow
+from draft_models.targets.attention import KERNELS, grouped_attention, use_kernel
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.open_target import open_target
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import Round, autoregressive, speculative
+from inference.core.rows import Rows
+from inference.core.runtime import Eager, KernelChoice
+from inference.core.session import TargetSession
+from inference.core.tree import chain_parents
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
+from inference.drafters.small_lm import SmallLMSource
+from inference.engines.choose import make_runtime
+from inference.engines.fused_layers import fuse_layers
+from inference.engines.graphs import cuda_graphs
+from inference.engines.graphs.attention_kernels import attention_shape
+from inference.engines.graphs.capture import GraphPool
+from inference.engines.graphs.cuda_graphs import Graphed
+from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, Upload
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.shapes.factory import make_structure
+from outrider.streams import Streams
+from tests.recorded import Recording, record_graphs
+from tests.tiny import (
+    LAYERS,
+    STRUCTURES,
+    VOCABULARY,
+    make_drafter,
+    method_of,
+    open_stack,
+    random_prompt,
+    save_target,
+)
+
+CPU = torch.device("cpu")
+
+
+def tokens_of(rounds: Any) -> list[int]:
+    return [token for r in rounds for token in r.tokens]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"), "mistral", kv_heads=2, peak=6.0)
+
+
+def decode(stack: LayerStack, source: Any, method: MethodConfig, runtime: Any, prompt: list[int], count: int) -> list:
+    rounds: list[Round] = list(
+        speculative(
+            stack, Shaped(source, make_structure(method, Streams(0))), prompt, max_new_tokens=count, runtime=runtime
+        )
+    )
+    assert any(r.drafted for r in rounds)
+    return tokens_of(rounds)
+
+
+@pytest.mark.parametrize("name", ["auto", "eager", "graphed"])
+def test_the_name_chooses_the_runtime(name: str) -> None:
+    assert isinstance(make_runtime(name, CPU), Graphed if name == "graphed" else Eager)
+    if name == "auto":
+        assert isinstance(make_runtime(name, torch.device("cuda")), Graphed)
+
+
+def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For random trees, windows and places, against the masks of the eager session."""
+    generator = torch.Generator().manual_seed(0)
+    upload, places, windows = Upload(32, CPU), torch.arange(512), (None, 33, 200)
+    for _ in range(200):
+        base, count = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 100), (1, 33)))
+        parents = [-1, *(int(torch.randint(i, (), generator=generator)) for i in range(1, count))]
+        chain = bool(torch.randint(2, (), generator=generator))
+        rows = Rows(chain_parents(0, count) if chain else parents)
+        start = int(torch.randint(-1 if chain else 0, count, (), generator=generator))
+        layout = rows.layout(base, start, count)
+        width = next(width for width in WIDTHS if width >= count - start)
+        upload.send(layout, width)
+        keys = cuda_graphs.bucket(base + count, 16)
+        stack = SimpleNamespace(windows=windows, dtype=torch.float32)
+        view = FixedView(upload, width, keys, 1000, stack)  # type: ignore[arg-type]
+        used = slice(0, count - start)
+        # Padding writes where nobody reads.
+        assert view.slots.tolist() == [*range(base + start, base + count), *range(1000 + count - start, 1000 + width)]
+        assert torch.equal(view.positions[:, used], layout.positions(places))
+        assert int(view.positions.max()) <= base + max(rows.depths)  # padding, too, stands inside the text
+        expected = layout.masks(windows, places, torch.float32)
+        for window, mask in view.masks().items():
+            seen = torch.zeros(count - start, keys, dtype=torch.bool)
+            wanted = expected[window]
+            seen[:, : base + count] = True if wanted is None else wanted[0, 0] == 0
+            assert torch.equal(mask[0, 0, used] == 0, seen)
+            assert bool((mask[0, 0] == 0).any(-1).all())  # no row sees nothing
+
+
+@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_attention_kernels_agree(queries: int, key_heads: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, queries, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 1, key_heads, 40, 8, dtype=torch.float64)
+    mask = torch.zeros(1, 1, queries, 40, dtype=torch.float64).masked_fill(torch.rand(queries, 40) < 0.5, -1e300)
+    masks = [mask, None] if queries == 1 else [mask]
+    for given in masks:
+        outputs = []
+        for kernel in KERNELS:
+            with use_kernel(kernel):
+                outputs.append(grouped_attention(torch.nn.Module(), query, key, value, given, scaling=0.3)[0])
+        torch.testing.assert_close(outputs[0], outputs[1])
+
+
+def test_a_second_generation_uses_the_buffers_of_the_first(target: Path) -> None:
+    _, stack = open_stack(target)
+    runtime = Graphed()
+    drafter = make_drafter(target, LAYERS - 1, noise=0.3)
+    method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
+
+    def places() -> list[tuple[object, int]]:
+        (arena,) = runtime._arenas.values()
+        caches = [arena.first, arena.rest, *(cache for _, cache in arena.beside.values())]
+        keys = [key for cache in caches for key, _ in cache.content()]
+        named = [*arena.buffers.items(), *(("keys", key) for key in keys)]
+        return [(name, tensor.data_ptr()) for name, tensor in named]
+
+    first = decode(stack, EarlyExitSource(drafter), method, runtime, random_prompt(30), 20)
+    before = places()
+    again = decode(stack, EarlyExitSource(drafter), method, runtime, random_prompt(12), 30)
+    assert places() == before
+    assert len(before) > LAYERS
+    assert first == decode(stack, EarlyExitSource(drafter), method, None, random_prompt(30), 20)
+    assert again == decode(stack, EarlyExitSource(drafter), method, None, random_prompt(12), 30)
+
+
+def test_a_drafters_buffers_are_free_when_the_generation_is_over(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even while its source is still at hand: a target and a small LM need one arena each."""
+    made, arena = [], cuda_graphs.Arena
+    monkeypatch.setattr(cuda_graphs, "Arena", lambda *given: made.append(arena(*given)) or made[-1])
+    (_, stack), (_, small) = open_stack(target), open_stack(target)
+    runtime, sources = Graphed(), [SmallLMSource(small) for _ in range(3)]
+    for source in sources:
+        decode(stack, source, MethodConfig(stop=StopConfig(rule="fixed", max_draft=3)), runtime, random_prompt(12), 9)
+    assert [arena.stack for arena in made] == [stack, small]
+
+
+def test_a_longer_text_gets_larger_buffers(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    _, stack = open_stack(target)
+    runtime = Graphed()
+    lengths = []
+    for length in (5, 100, 20):
+        prompt = random_prompt(length)
+        found = tokens_of(autoregressive(stack, prompt, max_new_tokens=40, runtime=runtime))
+        assert found == tokens_of(autoregressive(stack, prompt, max_new_tokens=40))
+        lengths.append(next(iter(runtime._arenas.values())).capacity)
+    assert lengths[0] < lengths[1] == lengths[2]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_a_text_may_fill_the_context_to_the_end(tmp_path: Path, architecture: str) -> None:
+    """Padding stands behind the last position, where learned positions have no row and rotary tables may end."""
+    path = save_target(tmp_path, architecture, peak=6.0, max_position_embeddings=64)
+    _, stack = open_stack(path)
+    drafter = make_drafter(path, LAYERS - 1, noise=0.3)
+    method = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=9, delta=0.0, max_depth=5))
+    for source in (EarlyExitSource(drafter), SmallLMSource(open_stack(path)[1])):
+        prompt = random_prompt(20)
+        assert decode(stack, source, method, Graphed(), prompt, 44) == decode(stack, source, method, None, prompt, 44)
+
+
+def test_passes_wider_than_any_bucket_run_as_they_are(target: Path) -> None:
+    """A full tree of 5 + 25 + 125 nodes: its last level is fed to the target at once, all of it is verified."""
+    _, stack = open_stack(target, torch.float64)
+    drafter = make_drafter(target, LAYERS - 1, noise=0.3, dtype=torch.float64)
+    method = MethodConfig(structure=StructureConfig(kind="k_config", widths=(5, 5, 5)))
+    prompt = random_prompt(16)
+    expected = decode(stack, EarlyExitSource(drafter), method, None, prompt, 24)
+    runtime, chain = Graphed(), MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
+    decode(stack, EarlyExitSource(drafter), chain, runtime, random_prompt(180), 24)  # leaves buffers of too few rows
+    assert decode(stack, EarlyExitSource(drafter), method, runtime, prompt, 24) == expected
+
+
+def test_passes_have_fixed_widths_and_buckets(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    _, stack = open_stack(target)
+    seen = []
+    run = stack.run
+    monkeypatch.setattr(
+        stack, "run", lambda hidden, start, stop, rotary, masks, cache: (
+            seen.append((hidden.shape[1], masks[None].shape[-1] if masks.get(None) is not None else None)),
+            run(hidden, start, stop, rotary, masks, cache),
+        )[1],
+    )  # fmt: skip
+    stack.windows = [None] * LAYERS
+    session = Graphed().session(stack, 0, 200, 120)
+    assert isinstance(session, TargetSession)
+    session.feed(torch.tensor(random_prompt(10)), chain_parents(0, 10))
+    session.finish(last_only=True)
+    session.commit(range(10))
+    for count in (1, 4, 5, 12):
+        session.feed(torch.tensor(random_prompt(count)), chain_parents(0, count))
+        assert session.finish().shape[0] == count
+        session.commit(range(count))
+    assert seen[1:] == [(1, 16), (4, 16), (8, 32), (16, 32)]
+
+
+# --- as graphs (see tests/recorded.py) -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are graphs. Texts cross the cache's buckets."""
+    record_graphs(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+
+
+def of_some_tokens(path: Path) -> LayerStack:
+    model = open_target(str(path)).layers(dtype=torch.float32)
+    narrow(model, OwnTokens(torch.arange(0, VOCABULARY, 2), VOCABULARY))
+    return layer_stack(model)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("architecture", "structure", "kernel"),
+    [
+        ("mistral", "chain", None),
+        ("qwen3", "k_config", "products"),
+        ("llama", "opt_tree", "fused"),
+        ("opt", "token_graph", "fused"),
+        ("qwen2", "static", "products"),
+    ],
+)
+@pytest.mark.slow
+def test_graphs_replay_to_the_same_tokens(
+    tmp_path: Path, architecture: str, structure: str, kernel: str | None
+) -> None:
+    """Laid out as for a GPU; the second generation captures nothing. kernel: of attention; None: as measured."""
+    path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0)
+    stack, small, drafter = open_stack(path)[1], open_stack(path)[1], make_drafter(path, LAYERS - 1, noise=0.3)
+    if structure == "opt_tree":
+        small = of_some_tokens(path)
+    for module in (stack, small, drafter):
+        fuse_layers(module)
+    method = method_of(STRUCTURES[structure], 3)
+    runtime = Graphed()
+    chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack), 1, 16, kernel)]
+    runtime.prepare(50, chosen or runtime.choose_kernels([stack, small], 50))
+    for source in (EarlyExitSource(drafter), SmallLMSource(small)):
+        for turn, (length, count) in enumerate(((20, 16), (20, 16), (9, 12))):
+            prompt, before = random_prompt(length), runtime.captures
+            expected = tokens_of(autoregressive(stack, prompt, max_new_tokens=count))
+            assert decode(stack, source, method, runtime, prompt, count) == expected
+            assert tokens_of(autoregressive(stack, prompt, max_new_tokens=count, runtime=runtime)) == expected
+            assert (runtime.captures == before) == (turn == 1)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.slow
+def test_graphs_keep_the_rotary_tables_they_read(target: Path) -> None:
+    """A longer text in another arena has them made anew, twice; the graphs of the first arena read the older ones."""
+    _, stack = open_stack(target)
+    source, runtime = EarlyExitSource(make_drafter(target, LAYERS - 1, noise=0.3)), Graphed()
+    method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
+
+    def plain() -> list[int]:
+        return tokens_of(autoregressive(stack, random_prompt(5), max_new_tokens=10, runtime=runtime))
+
+    list(autoregressive(stack, random_prompt(60), max_new_tokens=4, runtime=runtime))
+    decode(stack, source, method, runtime, random_prompt(60), 8)
+    expected = plain()
+    decode(stack, source, method, runtime, random_prompt(100), 60)
+    assert plain() == expected
+
+
+@pytest.mark.usefixtures("recorded")
+def test_no_graph_goes_before_its_arena(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `GraphPool`. Those that only chose between attention kernels are in no arena: they go at once."""
+    made: list[weakref.ref[Recording]] = []
+
+    def capture(_: Any, run: Any) -> Recording:
+        graph = Recording(run)
+        made.append(weakref.ref(graph))
+        return graph
+
+    monkeypatch.setattr(GraphPool, "_capture", capture)
+    _, stack = open_stack(target)
+    runtime = Graphed()
+    runtime.prepare(20, runtime.choose_kernels([stack], 20))
+    assert len(made) >= len(KERNELS)
+    assert all(graph() is None for graph in made)
+    made.clear()
+    list(autoregressive(stack, random_prompt(12), max_new_tokens=8, runtime=runtime))
+    assert len(made) == runtime.captures > 0
+    assert all(graph() is not None for graph in made)
+    runtime._arenas.clear()
+    assert all(graph() is None for graph in made)
+
+
+def test_a_recording_is_as_strict_as_a_graph() -> None:
+    """It replays on the same memory, refuses what a capture does, and leaves nothing of its own to be read."""
+    given, taken, seen = torch.arange(4.0), torch.zeros(4), []
+
+    def run() -> None:
+        double = 2 * given
+        seen.append(double)
+        taken.copy_(double + 1)
+
+    graph = Recording(run)
+    given += 1
+    graph.replay()
+    assert taken.tolist() == [3.0, 5.0, 7.0, 9.0]
+    assert seen[0].isnan().all()
+    for waits in (lambda: given.tolist(), lambda: float(given[0]), lambda: torch.tensor([1]), lambda: given[given > 0]):
+        with pytest.raises(AssertionError, match="captured"):
+            Recording(waits)  # type: ignore[arg-type]
+    lent = [torch.ones(4)]
+    graph = Recording(lambda: taken.copy_(lent[0]))  # type: ignore[arg-type]
+    lent.clear()
+    with pytest.raises(AssertionError, match="freed"):
+        graph.replay()

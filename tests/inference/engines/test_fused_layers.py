@@ -1,0 +1,199 @@
+"""Layers and weights laid out for decoding: the same numbers to rounding, the same tokens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from draft_models.draft_vocabulary import narrow
+from draft_models.early_exit.model import NoLayer
+from draft_models.targets.architectures import load_config
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.load_layers import load_layers
+from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.tensor_files import open_tensors
+from inference.core.decode import autoregressive, speculative
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Shaped
+from inference.engines import packing
+from inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
+from inference.engines.packing import PackedLinear, can_pack
+from inference.loading.drafters import prepare
+from inference.measure.arms import Arm, Choosing, make_arms, measure, measure_deviations
+from inference.measure.lossless import judge
+from inference.settings.method import MethodConfig, StopConfig
+from inference.shapes.factory import Chain
+from inference.stopping.fixed import FixedLength
+from outrider.streams import Streams
+from tests.families import save_family
+from tests.pairwise import all_pairs
+from tests.tiers import quick_where
+from tests.tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    VOCABULARY,
+    make_drafter,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
+
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
+needs_bf16 = pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="needs oneDNN and AVX512-BF16")
+
+
+# --- joined and fused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fused_layers_equal_transformers(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
+    """A batch of rows through all layers, head included, with biases and scales that are none of the initial ones."""
+    path = save_target(
+        tmp_path, architecture, kv_heads=2, **({"attention_bias": True} if architecture == "llama" else {})
+    )
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+    stack, tokens = layer_stack(model), torch.randint(256, (2, 18), generator=generator)
+    stack.reserve(18)
+    positions = torch.arange(18).expand(2, 18)
+    hidden, rotary = stack.embed(tokens, positions), stack.rotary(positions)
+    masks = stack.packed_masks(positions, torch.zeros_like(tokens))
+    expected = stack.logits(stack.run(hidden, 0, LAYERS, rotary, masks))
+    whole = model(tokens).logits
+    fuse_layers(stack)
+    assert all(isinstance(layer, FusedLayer) for layer in stack.layers)
+    torch.testing.assert_close(stack.logits(stack.run(hidden, 0, LAYERS, rotary, masks)), expected)
+    torch.testing.assert_close(model(tokens).logits, whole, rtol=0, atol=0)  # the model goes on as it was
+
+
+def test_joined_weights_are_held_once() -> None:
+    linears = [nn.Linear(4, size, bias=size != 2) for size in (3, 2, 5)]
+    x = torch.randn(6, 4)
+    expected = torch.cat([linear(x) for linear in linears], dim=-1)
+    joined = join(linears)
+    torch.testing.assert_close(joined(x), expected)
+    assert {linear.weight.untyped_storage().data_ptr() for linear in linears} == {
+        joined.weight.untyped_storage().data_ptr()
+    }
+    assert not joined.weight.requires_grad
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi"])  # the latter's head has a bias
+def test_the_head_of_some_tokens_has_no_row_for_the_others(tmp_path: Path, architecture: str) -> None:
+    """It is never proposed. Twice laid out it is the same; tied to the embedding, that goes on having the row."""
+    save = save_family if architecture == "phi" else save_target
+    path = save(tmp_path, architecture)
+    tokens = torch.arange(3, 35)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    narrow(model, OwnTokens(tokens, VOCABULARY))
+    stack, hidden = layer_stack(model), torch.randn(1, 5, model.config.hidden_size)
+    expected, whole = stack.own_logits(hidden), stack.logits(hidden)
+    prepare(stack, {})
+    prepare(stack, {})
+    assert stack.head.weight.shape[0] == len(tokens)
+    assert stack.embed_tokens.weight.shape[0] == len(tokens) + 1
+    torch.testing.assert_close(stack.own_logits(hidden), expected)
+    torch.testing.assert_close(stack.logits(hidden), whole)
+
+
+def test_fusing_twice_and_fusing_nothing(tmp_path: Path) -> None:
+    path = save_target(tmp_path)
+    _, stack = open_stack(path)
+    drafter = make_drafter(path, 1)
+    for model in (stack, drafter):
+        fuse_layers(model)
+    before = [*stack.layers, stack.norm, drafter.layer, drafter.norm]
+    assert drafter.layer.layer_idx == 1
+    for model in (stack, drafter):
+        fuse_layers(model)
+    assert all(a is b for a, b in zip(before, [*stack.layers, stack.norm, drafter.layer, drafter.norm], strict=True))
+    drafter.layer = NoLayer()
+    fuse_layers(drafter)
+    assert isinstance(drafter.layer, NoLayer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(96).to(dtype)
+    norm.weight.data = torch.rand(96).to(dtype)
+    x = torch.randn(50, 96).to(dtype)
+    found, expected = RMSNorm(norm)(x), norm(x)
+    torch.testing.assert_close(found, expected)
+    if dtype != torch.float32:
+        assert (found == expected).float().mean() > 0.99  # rounding in other places changes a quarter of them
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decoding_without_packing_equals_generate(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the stack is made from the very model that transformers runs."""
+    monkeypatch.setattr(packing, "can_pack", lambda *_: False)
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
+    stack, prompt = layer_stack(model), random_prompt(20)
+    expected = reference_generate(model, prompt, 40)
+    check_decoding(stack, path, prompt, expected)
+    assert not any(isinstance(m, PackedLinear) for m in stack.modules())
+    assert reference_generate(model, prompt, 40) == expected
+
+
+def check_decoding(stack: LayerStack, path: Path, prompt: list[int], expected: list[int], **how: bool) -> None:
+    """Both arms, prepared, emit `expected`."""
+    drafter = make_drafter(path, LAYERS - 1, noise=0.1, **how)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
+    rounds = list(
+        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40)
+    )
+    assert [t for r in rounds for t in r.tokens] == expected
+    assert sum(r.accepted for r in rounds) > 10
+    assert [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens] == expected
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("architecture", "tied", "own_head"),
+    quick_where(lambda row: row[0] == "llama", all_pairs(ARCHITECTURES, (True, False), (True, False))),
+)
+def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied: bool, own_head: bool) -> None:
+    path = save_target(tmp_path, architecture, tied=tied, kv_heads=2)
+    model, _ = open_stack(path)
+    _, stack = open_stack(path)
+    prompt = random_prompt(20)
+    check_decoding(stack, path, prompt, reference_generate(model, prompt, 40), own_head=own_head)
+    assert any(isinstance(m, PackedLinear) for m in stack.modules())
+    assert not any(isinstance(m, nn.Linear) for m in stack.modules())
+
+
+@needs_bf16
+@pytest.mark.parametrize("architecture", quick_where(lambda name: name == "llama", ARCHITECTURES))
+def test_bf16_mismatches_are_ties(tmp_path: Path, architecture: str) -> None:
+    path = save_target(tmp_path, architecture, kv_heads=2)
+    model, _ = open_stack(path, torch.bfloat16)
+    _, stack = open_stack(path, torch.bfloat16)
+    drafters = {"early_exit": Calibrated(make_drafter(path, LAYERS - 1, noise=0.1, dtype=torch.bfloat16))}
+    prepare(stack, drafters)
+    assert not any(isinstance(m, nn.Linear) for m in stack.modules())
+    method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
+    arms = make_arms(stack, drafters, method, model, max_new_tokens=48, eos=())
+
+    def make(choosing: Choosing) -> dict[str, Arm]:
+        return make_arms(stack, drafters, method, None, max_new_tokens=48, eos=(), choosing=choosing)
+
+    for seed in range(2):
+        prompt = random_prompt(16, seed)
+        result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed)
+        found = measure_deviations(model, result, make, Streams(0, result.prompt_id))
+        assert {name: judge([deviation]).faults for name, deviation in found.items()} == {"autoregressive": (), "m": ()}
+        assert all(max(generation.tokens) < VOCABULARY for generation in result.generations.values())

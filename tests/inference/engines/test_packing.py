@@ -1,0 +1,221 @@
+"""Weights in another order: the same numbers; chosen where they are measured to be faster."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
+
+from inference.engines import packing
+from inference.engines.packing import (
+    TIMED_ROWS,
+    HalvedLinear,
+    PackedLinear,
+    can_halve,
+    can_pack,
+    fastest_layout,
+    fits_half,
+    pack_linears,
+)
+
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
+needs_fbgemm = pytest.mark.skipif(not can_halve(torch.float32), reason="needs FBGEMM and AVX2")
+needs_bf16 = pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="needs oneDNN and AVX512-BF16")
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1, 24), (1, 5, 24), (40, 24), (64, 24)])
+def test_equals_linear(bias: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    linear = nn.Linear(24, 17, bias=bias).requires_grad_(False).to(dtype)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed = PackedLinear(linear)
+    out = packed(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, linear(x))
+    torch.testing.assert_close(packed(x), out, rtol=0, atol=0)
+    assert torch.equal(packed.weight, linear.weight)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_half_the_bytes_give_float32s_product(rows: int, bias: bool) -> None:
+    """The weights are bfloat16's; what is multiplied by them has digits that 16 bits would lose."""
+    linear = nn.Linear(264, 136, bias=bias).requires_grad_(False)
+    linear.weight.copy_(linear.weight.bfloat16())
+    x = torch.randn(1, rows, 264, generator=torch.Generator().manual_seed(0))
+    halved = HalvedLinear(linear)
+    exact = nn.functional.linear(x.double(), linear.weight.double(), None if not bias else linear.bias.double())
+    assert (halved(x) - exact).abs().max() < 20 * (linear(x) - exact).abs().max()
+    assert (linear(x.bfloat16().float()) - exact).abs().max() > 100 * (halved(x) - exact).abs().max()
+    assert (halved.weight - linear.weight).abs().max() <= 2**-25  # half of what float16 tells apart around 0
+    assert halved.bias is None if not bias else torch.equal(halved.bias, linear.bias)
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        (lambda w: w.bfloat16().float(), True),
+        (lambda w: w.half().float(), True),
+        (lambda w: w, False),  # trained in float32: twelve digits more
+        (lambda w: w.bfloat16().float() * 2.0**20, False),  # beyond float16
+        (lambda w: w.bfloat16().float() * 2.0**-20, False),  # all of it below float16's smallest
+        (lambda w: torch.cat([w.bfloat16().float()[:, 1:], w.bfloat16().float()[:, :1] * 1e-6], 1), True),
+        (lambda w: torch.cat([w.bfloat16().float()[1:], w[:1]]), False),  # a single row that does not
+        (lambda w: w.bfloat16().float().index_fill(1, torch.tensor([3]), torch.nan), False),
+    ],
+)
+def test_what_fits_into_half_the_bytes(change: Callable[[torch.Tensor], torch.Tensor], fits: bool) -> None:
+    weight = change(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * 0.1)
+    assert fits_half(weight) == fits
+    if can_halve(torch.float32):
+        model = nn.Sequential(nn.Linear(64, 40, bias=False).requires_grad_(False))
+        model[0].weight.copy_(weight)
+        pack_linears(model, lambda _: "halved")
+        assert type(model[0]) is (HalvedLinear if fits else PackedLinear)
+
+
+def test_what_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not can_pack(torch.device("cuda"), torch.float32)
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
+        assert can_pack(CPU, torch.bfloat16) == (supported and can_pack(CPU, torch.float32))
+    assert not can_pack(CPU, torch.float16)
+    assert not can_pack(CPU, torch.float64)
+
+
+@needs_onednn
+def test_every_linear_is_replaced_and_shared_ones_stay_shared() -> None:
+    one = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": one, "b": nn.Sequential(one, nn.Linear(4, 2), nn.ReLU())})
+    pack_linears(model)
+    assert not any(isinstance(m, nn.Linear) for m in model.modules())
+    assert model["a"] is model["b"][0]
+
+
+@needs_onednn
+@torch.no_grad()
+def test_a_kind_of_linear_layer_with_a_forward_of_its_own_is_left_alone() -> None:
+    config = PhimoeConfig(hidden_size=16, num_local_experts=4, num_experts_per_tok=2)
+    router, x = PhimoeTopKRouter(config).eval(), torch.randn(3, 16)
+    model = nn.ModuleList([router, nn.Linear(16, 4)])
+    pack_linears(model)
+    assert [type(module) for module in model] == [PhimoeTopKRouter, PackedLinear]
+    assert len(model[0](x)) == 3
+
+
+# --- chosen ------------------------------------------------------------------------------------------------------
+
+Cost = Callable[[str, int], float]
+
+
+def machine(cost: Cost, monkeypatch: pytest.MonkeyPatch, ran: list[nn.Module] | None = None) -> Callable[[], float]:
+    """A clock of a machine on which a layer takes cost(layout, rows) seconds. `ran`: which did, in order."""
+    now = [0.0]
+    ran = [] if ran is None else ran
+
+    def running(layout: str, kind: type) -> None:
+        forward = kind.__call__
+
+        def timed(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            ran.append(self)
+            now[0] += cost(layout, x.shape[0])
+            return forward(self, x)
+
+        monkeypatch.setattr(kind, "__call__", timed)
+
+    running("plain", nn.Linear)
+    running("blocked", PackedLinear)
+    running("halved", HalvedLinear)
+    return lambda: now[0]
+
+
+def layers_of(count: int, *, fit: bool = True) -> Sequence[nn.Linear]:
+    layers = [nn.Linear(8, 8).requires_grad_(False) for _ in range(count)]
+    for layer in layers[: count if fit else -1]:
+        layer.weight.copy_(layer.weight.bfloat16())
+    return layers
+
+
+@needs_onednn
+@needs_fbgemm
+@pytest.mark.parametrize(
+    ("cost", "fastest"),
+    [
+        (lambda layout, rows: 1 + rows / 16 if layout == "plain" else 1.2, "blocked"),  # a BLAS slower with every row
+        (lambda layout, rows: 1 if layout == "plain" else 1.3, "plain"),  # where blocks are slower
+        (lambda layout, rows: {1: 1.2, 4: 0.8, 16: 0.6}[rows] if layout == "blocked" else 1, "blocked"),  # by the mean
+        (lambda layout, rows: {1: 1.5, 4: 1.0, 16: 0.9}[rows] if layout == "blocked" else 1, "plain"),
+        (lambda layout, rows: {1: 0.5, 4: 0.8, 16: 1.2}[rows] if layout == "halved" else 1, "halved"),
+        (lambda layout, rows: {1: 0.9, 4: 1.1, 16: 1.5}[rows] if layout == "halved" else 1, "plain"),
+    ],
+)
+def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SMALL", 0)
+    assert fastest_layout(layers_of(3), machine(cost, monkeypatch)) == fastest
+    assert set(TIMED_ROWS) == {1, 4, 16}
+
+
+@needs_onednn
+@needs_fbgemm
+def test_halves_are_no_choice_for_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SMALL", 0)
+    clock = machine(lambda layout, _: {"plain": 3, "blocked": 2, "halved": 1}[layout], monkeypatch)
+    assert fastest_layout(layers_of(3), clock) == "halved"
+    assert fastest_layout(layers_of(3, fit=False), clock) == "blocked"
+
+
+@needs_onednn
+def test_a_first_pass_and_a_single_slow_one_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SMALL", 0)
+    calls: dict[tuple[str, int], int] = {}
+
+    def cost(layout: str, rows: int) -> float:
+        count = calls[layout, rows] = calls.get((layout, rows), 0) + 1
+        slow = layout == "blocked" and count in (1, 3)
+        return 50.0 if slow else 0.5 if layout == "blocked" else 1.0
+
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch)) == "blocked"
+
+
+@needs_onednn
+def test_one_layer_is_timed_as_in_a_round_not_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which one that has just run is in a cache, where blocks are quicker."""
+    monkeypatch.setattr(packing, "SMALL", 0)
+    ran: list[nn.Module] = []
+
+    def cost(layout: str, rows: int) -> float:
+        near = any(one is ran[-1] for one in ran[-4:-1])
+        return 1 if near and layout == "blocked" else {"plain": 2, "blocked": 4, "halved": 3}[layout]
+
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch, ran)) == "plain"
+
+
+@needs_onednn
+def test_each_shape_is_chosen_for_itself() -> None:
+    """What is not packed stays as it is, and shared ones stay shared."""
+    wide, narrow = nn.Linear(4, 8), nn.Linear(4, 2)
+    model = nn.ModuleDict({"a": wide, "b": nn.Sequential(wide, narrow, nn.Linear(4, 2)), "c": nn.Linear(4, 8)})
+    asked = []
+
+    def choose(alike: Sequence[nn.Linear]) -> str:
+        asked.append([tuple(linear.weight.shape) for linear in alike])
+        return "blocked" if asked[-1][0] == (8, 4) else "plain"
+
+    pack_linears(model, choose)
+    assert sorted(asked) == [[(2, 4)] * 2, [(8, 4)] * 2]
+    assert model["b"][1] is narrow
+    assert isinstance(model["a"], PackedLinear)
+    assert model["a"] is model["b"][0]
+    assert isinstance(model["c"], PackedLinear)
+
+
+@needs_onednn
+def test_small_layers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = machine(lambda layout, _: {"plain": 1, "blocked": 3, "halved": 2}[layout], monkeypatch)
+    assert fastest_layout(layers_of(1), clock) == "blocked"

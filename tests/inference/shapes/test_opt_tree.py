@@ -1,0 +1,145 @@
+"""OPT-Tree against all trees there are, and against its algorithm as printed."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.shapes.opt_tree import opt_tree
+from tests.known_source import KnownSource, Path_, Q, check, dyadic_q, random_q, root, sources, weight
+
+
+def brute_force(q: Q, vocabulary: int, nodes: int, depth: int) -> float:
+    """The largest Σ p̂ over *all* parent-closed sets of at most `nodes` nodes, each visited once."""
+
+    def grow(frontier: tuple[Path_, ...], left: int) -> float:
+        if not left or not frontier:
+            return 0.0
+        path, rest = frontier[0], frontier[1:]
+        below = tuple((*path, token) for token in range(vocabulary)) if len(path) < depth else ()
+        return max(grow(rest, left), weight(q, path) + grow(rest + below, left - 1))
+
+    return grow(tuple((token,) for token in range(vocabulary)), nodes)
+
+
+def algorithm_1(q: Q, vocabulary: int, nodes: int, delta: float, depth: int) -> tuple[float, int, set[Path_]]:
+    """OPT-Tree's Algorithm 1 as printed: E without the root, levels drafted, and the chosen nodes."""
+    level, tree, expected, drafted = [()], [], 0.0, 0
+    while True:
+        children = [(*path, token) for path in level for token in range(vocabulary)]
+        level = sorted(children, key=lambda path: -weight(q, path))[:nodes]
+        tree += level
+        drafted += 1
+        chosen = sorted(tree, key=lambda path: (-weight(q, path), len(path)))[:nodes]
+        now = math.fsum(weight(q, path) for path in chosen)
+        if drafted >= depth or now - expected <= delta:
+            return now, drafted, set(chosen)
+        expected = now
+
+
+@settings(deadline=None, max_examples=200)
+@given(seed=st.integers(0, 10**6), nodes=st.integers(1, 5), depth=st.integers(1, 4), ties=st.booleans())
+def test_opt_tree_is_the_best_tree(seed: int, nodes: int, depth: int, ties: bool) -> None:
+    q = dyadic_q(seed) if ties else random_q(seed, vocabulary=3)
+    source = KnownSource(q)
+    tree = opt_tree(source, root(), limit=depth, nodes=nodes, delta=0.0)
+    paths = check(tree, source, depth)
+    assert len(tree) <= nodes
+    best = brute_force(q, 3, nodes, depth)
+    assert math.fsum(weight(q, path) for path in paths) == pytest.approx(best, abs=1e-6)
+    assert tree.expected == pytest.approx(1 + best, abs=1e-6)
+    assert tree.path_probs is not None
+    assert bool((tree.path_probs > 0).all())
+
+
+@settings(deadline=None)
+@given(
+    q=sources,
+    nodes=st.integers(1, 12),
+    delta=st.sampled_from([0.0, 0.11, 0.31, 0.73, 0.97]),
+    depth=st.integers(1, 5),
+)
+def test_opt_tree_follows_algorithm_1(q: Q, nodes: int, delta: float, depth: int) -> None:
+    """Feeding only the nodes that are in the best tree changes neither E nor the depth at which drafting stops."""
+    source = KnownSource(q)
+    tree = opt_tree(source, root(), limit=depth, nodes=nodes, delta=delta)
+    paths = check(tree, source, depth)
+    expected, drafted, chosen = algorithm_1(q, len(q(())), nodes, delta, depth)
+    assert tree.expected == pytest.approx(1 + expected, abs=1e-5)
+    assert len(source.calls) == drafted
+    assert source.calls[0] == 1
+    assert max(source.calls) <= nodes
+    weights = sorted(weight(q, path) for path in chosen if weight(q, path) > 0)
+    assert sorted(weight(q, path) for path in paths) == pytest.approx(weights, abs=1e-6)
+
+
+def eagle_2(q: Q, vocabulary: int, nodes: int, width: int, depth: int) -> list[float]:
+    """EAGLE-2 as it is described: the `width` best of a level are extended, then the `nodes` best of all are kept."""
+    level, every = [()], []
+    for _ in range(depth):
+        children = [(*path, token) for path in level for token in range(vocabulary)]
+        every += children
+        level = sorted(children, key=lambda path: -weight(q, path))[:width]
+    return sorted((weight(q, path) for path in every), reverse=True)[:nodes]
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 10**6), nodes=st.integers(1, 12), width=st.integers(1, 4), depth=st.integers(1, 5))
+def test_opt_tree_of_some_width_is_the_tree_of_eagle_2(seed: int, nodes: int, width: int, depth: int) -> None:
+    q = random_q(seed)  # without ties, of which either could be extended
+    source = KnownSource(q)
+    tree = opt_tree(source, root(), limit=depth, nodes=nodes, delta=0.0, width=width)
+    paths = check(tree, source, depth)
+    assert max(source.calls) <= width
+    expected = [value for value in eagle_2(q, len(q(())), nodes, width, depth) if value > 0]
+    assert sorted((weight(q, path) for path in paths), reverse=True) == pytest.approx(expected, abs=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), vocabulary=st.sampled_from([63, 64, 65, 200]), nodes=st.integers(1, 80))
+@pytest.mark.slow
+def test_opt_tree_over_a_wide_vocabulary(seed: int, vocabulary: int, nodes: int) -> None:
+    q = random_q(seed, vocabulary)
+    source = KnownSource(q)
+    tree = opt_tree(source, root(), limit=3, nodes=nodes, delta=0.0)
+    paths = check(tree, source, 3)
+    assert set(paths) == algorithm_1(q, vocabulary, nodes, 0.0, 3)[2]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6), nodes=st.integers(1, 8))
+def test_opt_tree_is_closed_under_certain_tokens(seed: int, nodes: int) -> None:
+    """q ∈ {0, 1}: every p̂ is a tie; the tree is the chain."""
+    source = KnownSource(lambda path: [float(token == (seed + len(path)) % 3) for token in range(3)])
+    tree = opt_tree(source, root(), limit=12, nodes=nodes, delta=0.0)
+    check(tree, source, 12)
+    assert tree.parents == tuple(range(-1, nodes - 1))
+    assert tree.expected == nodes + 1
+
+
+def figure_4(path: Path_) -> Sequence[float]:
+    """The q of OPT-Tree's Figure 4 over 40 tokens (Appendix B gives the numbers); the rest is spread evenly."""
+    known = {
+        (): [0.5, 0.4],
+        (0,): [0.8, 0.1],
+        (1,): [0.6, 0.2],
+        (0, 0): [0.5, 0.2],
+        (1, 0): [0.5],
+    }.get(path, [])
+    return [*known, *[(1 - sum(known)) / (40 - len(known))] * (40 - len(known))]
+
+
+def test_figure_4() -> None:
+    """E(A) = 3.07, by p̂ and by the law of the accepted length, as in Appendix B."""
+    source = KnownSource(figure_4)
+    tree = opt_tree(source, root(), limit=3, nodes=9, delta=0.0)
+    paths = check(tree, source, 3)
+    assert set(paths) == {(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (0, 0, 1), (1, 0, 0)}
+    assert tree.expected == pytest.approx(3.07)
+    by_length = 0.0
+    for path in [(), *paths]:  # accepted up to here and no further
+        stays = 1 - sum(figure_4(path)[child[-1]] for child in paths if child[:-1] == path)
+        by_length += (len(path) + 1) * weight(figure_4, path) * stays
+    assert by_length == pytest.approx(3.07)

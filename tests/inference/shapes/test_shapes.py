@@ -1,0 +1,319 @@
+"""Draft structures against references that read as the definitions, on a source with a known q."""
+
+import itertools
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from inference.core.tree import ROOT, DraftTree
+from inference.shapes.opt_tree import opt_tree
+from inference.shapes.shapes import (
+    EAGLE_25,
+    Shape,
+    _draw,
+    binary_shape,
+    chain,
+    full_shape,
+    k_config,
+    parse_shape,
+    plain_probs,
+    read_shape,
+    static,
+)
+from inference.shapes.token_graph import token_graph
+from inference.stopping.interface import Step
+from outrider.errors import UserError
+from tests.known_source import KnownSource, Path_, Q, check, random_q, root, sources
+
+
+class Until:
+    """Stops after `count` tokens and keeps what it was shown."""
+
+    def __init__(self, count: int):
+        self.max_draft = count
+        self.seen: list[tuple[Step, list]] = []
+
+    def stop(self, step: Step) -> bool:
+        self.seen.append((step, step.source.hidden.tolist()))
+        return step.drafted >= self.max_draft
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        pass
+
+
+every_structure = pytest.mark.parametrize(
+    "structure",
+    [
+        partial(chain, rule=Until(3)),
+        *(
+            partial(k_config, mode=mode, generator=random.Random(0))
+            for mode in ("with_replacement", "without_replacement", "top_k")
+        ),
+        partial(opt_tree, nodes=9, delta=0.0),
+        partial(token_graph, node_budget=20),
+        partial(static, shape=EAGLE_25),
+    ],
+)
+
+
+@every_structure
+def test_nothing_is_drafted_at_limit_zero(structure: Callable[..., DraftTree]) -> None:
+    source = KnownSource(random_q(0))
+    tree = structure(source, root(), limit=0)
+    assert (len(tree), tree.tokens.shape, tree.rows, source.calls) == (0, (0,), (), [])
+
+
+@every_structure
+def test_processed_probabilities_decide_and_know_their_rows(structure: Callable[..., DraftTree]) -> None:
+    """`to_probs` sees every row once, in order, and its law replaces the logits'."""
+    source = KnownSource(random_q(0))
+    seen: list[int] = []
+
+    def only_four_and_five(logits: Tensor, rows: Sequence[int]) -> Tensor:
+        assert len(logits) == len(rows)
+        seen.extend(rows)
+        return torch.tensor([0, 0, 0, 0, 0.75, 0.25]).expand(len(rows), 6)
+
+    tree = structure(source, root(), limit=1, to_probs=only_four_and_five)
+    assert tree.tokens[0] in (4, 5)
+    source.paths.clear()
+    seen.clear()
+    structure(source, root(), limit=3, to_probs=only_four_and_five)
+    assert seen == list(range(len(source.paths)))
+
+
+# --- chain -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(q=sources, count=st.integers(1, 6), limit=st.integers(0, 6), sampled=st.booleans())
+def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
+    source, rule = KnownSource(q), Until(count)
+    tree = chain(source, root(), rule, limit=limit, generator=random.Random(1) if sampled else None)
+    n = min(count, limit)
+    paths = check(tree, source, limit)
+    assert tree.parents == tuple(range(-1, n - 1))
+    assert source.calls == [1] * n
+    for drafted, (path, (step, hidden)) in enumerate(zip(paths, rule.seen, strict=True), start=1):
+        conditional = q(path[:-1])
+        assert conditional[path[-1]] > 0
+        assert sampled or conditional[path[-1]] == max(conditional)
+        assert (step.drafted, step.token.tolist()) == (drafted, [path[-1]])
+        assert step.logits.exp()[0].tolist() == pytest.approx(list(conditional), abs=1e-6)
+        assert hidden == [[drafted - 1]]  # of the row that gave these logits
+    assert sorted(tree.q) == (list(range(-1, n - 1)) if sampled else [])
+
+
+# --- k-config ----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    q=sources,
+    widths=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    mode=st.sampled_from(["with_replacement", "without_replacement", "top_k"]),
+    limit=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+@pytest.mark.slow
+def test_k_config_levels(q: Q, widths: list[int], mode: str, limit: int, seed: int) -> None:
+    source = KnownSource(q)
+    tree = k_config(source, root(), limit=limit, widths=widths, mode=mode, generator=random.Random(seed))
+    paths = check(tree, source, limit)
+    children: dict[Path_, list[int]] = {(): []} | {path: [] for path in paths}
+    for path in paths:
+        children[path[:-1]].append(path[-1])
+    depth = min(limit, len(widths))
+    assert source.calls == [1, *(sum(len(path) == level for path in paths) for level in range(1, depth))]
+    for node, path in [(ROOT, ()), *enumerate(paths)]:
+        if len(path) == depth:
+            assert not children[path]
+            continue
+        conditional, width = q(path), widths[len(path)]
+        possible = [token for token, probability in enumerate(conditional) if probability > 0]
+        if mode == "top_k":
+            largest = sorted(conditional, reverse=True)[:width]
+            assert [conditional[token] for token in children[path]] == largest
+        elif mode == "without_replacement":
+            assert set(children[path]) <= set(possible)
+            assert len(children[path]) == min(width, len(possible))
+        else:
+            draws = [paths[child][-1] for child in tree.draws[node]]
+            assert len(draws) == width
+            assert set(draws) <= set(possible)
+            assert list(dict.fromkeys(draws)) == children[path]  # first occurrences, in order
+    expanded = {ROOT} | {node for node, path in enumerate(paths) if len(path) < depth}
+    assert set(tree.q) == (set() if mode == "top_k" else expanded)
+    assert mode == "top_k" or set(tree.draws) == (expanded if mode == "with_replacement" else set())
+
+
+def chi_square(counts: Counter, law: dict, total: int) -> float:
+    """The statistic in standard deviations above its mean; impossible outcomes count as infinite."""
+    if set(counts) - {outcome for outcome, probability in law.items() if probability}:
+        return math.inf
+    statistic = sum((counts[o] - total * float(p)) ** 2 / (total * float(p)) for o, p in law.items() if p)
+    freedom = sum(p > 0 for p in law.values()) - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+WEIGHTS = [Fraction(w, 20) for w in (9, 6, 0, 4, 1)]
+
+
+def sequential_law(k: int) -> dict[Path_, Fraction]:
+    """x_i ~ q_i, q_{i+1} = norm(q_i without x_i), by enumeration."""
+    law: dict[Path_, Fraction] = {(): Fraction(1)}
+    for _ in range(k):
+        law = {
+            (*drawn, token): probability * q / (1 - sum(WEIGHTS[other] for other in drawn))
+            for drawn, probability in law.items()
+            for token, q in enumerate(WEIGHTS)
+            if q and token not in drawn
+        }
+    assert sum(law.values()) == 1
+    return law
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.slow
+def test_draws_without_replacement_follow_the_sequential_law(k: int) -> None:
+    total, generator = 100_000, random.Random(k)
+    probs = torch.tensor([float(w) for w in WEIGHTS]).expand(total, 5)
+    before = probs.clone()
+    right = Counter(map(tuple, _draw(probs, k, generator, replacement=False).tolist()))
+    assert torch.equal(probs, before)
+    assert chi_square(right, sequential_law(k), total) < 5
+    if k > 1:  # power: the same pairs in index order, and draws that forget the renormalisation, must fail
+        unordered = Counter(
+            {o: sum(right[p] for p in itertools.permutations(o)) for o in right if list(o) == sorted(o)}
+        )
+        assert chi_square(unordered, sequential_law(k), total) > 50
+        scores = (
+            torch.rand(total, 5, generator=torch.Generator().manual_seed(k)) * probs
+        )  # "top-k of u · q" is not sampling
+        wrong = Counter(map(tuple, scores.topk(k).indices.tolist()))
+        assert chi_square(wrong, sequential_law(k), total) > 50
+    exhausted = _draw(probs[:100], 5, generator, replacement=False)
+    assert (exhausted == -1).sum(-1).eq(1).all()  # q > 0 for four tokens only
+    assert (exhausted[:, -1] == -1).all()
+
+
+@pytest.mark.slow
+def test_k_config_draws_have_their_laws() -> None:
+    """Through the tree, both sampled modes: sequences of two draws at the root."""
+    total = 4000
+    generator = random.Random(0)
+    iid = {(a, b): WEIGHTS[a] * WEIGHTS[b] for a in range(5) for b in range(5)}
+    counts: dict[str, Counter] = {"with_replacement": Counter(), "without_replacement": Counter()}
+    for mode, counter in counts.items():
+        for _ in range(total):
+            source = KnownSource(lambda path: [float(w) for w in WEIGHTS])
+            tree = k_config(source, root(), limit=1, widths=(2,), mode=mode, generator=generator)
+            tokens = tree.tokens.tolist()
+            counter[tuple(tokens[i] for i in tree.draws.get(ROOT, range(len(tree))))] += 1
+    assert chi_square(counts["with_replacement"], iid, total) < 5
+    assert chi_square(counts["without_replacement"], sequential_law(2), total) < 5
+    assert chi_square(counts["with_replacement"], sequential_law(2), total) == math.inf
+
+
+def test_draws_see_tiny_and_huge_vocabularies() -> None:
+    generator = random.Random(0)
+    spike = torch.zeros(3, 100_000)
+    spike[:, 77_777] = 1.0
+    for replacement in (True, False):
+        drawn = _draw(spike, 2, generator, replacement)
+        assert drawn.tolist() == [[77_777, 77_777 if replacement else -1]] * 3
+    flat = torch.full((50, 50_257), 1 / 50_257)
+    drawn = _draw(flat, 8, generator, replacement=False)
+    assert all(len(set(line)) == 8 for line in drawn.tolist())
+
+
+def test_k_config_refuses_an_unknown_mode() -> None:
+    with pytest.raises(UserError, match="mode='topk'"):
+        k_config(KnownSource(random_q(0)), root(), limit=3, mode="topk")
+    with pytest.raises(ValueError, match="needs a generator"):
+        k_config(KnownSource(random_q(0)), root(), limit=3)
+
+
+# --- fixed shapes ------------------------------------------------------------------------------------------------
+
+shapes = st.builds(
+    lambda paths: parse_shape(sorted({path[:i] for path in paths for i in range(1, len(path) + 1)})),
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=8),
+)
+
+
+@settings(deadline=None)
+@given(
+    q=sources,
+    shape=st.one_of(shapes, st.just(EAGLE_25), st.integers(1, 40).map(binary_shape)),
+    limit=st.integers(1, 6),
+)
+def test_static_tokens_have_their_ranks(q: Q, shape: Shape, limit: int) -> None:
+    source = KnownSource(q)
+    tree = static(source, root(), shape, limit=limit)
+    paths = check(tree, source, limit)
+    kept = [ranks for ranks in shape.paths if len(ranks) <= limit and max(ranks) < len(q(()))]
+    rank_of: dict[Path_, Path_] = {(): ()}
+    assert len(paths) == len(kept)
+    for path, ranks in zip(paths, kept, strict=True):
+        assert rank_of[path[:-1]] == ranks[:-1]
+        rank_of[path] = ranks
+        conditional = q(path[:-1])
+        assert conditional[path[-1]] == sorted(conditional, reverse=True)[ranks[-1]]
+    inner = {ranks[:-1] for ranks in kept}
+    depth = max(map(len, kept), default=0)
+    assert source.calls == ([sum(len(path) == level for path in inner) for level in range(depth)] or [1])
+
+
+def test_known_shapes() -> None:
+    assert len(EAGLE_25) == 25
+    assert Counter(map(len, EAGLE_25.paths)) == {1: 4, 2: 8, 3: 8, 4: 3, 5: 2}
+    assert Counter(map(len, binary_shape(25).paths)) == {1: 2, 2: 4, 3: 8, 4: 11}
+    assert max(max(path) for path in binary_shape(60).paths) == 1
+    assert Counter(map(len, full_shape((4, 2, 2)).paths)) == {1: 4, 2: 8, 3: 16}
+    for bad in (0, -3):
+        with pytest.raises(UserError, match="at least 1"):
+            binary_shape(bad)
+    with pytest.raises(UserError, match="widths"):
+        full_shape((4, 0))
+
+
+def test_shape_files(tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([[0, 0], [1], [0]]))
+    assert read_shape(file).paths == ((0,), (1,), (0, 0))
+    for content, message in [
+        ([[0], [1, 0]], r"\[1, 0\] has no parent; add \[1\]"),
+        ([[0], [1], [0]], r"\[0\] is listed twice"),
+        ([[0], [-1]], "rank -1"),
+        ([[0], [0.5]], "rank 0.5"),
+        ([[True]], "rank True"),
+        ([[0], []], "not a rank path"),
+        ([0, 1], "not a rank path"),
+        ([], "non-empty list"),
+        ({"0": 1}, "non-empty list"),
+    ]:
+        file.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=message) as error:
+            read_shape(file)
+        assert str(file) in str(error.value)
+    file.write_text("[[0],")
+    with pytest.raises(UserError, match="damaged list of rank paths"):
+        read_shape(file)
+    with pytest.raises(UserError, match="No such file"):
+        read_shape(tmp_path / "missing.json")
+
+
+def test_plain_probs_are_float32() -> None:
+    assert plain_probs(torch.zeros(2, 4, dtype=torch.bfloat16), (0, 1)).dtype == torch.float32

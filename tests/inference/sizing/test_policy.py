@@ -1,0 +1,375 @@
+"""Choices of size against brute force; evidence by hand; the law under sizes that follow what was accepted."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.core.tree import ROOT, DraftTree, OptimalTree
+from inference.core.verify import Rejection, verify_sampled
+from inference.settings.method import MOST_NODES
+from inference.shapes.opt_tree import opt_tree
+from inference.shapes.shapes import full_shape
+from inference.sizing.costs import WIDEST, Costs, curve
+from inference.sizing.policy import (
+    BANDS,
+    DEEPEST,
+    TREE_NEIGHBOUR,
+    TREE_OWN,
+    BestWidths,
+    Evidence,
+    TreeSizes,
+    Tuning,
+    all_widths,
+    band,
+    best_count,
+    best_length,
+    round_seconds,
+    trials_at_nodes,
+    trials_by_band,
+    trials_in_chain,
+)
+from inference.stopping.best_length import BestLength
+from tests.exact_laws import Chance, Law, Text, distribution, law, paths, random_model, sampled
+from tests.known_source import KnownSource, Path_, check, random_q, root, weight
+
+
+def costs(step: float = 0.1, row: float = 0.0, verify: float = 1.0, node: float = 0.02, rest: float = 0.05) -> Costs:
+    """Lines: a draft step over w rows takes step + row·w seconds, a target pass over w rows verify + node·w."""
+    return Costs(
+        tuple(step + row * w for w in range(WIDEST + 1)),
+        tuple(verify + node * w for w in range(WIDEST + 1)),
+        rest,
+        plain=verify,
+    )
+
+
+shares = st.lists(st.floats(0, 1), min_size=1, max_size=15)
+some_costs = st.builds(
+    costs, step=st.floats(0.01, 1), row=st.floats(0, 0.2), node=st.floats(0, 0.3), rest=st.floats(0, 0.1)
+)
+
+
+# --- costs -----------------------------------------------------------------------------------------------------------
+
+
+def test_curve_by_hand() -> None:
+    found = curve([(1, 9.0), (1, 1.0), (1, 2.0), (1, 9.0), (1, 9.0), (2, 5.0), (4, 3.0), (8, 8.0)])
+    assert found[0] == found[1] == 2.0  # the lower quartile, and nothing is cheaper than what was measured
+    assert found[2] == found[3] == found[4] == 4.0  # a larger width is never cheaper
+    assert found[5:9] == pytest.approx((5.0, 6.0, 7.0, 8.0))
+    assert found[WIDEST] == pytest.approx(8.0 + WIDEST - 8)  # as steep as before
+    assert curve([(3, 1.0), (4, 3.0), (8, 2.5)])[3] == 1.0  # pooled with 4
+    assert curve([(1, 3.0), (2, 2.0), (4, 1.0), (8, 7.0)])[1:5] == (2.0,) * 4
+    assert set(curve([(7, 1.5)])) == {1.5}
+    with pytest.raises(ValueError, match="no samples"):
+        curve([])
+
+
+def test_padded_passes_cost_what_the_next_power_of_two_does() -> None:
+    found = curve([(2, 1.0), (7, 3.0), (16, 5.0)], padded=True)
+    assert found[1:3] == (1.0, 1.0)
+    assert found[5:9] == (3.0,) * 4
+    assert found[9:17] == (5.0,) * 8
+    assert len(set(found[17:33])) == 1
+
+
+# --- evidence --------------------------------------------------------------------------------------------------------
+
+
+def test_evidence_starts_at_the_prior_and_ends_at_the_counts() -> None:
+    evidence = Evidence(3, Tuning(costs(), (200.0, 100.0), (160.0, 20.0)))
+    first = evidence.shares()
+    assert first[0] == pytest.approx(0.8, abs=0.02)
+    assert first[1] < 0.8
+    for _ in range(300):
+        evidence.add(iter([(0, 10.0, True), (1, 10.0, False)]))
+    assert evidence.shares()[0] == pytest.approx(0.1, abs=0.02)  # one of ten
+    assert evidence.shares()[1] < 0.05
+    assert evidence.shares()[2] == pytest.approx(evidence.shares()[1], abs=0.05)  # never tried: follows its neighbour
+
+
+def test_evidence_forgets_slowly_and_fades_where_asked() -> None:
+    evidence = Evidence(2, Tuning(costs()), fade=0.5)
+    for right in (False, True):
+        for _ in range(200):
+            evidence.add(iter([(0, 1.0, right)]))
+    assert evidence.shares()[0] > 0.9  # what was wrong long ago counts no more
+    assert evidence.shares()[1] == pytest.approx(evidence.shares()[0] / 2, abs=0.1)
+
+
+def test_trials_by_hand() -> None:
+    assert list(trials_in_chain(4, 2)) == [(0, 1, True), (1, 1, True), (2, 1, False)]
+    assert list(trials_in_chain(2, 2)) == [(0, 1, True), (1, 1, True)]
+    tree = DraftTree(torch.arange(5), (ROOT, ROOT, 0, 0, 0), (-1,) * 5)
+    assert list(trials_at_nodes(tree, [0, 3])) == [(0, 1, True), (0, 1, False), (1, 1, True)]
+    assert list(trials_at_nodes(tree, [])) == [(0, 1, False), (1, 1, False)]
+    repeated = DraftTree(torch.arange(2), (ROOT, ROOT), (-1, -1), draws={ROOT: (0, 0, 1)})
+    assert list(trials_at_nodes(repeated, [1])) == [(0, 1, False), (1, 1, False), (2, 1, True)]
+    optimal = OptimalTree(torch.arange(4), (ROOT, ROOT, 0, 1), (-1,) * 4, steps=(0.8, 0.2, 0.6, 0.4))
+    assert list(trials_by_band(optimal, [1])) == [(0, 0.8, False), (4, 0.2, True), (2, 0.4, False)]
+    assert [band(q) for q in (1.0, 0.72, 0.7, 0.49, 1e-9, 0.0)] == [0, 0, 1, 2, BANDS - 1, BANDS - 1]
+
+
+# --- chains ----------------------------------------------------------------------------------------------------------
+
+
+def rate_of_length(shares: Sequence[float], seconds: Costs, length: int) -> float:
+    emitted = 1 + sum(math.prod(shares[:k]) for k in range(1, length + 1))
+    return emitted / (length * seconds.step[1] + seconds.verify[length + 1] + seconds.rest)
+
+
+@settings(deadline=None)
+@given(shares=shares, seconds=some_costs)
+def test_best_length_is_the_best(shares: list[float], seconds: Costs) -> None:
+    found, rate = best_length(shares, seconds)
+    rates = [rate_of_length(shares, seconds, length) for length in range(1, len(shares) + 1)]
+    assert 1 <= found <= len(shares)
+    assert rates[found - 1] == pytest.approx(max(rates)) == pytest.approx(rate)
+
+
+def test_the_chain_follows_acceptance() -> None:
+    rule, lengths = BestLength(Tuning(costs())), []
+    for accepted in (True, False, True):
+        for _ in range(60):
+            rule.observe(rule.length, rule.length if accepted else 0)
+        lengths.append(rule.length)
+    assert lengths[0] == lengths[2] == BestLength.max_draft
+    assert lengths[1] == 1
+
+
+# --- OPT-Trees -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(worths=shares, spent=st.floats(0, 3), seconds=some_costs)
+def test_best_count_is_the_best(worths: list[float], spent: float, seconds: Costs) -> None:
+    count, rate = best_count(worths, spent, seconds)
+    rates = [(1 + sum(worths[:n])) / (spent + seconds.verify[n + 1] + seconds.rest) for n in range(1, len(worths) + 1)]
+    assert rate == pytest.approx(max(rates))
+    assert rates[count - 1] == pytest.approx(rate)
+
+
+@given(seed=st.integers(0, 10**6), seconds=some_costs, nodes=st.sampled_from([None, 1, 6]), depth=st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_the_tree_is_the_most_rewarding_prefix(seed: int, seconds: Costs, nodes: int | None, depth: int) -> None:
+    """Among the prefixes of the drafted nodes by p̂: nothing nodes=auto could submit has more tokens a second."""
+    q = random_q(seed)
+    source = KnownSource(q)
+    tuning = Tuning(seconds, (30.0, 20.0, 10.0), (36.0, 15.0, 2.0))
+    sizes = TreeSizes(tuning, nodes, depth)
+    grown = sizes.begin()
+    tree = opt_tree(source, root(), limit=9, nodes=sizes.max_nodes, delta=0.0, growth=grown)
+    check(tree, source, depth)
+    spent = sum(seconds.step[width] for width in source.calls)
+    trust = Evidence(BANDS, tuning, own=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0).shares()
+
+    def worth(path: Path_) -> float:
+        if not path:
+            return 1.0
+        step = weight(q, path) / weight(q, path[:-1])
+        return worth(path[:-1]) * min(1.0, step * trust[band(step)])
+
+    drafted = sorted(
+        ((*path, token) for path in source.paths for token in range(6)), key=lambda path: (-weight(q, path), len(path))
+    )
+    drafted = [path for path in drafted[: sizes.max_nodes] if weight(q, path) > 0]
+    worths = [worth(path) for path in drafted]
+    if nodes is None:
+        _, rate = best_count(worths, spent, seconds)
+        got = (1 + sum(worths[: len(tree)])) / (spent + seconds.verify[len(tree) + 1] + seconds.rest)
+        assert got == pytest.approx(rate, rel=1e-4)
+    else:
+        assert len(tree) == min(nodes, len(drafted))
+    assert sum(tree.masses) == pytest.approx(sum(weight(q, path) for path in drafted[: len(tree)]), rel=1e-4)
+
+
+@given(
+    gains=shares.map(lambda values: sorted(values, reverse=True)),
+    worths=shares.map(lambda values: sorted(values, reverse=True)),
+    spare=st.integers(0, 5),
+    seconds=some_costs,
+)
+@settings(deadline=None)
+def test_how_much_of_a_level_is_fed(gains: list[float], worths: list[float], spare: int, seconds: Costs) -> None:
+    """Against merging the expected children with the nodes that are there and keeping the likeliest."""
+    sizes = TreeSizes(Tuning(seconds), len(worths) + spare, None)
+    gains = gains[: len(worths)]
+    feed, rate = sizes.begin()._best_feed(gains, worths, 1 + sum(worths))
+    rates = []
+    for rows in range(1, len(gains) + 1):
+        merged = sorted([*worths, *gains[:rows]], reverse=True)[: sizes.max_nodes]
+        width = min(len(worths) + rows, sizes.max_nodes) + 1
+        rates.append((1 + sum(merged)) / (seconds.step[rows] + seconds.verify[width] + seconds.rest))
+    assert rate == pytest.approx(max(rates))
+    assert rates[feed - 1] == pytest.approx(rate)
+
+
+def grow(seconds: Costs, nodes: int | None = None, depth: int | None = None) -> tuple[OptimalTree, KnownSource]:
+    source = KnownSource(random_q(3, vocabulary=40, sharp=4.0))
+    sizes = TreeSizes(Tuning(seconds, (50.0,), (50.0,)), nodes, depth)
+    return opt_tree(source, root(), limit=99, nodes=sizes.max_nodes, delta=0.0, growth=sizes.begin()), source
+
+
+def test_a_round_looks_at_more_nodes_than_the_last_ones_submitted() -> None:
+    """And at all of them where all are submitted, a few rounds later; a given number is looked at as it is."""
+
+    def after(rounds: int, seconds: Costs, sizes: TreeSizes) -> int:
+        sizes.costs, q = seconds, random_q(3, vocabulary=40, sharp=4.0)
+        for _ in range(rounds):
+            grown = sizes.begin()
+            tree = opt_tree(KnownSource(q), root(), limit=99, nodes=grown.nodes, delta=0.0, growth=grown)
+            sizes.observe(tree, [])
+        assert len(tree) <= grown.nodes
+        return sizes.begin().nodes
+
+    sizes, given = (TreeSizes(Tuning(costs(), (50.0,), (50.0,)), nodes, None) for nodes in (None, 5))
+    dear, free = costs(step=0.001, node=1.0), costs(step=0.001, node=0.0)
+    assert sizes.begin().nodes == MOST_NODES
+    assert after(20, dear, sizes) < MOST_NODES // 2
+    assert after(8, free, sizes) == MOST_NODES
+    assert after(20, dear, given) == 5
+
+
+def test_trees_follow_the_costs() -> None:
+    cheap, dear = costs(step=0.001, node=0.0001), costs(step=5.0, node=0.0001)
+    assert len(grow(cheap)[1].calls) > 2
+    assert len(grow(dear)[1].calls) == 1
+    assert len(grow(dear, depth=3)[1].calls) == 3  # the depth is given
+    assert len(grow(cheap)[0]) > 20
+    assert len(grow(costs(step=0.001, node=1.0))[0]) <= 2
+    tree, source = grow(cheap, nodes=5)
+    assert len(tree) == 5  # the number is given
+    assert len(source.calls) < DEEPEST
+    wide, narrow = (grow(costs(step=0.001, row=row, node=0.0001))[1].calls for row in (0.0, 0.2))
+    assert max(wide) > max(narrow)
+
+
+def test_the_next_level_is_expected_to_be_worth_as_much_less() -> None:
+    """One node, worth 0.5, and so its child 0.25: fed if 1.75 tokens in 1 + 2 s seconds beat 1.5 in 1 + s."""
+    for step, fed in ((0.19, 1), (0.21, 0)):
+        grown = TreeSizes(Tuning(costs(step=step, node=0.0, rest=0.0)), None, None).begin()
+        assert grown.after_level(1, [0.5], [0], [(-0.5, 0)]) == (1, fed)
+    # What four rows cost is spent: 1.75 tokens in 1 + 0.51 + 0.21 seconds beat 1.5 in 1 + 0.51.
+    grown = TreeSizes(Tuning(costs(step=0.11, row=0.1, node=0.0, rest=0.0)), None, None).begin()
+    assert grown.after_level(4, [0.5], [0], [(-0.5, 0)]) == (1, 1)
+
+
+def test_the_root_is_a_row_of_the_targets_pass() -> None:
+    """Passes of up to four rows are cheap: three tokens are drafted."""
+    steep = Costs((0.01,) * (WIDEST + 1), tuple(1.0 if w <= 4 else 9.0 for w in range(WIDEST + 1)), 0.0, 1.0)
+    assert best_length([0.9] * 15, steep)[0] == 3
+    assert best_count([0.9] * 15, 0.1, steep)[0] == 3
+
+
+def test_trees_follow_acceptance() -> None:
+    """An OPT-Tree and a k-config tree, told of chains that were right or wrong throughout."""
+    sizes, widths = TreeSizes(Tuning(costs()), None, None), BestWidths(Tuning(costs()))
+    told = OptimalTree(torch.arange(4), (ROOT, 0, 1, 2), (-1,) * 4, steps=(0.9,) * 4)
+    wide = OptimalTree(torch.arange(32), (ROOT, 0, 1, 2, *[ROOT] * 28), (-1,) * 32, steps=(0.9,) * 4 + (0.0,) * 28)
+    drafted, depths = [], []
+    for accepted in ([0, 1, 2, 3], [], [0, 1, 2, 3]):
+        for _ in range(60):
+            sizes.observe(wide, accepted)
+            widths.observe(told, accepted)
+        source = KnownSource(random_q(3, vocabulary=40, sharp=4.0))
+        options = {"limit": 99, "nodes": sizes.max_nodes, "delta": 0.0, "growth": sizes.begin()}
+        drafted.append(len(opt_tree(source, root(), **options)))
+        depths.append(len(widths.widths(99)))
+    assert min(drafted[0], drafted[2]) > drafted[1]
+    assert min(depths[0], depths[2]) > 2 * depths[1]
+
+
+# --- k-config trees --------------------------------------------------------------------------------------------------
+
+
+def test_all_widths_are_all() -> None:
+    every = all_widths()
+    assert len(set(every)) == len(every)
+    for widths in itertools.product((1, 2, 3, 4, 6, 8), repeat=3):
+        fits = len(full_shape(widths)) <= MOST_NODES and list(widths) == sorted(widths, reverse=True)
+        assert (widths in every) == fits
+    assert all(len(full_shape(widths)) <= MOST_NODES and len(widths) <= DEEPEST for widths in every)
+
+
+def accepted_nodes(widths: Sequence[int], chances: Sequence[float]) -> float:
+    """Expected accepted tokens of a tree whose i-th candidate of a node is right, if none before, with chances[i]."""
+    if not widths:
+        return 0.0
+    one = 1 - math.prod(1 - chance for chance in chances[: widths[0]])
+    return one * (1 + accepted_nodes(widths[1:], chances))
+
+
+@given(
+    right=st.lists(st.integers(0, 30), min_size=8, max_size=8),
+    seconds=some_costs,
+    limit=st.integers(1, 20),
+)
+@settings(deadline=None, max_examples=40)
+def test_best_widths_are_the_best(right: list[int], seconds: Costs, limit: int) -> None:
+    tuning = Tuning(seconds, (30.0,) * 8, tuple(map(float, right)))
+    chances = Evidence(8, tuning, fade=0.5, own=TREE_OWN, neighbour=TREE_NEIGHBOUR).shares()
+    rates = {}
+    for widths in all_widths():
+        shape = full_shape(widths)
+        levels = [sum(len(path) == depth for path in shape.paths) for depth in range(len(widths))]
+        levels[0] = 1  # the root
+        spent = sum(seconds.step[level] for level in levels) + seconds.verify[len(shape) + 1] + seconds.rest
+        assert round_seconds(widths, seconds) == pytest.approx(spent)
+        if len(widths) <= limit:
+            rates[widths] = (1 + accepted_nodes(widths, chances)) / spent
+    found = BestWidths(tuning).widths(limit)
+    assert rates[found] == pytest.approx(max(rates.values()))
+
+
+def text_under_auto(p: Callable, q: Callable, length: int, tuning: Tuning, chosen: set, *, peek: bool) -> Law:
+    """The law of the first `length` tokens when every round's tree is chosen from what earlier ones accepted.
+
+    peek: the wrong way, where a second candidate is withdrawn once one has seen it.
+    """
+
+    def run(chance: Chance) -> Text:
+        sizes, text = BestWidths(tuning), ()
+        while len(text) < length:
+            widths = sizes.widths(length - len(text))
+            chosen.add(widths)
+            after = functools.partial(lambda prefix, path: q((*prefix, *path)), text)
+            tokens, parents, rows = sampled(after, widths, replace=False)(chance)
+            if peek and len(tokens) > 1 and parents[1] == ROOT and tokens[1] == 1 and len(widths) == 1:
+                del tokens[1:], parents[1:]
+            target = np.stack([p((*text, *path)) for path in paths(tokens, parents)])
+            nodes, bonus = verify_sampled(tokens, parents, rows, target, Rejection(replace=False), chance)
+            sizes.observe(DraftTree(torch.tensor(tokens), tuple(parents), (-1,) * len(tokens)), nodes)
+            text = (*text, *(tokens[node] for node in nodes), bonus)
+        return text[:length]
+
+    return law(run)
+
+
+def plain_law(p: Callable, length: int) -> Law:
+    found: Law = {}
+    for text in itertools.product(range(len(p(()))), repeat=length):
+        mass = math.prod(p(text[:i])[token] for i, token in enumerate(text))
+        if mass:
+            found[text] = mass
+    return found
+
+
+@pytest.mark.slow
+def test_the_law_is_exact_under_chosen_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every branch of three tokens' rounds, with rational weights; sizes that peek at this round's draws fail."""
+    monkeypatch.setattr("inference.sizing.policy.all_widths", lambda: ((1,), (2,), (1, 1), (2, 1)))
+    tuning = Tuning(costs(step=0.02, verify=0.5, node=0.04, rest=0.0))
+    for seed in range(3):
+        p, q = random_model(seed, 3), random_model(seed + 100, 3)
+        chosen: set = set()
+        assert text_under_auto(p, q, 3, tuning, chosen, peek=False) == plain_law(p, 3)
+        assert len(chosen) > 1
+    everywhere = [functools.partial(lambda row, _: row, distribution(row)) for row in ([1, 5, 2], [4, 1, 1])]
+    assert text_under_auto(*everywhere, 2, tuning, set(), peek=True) != plain_law(everywhere[0], 2)

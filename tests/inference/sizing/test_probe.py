@@ -1,0 +1,362 @@
+"""Costs measured with a clock that knows what everything takes; the same tokens whatever is chosen from them."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from draft_models.ngrams.table import TrigramTable
+from draft_models.small_lm.model import load_small_lm
+from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.stack import LayerStack
+from inference.core.acceptance import Chooser
+from inference.core.decode import Round, autoregressive
+from inference.core.tree import DraftTree
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.small_lm import SmallLMSource
+from inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
+from inference.loading.drafters import Drafters, new_drafter
+from inference.measure.arms import make_arms
+from inference.measure.probe import SIZES, probes, tune
+from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from inference.measure.statistics import chosen_sizes
+from inference.report.report import build_report, markdown
+from inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings.sampling import SamplingConfig
+from inference.sizing.policy import LONGEST_CHAIN
+from outrider.errors import UserError
+from outrider.streams import Streams
+from tests.tiers import typical_where
+from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, reference_generate, save_target
+
+CHAIN = MethodConfig(stop=StopConfig(max_draft=AUTO))
+TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=AUTO, max_depth=AUTO))
+WIDTHS = MethodConfig(structure=StructureConfig(kind="k_config", widths=AUTO))
+BETA = StopConfig(rule="beta")
+METHODS = {
+    "chain": CHAIN,
+    "opt_tree": TREE,
+    "opt_tree, nodes": replace(TREE, structure=replace(TREE.structure, max_depth=3)),
+    "opt_tree, depth": replace(TREE, structure=replace(TREE.structure, nodes=9)),
+    "k_config": WIDTHS,
+    "fused": replace(TREE, structure=replace(TREE.structure, kind="fused"), ngrams=NgramConfig("mixed", recycle=4)),
+}
+
+PAIRS = typical_where(
+    lambda row: row[1] == "early_exit" or row[0] == "chain",
+    list(itertools.product(METHODS, ("early_exit", "small_lm"))),
+)
+
+
+class WorkClock:
+    """Seconds pass only in draft steps, target passes and choices of a next token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float = 0.1, node: float = 0.01, free: int = 0):
+        """The first `free` rounds take no time."""
+        self.now = 0.0
+        rounds = 0
+
+        def spend(owner: type, name: str, seconds: Any) -> None:
+            original = getattr(owner, name)
+
+            def timed(*args: Any) -> Any:
+                self.now += seconds(*args)
+                return original(*args)
+
+            monkeypatch.setattr(owner, name, timed)
+
+        def of_step(_: Any, tokens: Tensor, parents: Sequence[int]) -> float:
+            return step + 0.001 * len(parents) if rounds >= free else 0.0
+
+        def of_pass(_: Any, tree: DraftTree, logits: Tensor) -> float:
+            nonlocal rounds
+            rounds += 1
+            return 1.0 + node * (len(tree) + 1) if rounds > free else 0.0
+
+        spend(EarlyExitSource, "extend", of_step)
+        spend(SmallLMSource, "extend", of_step)
+        spend(Chooser, "verify", of_pass)
+        spend(Chooser, "next_token", lambda *_: 0.5)
+        spend(GraphedSession, "_step", lambda *_: 0.5)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafters, list[int]]:
+    """A target, drafters that are right now and then, and what the target says after a prompt of 20."""
+    folder = tmp_path_factory.mktemp("tuning")
+    path = save_target(folder / "target", kv_heads=2, peak=6.0)
+    model, stack = open_stack(path)
+    small = AutoModelForCausalLM.from_pretrained(path)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    small.save_pretrained(folder / "small")
+    load_tokenizer(str(path)).save_pretrained(folder / "small")
+    drafters = {
+        "early_exit": Calibrated(make_drafter(path, LAYERS - 1, noise=0.15)),
+        "small_lm": load_small_lm(str(folder / "small"), load_tokenizer(str(path)), dtype=torch.float32),
+    }
+    return stack, drafters, reference_generate(model, random_prompt(20), 40)
+
+
+@pytest.mark.parametrize(("name", "source"), PAIRS)
+@pytest.mark.slow
+def test_costs_are_what_the_clock_says(models: tuple, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> None:
+    stack, drafters, _ = models
+    clock = WorkClock(monkeypatch, free=len(probes(METHODS[name])))  # the first cycle warms up and does not count
+    methods = {"m": replace(METHODS[name], source=source)}
+    _, tunings = tune(methods, stack, drafters, random_prompt(20), clock=clock)
+    costs, tuning = tunings["m"].costs, tunings["m"]
+    assert costs.plain == 0.5
+    assert costs.rest == pytest.approx(0.0)
+    for width in (2, 4, 8, 16):
+        assert costs.verify[width] == pytest.approx(1 + 0.01 * width)
+    assert costs.step[1] == pytest.approx(0.101)
+    if name != "chain":
+        assert costs.step[4] == pytest.approx(0.104, rel=0.1)
+    assert sum(tuning.tried) > 10
+    assert sum(tuning.right) > 1
+    if name in ("chain", "k_config"):
+        assert all(right <= tried for right, tried in zip(tuning.right, tuning.tried, strict=True))
+
+
+@pytest.mark.slow
+def test_a_prompt_as_long_as_the_context_is_measured_with(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, drafters, _ = models
+    prompts = []
+
+    def noted(stack: LayerStack, prompt: Sequence[int], **options: Any) -> Iterator[Round]:
+        prompts.append(list(prompt))
+        return autoregressive(stack, prompt, **options)
+
+    monkeypatch.setattr("inference.measure.probe.autoregressive", noted)
+    _, tunings = tune(METHODS, stack, drafters, random_prompt(256), clock=WorkClock(monkeypatch))
+    assert set(tunings) == set(METHODS)
+    assert all(0 < len(prompt) < 256 and prompt == random_prompt(256)[-len(prompt) :] for prompt in prompts)
+
+
+def test_a_drafter_of_fewer_positions_is_measured_within_them(
+    models: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_target(tmp_path, "opt", max_position_embeddings=64)
+    small = load_small_lm(str(path), load_tokenizer(str(path)), dtype=torch.float32)
+    methods = {"m": replace(CHAIN, source="small_lm")}
+    clock = WorkClock(monkeypatch)
+    _, tunings = tune(methods, models[0], {"small_lm": small}, random_prompt(100), clock=clock)
+    assert sum(tunings["m"].tried) > 10
+
+
+def test_what_needs_no_measuring_is_left_alone(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """δ = μ where it is null: a draft step's seconds over a decoding step's, at most 1."""
+    stack, drafters, _ = models
+    tree = MethodConfig(structure=StructureConfig(kind="opt_tree"))
+    given = replace(tree, structure=replace(tree.structure, delta=0.3))
+    clock = WorkClock(monkeypatch)
+    ready, tunings = tune({"given": given, "chain": MethodConfig()}, stack, drafters, random_prompt(9), clock=clock)
+    assert ready == {"given": given, "chain": MethodConfig()}
+    assert tunings == {}
+    assert clock.now == 0
+    ready, tunings = tune({"tree": tree}, stack, drafters, random_prompt(9), clock=clock)
+    assert ready["tree"].structure.delta == pytest.approx(0.101 / 0.5)
+    assert tunings == {}
+    slow = WorkClock(monkeypatch, step=7.0)
+    assert tune({"tree": tree}, stack, drafters, random_prompt(9), clock=slow)[0]["tree"].structure.delta == 1.0
+
+
+def test_a_drafter_without_numbers_is_refused(tmp_path: Path) -> None:
+    """It drafts nothing, in any text, and a tree's δ is measured on drafts."""
+    path = save_target(tmp_path)
+    drafter = make_drafter(path, LAYERS - 1)
+    drafter.output_head.weight.data.fill_(torch.nan)
+    tree = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=6))
+    with pytest.raises(UserError, match="early_exit drafter proposed nothing in a text of"):
+        tune({"tree": tree}, open_stack(path)[1], {"early_exit": Calibrated(drafter)}, random_prompt(9))
+
+
+def test_a_padding_runtime_has_steps_in_its_costs(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, drafters, _ = models
+    clock = WorkClock(monkeypatch)
+    _, tunings = tune({"m": CHAIN}, stack, drafters, random_prompt(20), clock=clock, runtime=Graphed())
+    assert tunings["m"].costs.verify[5] == tunings["m"].costs.verify[8] == pytest.approx(1.08)
+
+
+@pytest.mark.parametrize(("name", "source"), PAIRS)
+@pytest.mark.slow
+def test_greedy_tokens_do_not_depend_on_the_choice(
+    models: tuple, monkeypatch: pytest.MonkeyPatch, name: str, source: str
+) -> None:
+    """Under several costs: other sizes, the same tokens; and sizes differ from round to round."""
+    stack, drafters, expected = models
+    method, chosen = replace(METHODS[name], source=source), []
+    for step, node in ((0.0, 0.0001), (2.0, 1.0)):
+        with monkeypatch.context() as patches:
+            clock = WorkClock(patches, step, node)
+            methods, tunings = tune({"m": method}, stack, drafters, random_prompt(20), clock=clock)
+            arms = make_arms(stack, drafters, methods, None, max_new_tokens=24, eos=(), tunings=tunings, clock=clock)
+            generation = arms["m"](random_prompt(20), Streams(0))
+        assert list(generation.tokens) == expected[:24]
+        sizes = chosen_sizes([generation])
+        drafting = {"chain": ["max_draft"], "opt_tree": ["max_depth", "nodes"], "k_config": ["widths"]}
+        drafting["fused"] = drafting["opt_tree"]
+        names = {"opt_tree, nodes": ["nodes"], "opt_tree, depth": ["max_depth"], **drafting}[name]
+        assert sorted(sizes) == names
+        chosen.append(sum(r.drafted for r in generation.rounds) / len(generation.rounds))
+    if name != "opt_tree, depth":
+        assert chosen[0] > chosen[1]
+
+
+def test_an_ngram_draft_has_as_many_nodes_as_pay(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are what the clock says; dear rows make small drafts, free ones large; the tokens are the target's."""
+    stack, drafters, expected = models
+    prompt = random_prompt(20)
+    table = TrigramTable.from_documents([prompt + expected[:20], random_prompt(80)], [2, 3, 4], 256, "t")
+    drafters, drafted = {**drafters, "ngrams": table}, []
+    method = MethodConfig("ngrams", ngrams=NgramConfig(evidence="mixed", depth=8, nodes=AUTO))
+    for node in (0.0001, 0.4):
+        with monkeypatch.context() as patches:
+            clock = WorkClock(patches, node=node, free=len(SIZES))
+            methods, tunings = tune({"m": method}, stack, drafters, prompt, clock=clock)
+            arms = make_arms(stack, drafters, methods, None, max_new_tokens=40, eos=(), tunings=tunings, clock=clock)
+            generation = arms["m"](prompt, Streams(0))
+        costs = tunings["m"].costs
+        widths = (1, 2, 4, 8)
+        assert [costs.verify[width] for width in widths] == pytest.approx([1 + node * width for width in widths])
+        assert costs.plain == 0.5
+        assert costs.step == pytest.approx((0.0,) * 65)  # drafting takes the clock no time
+        assert min(sum(tunings["m"].tried), sum(tunings["m"].right)) > 10
+        assert list(generation.tokens) == expected
+        drafted.append(chosen_sizes([generation])["nodes"]["mean"])
+    assert drafted[0] > 2 * drafted[1]
+
+
+@pytest.mark.parametrize("repeated", [1, 3])
+def test_so_has_a_copy(models: tuple, monkeypatch: pytest.MonkeyPatch, repeated: int) -> None:
+    """Every length is measured, also where nothing occurs twice."""
+    stack, drafters, expected = models
+    prompt = random_prompt(20) * repeated
+    method = MethodConfig("prompt_lookup", stop=StopConfig(max_draft=AUTO))
+    for node in (0.0001, 0.4):
+        with monkeypatch.context() as patches:
+            clock = WorkClock(patches, node=node, free=len(SIZES))
+            methods, tunings = tune({"m": method}, stack, drafters, prompt, clock=clock)
+            arms = make_arms(stack, drafters, methods, None, max_new_tokens=40, eos=(), tunings=tunings, clock=clock)
+            generation, plain = (arms[name](prompt, Streams(0)) for name in ("m", AUTOREGRESSIVE))
+        costs, widths = tunings["m"].costs, (1, 2, 4, 8, 16)
+        assert [costs.verify[width] for width in widths] == pytest.approx([1 + node * width for width in widths])
+        assert generation.tokens == plain.tokens
+        assert max(r.drafted for r in generation.rounds) <= LONGEST_CHAIN
+        if repeated == 1:
+            assert list(generation.tokens) == expected
+
+
+@pytest.mark.slow
+def test_every_generation_starts_from_the_prior(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one generation accepted does not change the next one's drafts."""
+    stack, drafters, _ = models
+    methods, tunings = tune(METHODS, stack, drafters, random_prompt(20), clock=WorkClock(monkeypatch))
+    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), tunings=tunings)
+    for name in METHODS:
+        first = [r.drafted for r in arms[name](random_prompt(20), Streams(0)).rounds]
+        arms[name](random_prompt(11, seed=4), Streams(0))
+        assert [r.drafted for r in arms[name](random_prompt(20), Streams(0)).rounds] == first
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
+def test_sampling_with_chosen_sizes(models: tuple, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Runs, measures with sampled drafts, and a seed reproduces where the costs are the same."""
+    stack, drafters, _ = models
+    sampling = SamplingConfig(temperature=1.0)
+    clock = WorkClock(monkeypatch)
+    method = replace(METHODS[name], source="small_lm")
+    methods, tunings = tune({"m": method}, stack, drafters, random_prompt(20), sampling=sampling, clock=clock)
+    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), sampling=sampling, tunings=tunings)
+    assert arms["m"](random_prompt(20), Streams(0)).tokens == arms["m"](random_prompt(20), Streams(0)).tokens
+
+
+@pytest.mark.slow
+def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, drafters, _ = models
+    methods, tunings = tune(METHODS, stack, drafters, random_prompt(20), clock=WorkClock(monkeypatch))
+    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), tunings=tunings)
+    results = []
+    for seed in range(2):
+        prompt = random_prompt(20, seed)
+        generations = {name: arm(prompt, Streams(0)) for name, arm in arms.items()}
+        results.append(PromptResult(f"p{seed}", "text", tuple(prompt), generations, AUTOREGRESSIVE))
+    facts = {
+        "target": "T", "drafter": "D", "dtype": "float32", "device": "cpu", "max_new_tokens": 30, "temperature": 0.0,
+        "processes": 1, "sampling": asdict(SamplingConfig()), "settings": asdict(MethodConfig()),
+    }  # fmt: skip
+    known = {name: build_report(name, results, facts, 0, tunings[name]) for name in METHODS}
+    reports = [*known.values()]
+    for report in reports:
+        assert report["auto"]["costs"]["autoregressive_step"] == 0.5
+        assert report["auto"]["costs"]["target_pass"]["4"] == pytest.approx(1.04)
+        assert report["break_even_acceptance"] is not None
+        assert set(report["structure"]) <= {"expected_tau", "drafter_passes"}
+    chain, tree, widths = (known[name]["auto"]["chosen"] for name in ("chain", "opt_tree", "k_config"))
+    assert 1 <= chain["max_draft"]["mean"] <= LONGEST_CHAIN
+    assert 0 < tree["nodes"]["share"] <= 1
+    assert "mean" not in widths["widths"]
+    assert widths["widths"]["mode"][0] == "["
+    text = markdown(reports)
+    assert f"chose max_draft {chain['max_draft']['mean']:.1f} on average, most often" in text
+    assert f"chose widths most often {widths['widths']['mode']} (" in text
+    remembering = {**facts, "settings": {"ngrams": {"keep": "kept"}}}
+    assert "remembers earlier prompts (kept)" in markdown([build_report("chain", results, remembering, 0)])
+    assert "remembers" not in text
+    plain = build_report("chain", results, facts, 0)
+    assert plain["auto"] is None
+    assert "chose" not in markdown([plain])
+
+
+def test_a_structure_that_needs_costs_asks_for_them(models: tuple) -> None:
+    for method in METHODS.values():
+        with pytest.raises(ValueError, match=r"measured costs|costs needs measured|delta"):
+            new_drafter(method, models[1], Streams(0))
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "message"),
+    [
+        (StopConfig, {"max_draft": 0}, "max_draft=0: expected an integer ≥ 1, auto or null"),
+        (StopConfig, {"max_draft": "many"}, "max_draft='many': expected an integer ≥ 1, auto or null"),
+        (StopConfig, {"max_draft": AUTO, "rule": "beta"}, "max_draft='auto': expected .* rule=fixed"),
+        (StructureConfig, {"kind": "token_graph", "nodes": AUTO}, "nodes='auto': expected .* kind=opt_tree"),
+        (
+            StructureConfig,
+            {"kind": "static", "max_depth": AUTO},
+            "max_depth='auto': expected 10, its default",
+        ),
+        (StructureConfig, {"kind": "opt_tree", "max_depth": AUTO, "delta": 0.1}, "delta=0.1: expected null"),
+        (StructureConfig, {"kind": "opt_tree", "max_depth": AUTO, "nodes": 64}, "nodes=64: expected at most 63"),
+        (StructureConfig, {"kind": "opt_tree", "nodes": "all"}, "nodes='all': expected an integer"),
+        (StructureConfig, {"kind": "chain", "widths": AUTO}, r"widths='auto': expected \(4, 2, 2\), its default"),
+        (StructureConfig, {"kind": "k_config", "widths": "4x2"}, "widths='4x2': expected auto or a list, each an int"),
+        (StructureConfig, {"kind": "k_config", "widths": (4, 0)}, r"widths=\(4, 0\): expected auto or a list"),
+        (StructureConfig, {"kind": "k_config", "widths": ("a",)}, r"widths=\('a',\): expected auto or a list"),
+        (
+            MethodConfig,
+            {"source": "ngrams", "structure": TREE.structure},
+            "structure.kind='opt_tree': .* source=ngrams",
+        ),
+        (MethodConfig, {"structure": TREE.structure, "stop": CHAIN.stop}, "stop.max_draft='auto': expected a number"),
+        (MethodConfig, {"structure": TREE.structure, "stop": BETA}, "stop.rule='beta': expected fixed where sizes are"),
+        (MethodConfig, {"structure": WIDTHS.structure, "stop": BETA}, "stop.rule='beta': expected fixed where sizes"),
+    ],
+)
+def test_impossible_sizes_are_refused(part: type, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        part(**settings)
