@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import UserError
 
 if TYPE_CHECKING:
-    from outrider.api.model import Model, load
+    from outrider.api.model import Model, load, preset
 
-__all__ = ["Model", "UserError", "load"]
+__all__ = ["Model", "UserError", "load", "preset"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    from outrider.api import model as api
+    from outrider.api import model
 
-    return getattr(api, name)
+    return getattr(model, name)

@@ -184,7 +184,9 @@ def test_a_drafter_of_any_kind_is_loaded_for_its_target(
 
 @pytest.mark.slow
 def test_a_report_is_that_of_the_command(model: Any, tmp_path: Path) -> None:
-    report = model.report([PROMPT, ["a question?", "and then?"]], max_new_tokens=6, out_dir=str(tmp_path / "kept"))
+    report = model.report(
+        [PROMPT, ["a question?", "and then?"]], max_new_tokens=6, template="none", out_dir=str(tmp_path / "kept")
+    )
     assert (report["method"], report["lossless"]["identical"], report["turns"]) == ("eesd_survival", 3, 3)
     assert (tmp_path / "kept/report.md").exists()
     assert model.report([PROMPT], max_new_tokens=4)["prompts"] == 1

@@ -39,7 +39,7 @@ def test_an_edit_is_another_version_and_a_document_is_none(tmp_path: Path) -> No
     (tmp_path / "README.md").write_text("more")
     (tmp_path / "train" / "notes.txt").write_text("more")
     assert version() == before
-    source = tmp_path / "inference" / "verify.py"
+    source = tmp_path / "inference" / "core" / "verify.py"
     source.write_text(source.read_text() + "\n")
     assert version() != before
 

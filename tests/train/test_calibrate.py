@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-import outrider.api.model
 from draft_models.calibration.checkpoint import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
 from draft_models.eagle3.changes import ReadingChanges
@@ -37,6 +36,7 @@ from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
+from outrider import preset
 from outrider.errors import UserError
 from outrider.groups import Group
 from tests.fitted_heads import fitted_head
@@ -264,7 +264,7 @@ def test_a_head_of_a_drafter_that_other_engines_read(
     shutil.rmtree(drafter / HEAD_FOLDER)
     before = {file: file.read_bytes() for file in drafter.iterdir()}
     config = EvaluateConfig(
-        checkpoint=str(drafter), target=target, methods={"m": outrider.api.model.preset(method)}, max_new_tokens=12,
+        checkpoint=str(drafter), target=target, methods={"m": preset(method)}, max_new_tokens=12,
         prompt_text=["the quick"], device="cpu", compare_transformers=False, out_dir=str(tmp_path / "report"),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draft_models.targets import attention, proof
-from draft_models.targets.empty_models import anatomy_of, decoder_layers
+from draft_models.targets.empty_models import anatomy_of, decoder_layers, layer_stack
 from draft_models.targets.open_target import open_target
 from draft_models.targets.proof import ROUNDED, prove_layers
 from draft_models.targets.stack import LayerStack, call_layer
@@ -67,14 +67,14 @@ def test_the_first_layer_of_every_kind_is_taken(tmp_path: Path, family: str) -> 
 def with_another_base(patch: pytest.MonkeyPatch) -> None:
     """Rotary frequencies of base 10100 in the place of 10000."""
 
-    class Off(LayerStack):
-        def __init__(self, model: Any):
-            super().__init__(model)
-            self._rotary = [copy.deepcopy(module) for module in self._rotary]
-            for module in self._rotary:
-                module.inv_freq = module.inv_freq ** (math.log(10100) / math.log(10000))
+    def off(model: Any) -> LayerStack:
+        stack = layer_stack(model)
+        stack._rotary = [copy.deepcopy(module) for module in stack._rotary]
+        for module in stack._rotary:
+            module.inv_freq = module.inv_freq ** (math.log(10100) / math.log(10000))
+        return stack
 
-    patch.setattr(proof, "LayerStack", Off)
+    patch.setattr(proof, "layer_stack", off)
 
 
 def with_another_scale(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from inference.drafters.ngram.lookup import LookupMaker, PromptLookup
 from inference.settings.method import MethodConfig, StopConfig
 from inference.sizing.costs import WIDEST, Costs
 from inference.sizing.policy import Tuning
-from outrider.api.model import preset
+from outrider import preset
 from outrider.streams import Streams
 from tests.tiny import ARCHITECTURES, open_stack, random_prompt, reference_generate, save_target
 
