@@ -252,9 +252,16 @@ def _contiguous_attention(*args: Any, **options: Any) -> tuple[Tensor, None]:
 
 AttentionInterface.register(ATTENTION, _contiguous_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own forward works with it too
-# PyTorch's first choice on Hopper and Blackwell. It prepares a plan for every length of text it meets, which takes tens
-# of milliseconds a decoded token, and was wrong or not a number for some masks (pytorch #169849, #193893, #196678).
-torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def leave_out_cudnn() -> None:
+    """Turn cuDNN's attention off in this process, for every model in it: the target's own forward is a reference too.
+
+    PyTorch takes it first on Hopper and Blackwell. It prepares a plan for every length of text it meets, which takes
+    tens of milliseconds a decoded token, and was wrong or not a number for some masks (pytorch #169849, #193893,
+    #196678).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def stock_name(model: PreTrainedModel) -> str:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.targets.architectures import load_config, read_config
+from draft_models.targets.attention import leave_out_cudnn
 from draft_models.targets.empty_models import empty_model, layer_stack
 from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
 from draft_models.targets.gguf_file import find_gguf, open_gguf
@@ -117,7 +118,9 @@ def open_target(source: str, revision: str | None = None, *, by_layers: bool = T
     """The target in `source`. Raises `UserError` unless its config is one that the runtime can be exact with.
 
     by_layers: off for a model that is only run as a whole, by transformers; its architecture may be any.
+    From here on this process has no attention of cuDNN's.
     """
+    leave_out_cudnn()
     return OpenTarget(source, revision, (load_config if by_layers else read_config)(source, revision))
 
 

@@ -1,10 +1,16 @@
 """Grouped attention against the textbook, and the masks it is given."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from draft_models.targets.attention import KERNELS, grouped_attention, packed_mask, use_kernel
+from draft_models.targets.open_target import open_target
+from tests.tiny import save_target
 
 
 def textbook(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -74,6 +80,14 @@ def test_packed_mask() -> None:
             assert mask[i, j] == (j <= i and documents[0, i] == documents[0, j])
 
 
-def test_cudnn_is_left_out() -> None:
-    """PyTorch would take it first on Hopper."""
+@pytest.mark.slow
+def test_cudnn_is_left_out_where_a_target_is_opened_and_not_before(tmp_path: Path) -> None:
+    """PyTorch would take it first on Hopper; an import changes nothing in the process."""
+    code = "import torch, {}; print(torch.backends.cuda.cudnn_sdp_enabled())"
+    for module in ("inference.core.decode", "draft_models.targets.open_target"):
+        run = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == "True"
+    save_target(tmp_path)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    open_target(str(tmp_path))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
