@@ -54,7 +54,7 @@ from outrider.streams import Streams
 
 # Options of evaluate-checkpoint that the benchmarks say by themselves, or have no use for.
 SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
-                  "out_dir", "resume", "debug", "plan", "card", "wandb", "tensor_parallel", "show_prompts")  # fmt: skip
+                  "out_dir", "resume", "debug", "plan", "card", "wandb", "show_prompts")  # fmt: skip
 ArmsFor = Callable[[int], Mapping[str, Arm]]  # that go on for so many new tokens
 MakePeers = Callable[[Subject, Models, int], ArmsFor]  # from the models, for texts of so many tokens at most
 

@@ -71,6 +71,6 @@ def _leave() -> None:
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return
-    if distributed.get_backend() == "gloo":  # NCCL would wait for every CUDA graph that holds a collective to go
+    if distributed.get_backend() == "gloo":
         distributed.destroy_process_group()
         time.sleep(0.5)

@@ -2,7 +2,7 @@
 # A Slurm of two nodes on this machine, to try the scripts on: Debian or Ubuntu, as root, no systemd needed.
 #
 #   bash slurm/local_cluster.sh up     # install, configure, start; prints the line that points sbatch at it
-#   bash slurm/local_cluster.sh try    # evaluate a tiny target that is split over both nodes, as a job
+#   bash slurm/local_cluster.sh try    # evaluate a tiny target, the prompts shared out over both nodes, as a job
 #   bash slurm/local_cluster.sh down   # stop it; the packages and munged stay
 #
 # Everything it writes is under LOCAL_SLURM (/var/tmp/outrider-slurm). A Slurm this machine may already run is left
@@ -93,11 +93,11 @@ try)
   # Without GPUs the two processes work on the CPU. A rehearsal leaves the tiny target.
   options=(method=prompt_lookup prompts=python_stdlib num_prompts=2 prompt_chars=100 max_new_tokens=16)
   evaluate-checkpoint target=any "${options[@]}" debug=true "out_dir=$root/rehearsal"
-  rm -rf "$root/split"
-  OMP_NUM_THREADS=1 sbatch --wait --nodes 2 --output "$root/split.log" slurm/evaluate.sbatch "${options[@]}" \
-    "target=$root/rehearsal-debug/tiny_models/target" dtype=float32 tensor_parallel=2 "out_dir=$root/split" ||
-    { cat "$root/split.log" >&2 && exit 1; }
-  cat "$root/split/report.md"
+  rm -rf "$root/shared"
+  OMP_NUM_THREADS=1 sbatch --wait --nodes 2 --output "$root/shared.log" slurm/evaluate.sbatch "${options[@]}" \
+    "target=$root/rehearsal-debug/tiny_models/target" dtype=float32 "out_dir=$root/shared" ||
+    { cat "$root/shared.log" >&2 && exit 1; }
+  cat "$root/shared/report.md"
   ;;
 down) stop ;;
 *)

@@ -1,8 +1,6 @@
 """The same promises on a CUDA device; skipped without one (`make test-gpu`)."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +45,6 @@ from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
     STRUCTURES,
-    byte_tokenizer,
     method_of,
     random_prompt,
     reference_generate,
@@ -218,19 +215,3 @@ def test_eesd_trains_and_its_drafter_is_lossless(tmp_path: Path, objective: str)
     plain = [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens]
     rounds = speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40)
     assert [t for r in rounds for t in r.tokens] == plain
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("runtime", ["eager", "graphed"])
-def test_a_target_split_over_two_gpus(tmp_path: Path, runtime: str) -> None:
-    """The command under a launcher: sums of the group inside graphs, the tokens of `generate`, and an end."""
-    path = save_target(tmp_path / "target", kv_heads=2)
-    byte_tokenizer().save_pretrained(path)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = ["inference/evaluate_checkpoint.py", f"target={path}", "method=prompt_lookup", "tensor_parallel=2",
-               f"runtime={runtime}", "dtype=float32", "num_prompts=3", "prompt_chars=60", "max_new_tokens=24",
-               f"out_dir={tmp_path / 'out'}"]  # fmt: skip
-    subprocess.run([sys.executable, *launcher, *command], cwd=Path(__file__).parents[1], check=True, timeout=300)
-    report = json.loads((tmp_path / "out/report.json").read_text())
-    assert report["tensor_parallel"] == 2
-    assert report["lossless"]["identical"] == report["lossless"]["checked"] == 3

@@ -14,7 +14,6 @@ from data_prep.responses.settings import GenerateConfig
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import read_meta
 from draft_models.targets.open_target import open_target
-from draft_models.targets.stored_tensors import Part
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
@@ -65,19 +64,6 @@ def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], 
     assert all(one["identical"] == one["checked"] > 0 for one in judged.values())
     assert read_meta(tmp_path / "eesd").fingerprint.target == str(target)
     evaluate(replace(config, resume=True), QUESTIONS[:2])
-
-
-@pytest.mark.parametrize("form", ["plain", "gguf", "gguf Q4_0", "bin"])
-def test_parts_of_its_tensors_are_read(targets: dict[str, Path], form: str) -> None:
-    """As a target that is split over processes reads them: rows, columns, pieces of rows, and of biases."""
-    files = open_target(str(targets[form])).files
-    whole = files.read(files.file_of)
-    for dim, pieces in ((0, 1), (0, 2), (1, 1)):
-        for rank in range(3):
-            part = Part(dim, rank, 3, pieces)
-            names = [name for name, tensor in whole.items() if tensor.ndim > dim]
-            for name, tensor in files.read(names, parts=dict.fromkeys(names, part)).items():
-                assert torch.equal(tensor, part.of(whole[name])), (name, part)
 
 
 def test_a_drafter_is_for_one_quantisation(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig) -> None:

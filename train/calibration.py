@@ -36,7 +36,6 @@ from inference.shapes.factory import Chain
 from inference.stopping.interface import Step
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
-from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import counted
 from outrider.settings import keyed
@@ -106,14 +105,9 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
     fingerprint = from_main(state, lambda: target.fingerprint)
     model = maker.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
 
-    group = join_group(state, config.tensor_parallel)
-
     @functools.cache
     def stack() -> LayerStack:  # only where something is left to capture
-        if group.size > 1:
-            whole = target.stack(dtype=dtype, device=state.device, group=group)
-        else:
-            whole = load_stack(target, None, dtype, state.device, by_layers=kind.layers)
+        whole = load_stack(target, None, dtype, state.device, by_layers=kind.layers)
         prepare(whole, {kind.name: model})
         return whole
 
@@ -150,7 +144,7 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
                 said = "goes on with the texts that it learns from; for more another out_dir"
                 print(f"calibrate split={split}: {said}", flush=True)
         else:
-            capture_shards(config, folder, prompts, stack, draft_model, group, limit, whole=split == "heldout")
+            capture_shards(config, folder, prompts, stack, draft_model, state, limit, whole=split == "heldout")
             state.wait_for_everyone()
             there = [start for start in starts if limit.minutes is None or _shard(folder, start).exists()]
             if limit.minutes is not None and len(there) < len(starts) and state.is_main_process:
@@ -198,11 +192,11 @@ def capture_shards(
     prompts: Sequence[list[int]],
     stack: Callable[[], LayerStack],
     draft_model: Callable[[], DraftModel],
-    group: Group,
+    state: PartialState,
     limit: TimeLimit,
     whole: bool = False,
 ) -> None:
-    """Leave in `folder` this group's shards of what `capture` makes of `prompts`, those that are there already kept.
+    """Leave in `folder` this process's shards of what `capture` makes of `prompts`, those that are there already kept.
 
     When the time of `limit` is over the texts that are left are left out. What there is by then is of texts spread over
     all, and of the first shard as much as makes a row of `Examples`. The seconds taken are kept too, so a resumed run
@@ -210,11 +204,11 @@ def capture_shards(
     """
 
     def is_over() -> bool:
-        return group.agreed(limit.is_over(limit.spent()))
+        return limit.is_over(limit.spent())
 
     limit = replace(limit, earlier=seconds_spent(folder))
-    left = own_shards(folder, len(prompts), group.index, group.count)
-    mine = group.agreed([start for start in left if start == 0 or not limit.is_over(limit.earlier)])
+    left = own_shards(folder, len(prompts), state.process_index, state.num_processes)
+    mine = [start for start in left if start == 0 or not limit.is_over(limit.earlier)]
     if mine:
         stack()  # loading takes none of the time
     limit = replace(limit, started=limit.clock())
@@ -224,9 +218,8 @@ def capture_shards(
             break
         texts = prompts[start : start + SHARD_PROMPTS]
         shard = capture(stack(), draft_model, texts, config.new_tokens, config.max_draft, whole, is_over)
-        if group.leads:
-            write_atomically(_shard(folder, start), save(shard))
-        if group.leads and group.is_first:
+        write_atomically(_shard(folder, start), save(shard))
+        if state.is_main_process:
             write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
 
 

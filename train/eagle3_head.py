@@ -23,7 +23,6 @@ from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.eagle3.reading import Reading, require_target
 from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.anatomy import context_limit
-from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.model_identity import model_identity
 from draft_models.targets.open_target import OpenTarget, open_target
 from draft_models.targets.stack import LayerStack
@@ -31,7 +30,6 @@ from inference.drafters.eagle3 import Eagle3Source
 from inference.loading.subject import end_tokens
 from outrider.errors import UserError, warn
 from outrider.files import require_writable, write_json
-from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import counted
 from outrider.streams import Streams
@@ -103,10 +101,9 @@ def _train(
     heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
     tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
     fingerprint = from_main(state, lambda: target.fingerprint)
-    group = join_group(state, config.tensor_parallel)
 
     def build() -> Eagle3Student:
-        return make_student(config, target, stored, reading, tokens, state.device, group)
+        return make_student(config, target, stored, reading, tokens, state.device)
 
     taught: Rows | RowsWithStates = rows
     if config.features is not None:
@@ -114,14 +111,14 @@ def _train(
         made_from["frozen_dtype"] = str(frozen_dtype(config.frozen_dtype, state.device))
         item = (config.seq_len, len(reading.taps) + 1, reading.target_hidden)
         dtype = getattr(torch, config.features_dtype)
-        taught = with_states(rows, build, item, Path(config.features), dtype, made_from, state, group)
+        taught = with_states(rows, build, item, Path(config.features), dtype, made_from, state)
     student = build()
     if state.is_main_process:
         print(describe(student, config), flush=True)
     identity = config.deciding() | {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
     identity["start_model"] = None if stored is None else from_main(state, lambda: model_identity(stored.files))
     best = Best(out_dir / BEST_FOLDER, identity, config)
-    watch = Watch(config, target, heldout, student, best, group) if group.is_first else None
+    watch = Watch(config, target, heldout, student, best) if state.is_main_process else None
     result = fit(
         student,
         taught,
@@ -131,7 +128,6 @@ def _train(
         identity=identity,
         settings=config,
         evaluate=watch or (lambda *_: {}),
-        group=group,
         minutes=config.minutes,
     )
     sharding.make_whole(student.head, frozen=True)  # what is frozen of it is saved as well
@@ -163,14 +159,9 @@ def make_student(
     reading: Reading,
     tokens: Tensor | None,
     device: torch.device,
-    group: Group,
 ) -> Eagle3Student:
-    """What is trained: `stored`, or a new head of `tokens`, beside the whole target.
-
-    The target's layers are split over `group`. Embedding and head are whole: losses are computed without logits.
-    """
-    placed: dict[str, Any] = {"dtype": frozen_dtype(config.frozen_dtype, device), "device": device}
-    stack = layer_stack(target.layers(**placed, group=group, vocabulary=False))
+    """What is trained: `stored`, or a new head of `tokens`, beside the whole target."""
+    stack = target.stack(dtype=frozen_dtype(config.frozen_dtype, device), device=device)
     if stored is None:
         tokens = None if tokens is None else tokens.to(device)
         head = new_head(reading, stack, tokens, Streams(config.fit.seed).number("weights", bits=63))
@@ -196,7 +187,7 @@ def describe(student: Eagle3Student, config: Eagle3Config) -> str:
 
 
 class Watch:
-    """Evaluation while training, for the main process's group: decodes with what would be served, and keeps the best.
+    """Evaluation while training, for the main process: decodes with what would be served, and keeps the best.
 
     loss_<i>, agree_<i>: of the i-th token of a draft on held-out text, the loss and the share of places where the
     head's likeliest token is the target's own. tau_analytic: what sampling would come to (see `expected_tau`). Besides,
@@ -212,9 +203,8 @@ class Watch:
         heldout: Rows,
         student: Eagle3Student,
         best: Best,
-        group: Group,
     ) -> None:
-        self.best, self.new_tokens, self.group = best, config.decode_tokens, group
+        self.best, self.new_tokens = best, config.decode_tokens
         self.eos = end_tokens(target)
         self.steps = max(config.draft_steps, WATCHED_DRAFT)
         self.norms = MovedNorms(student, served_dtype(target.config))
@@ -227,8 +217,6 @@ class Watch:
         assert isinstance(student, Eagle3Student)
         metrics = judge_steps(student, self.batches, self.steps)
         metrics |= decode_student(student, self.prompts, self.new_tokens, self.eos)
-        if not self.group.leads:
-            return {}
         metrics |= self.norms(student, step)
         self.best.offer(student, step, metrics)
         return metrics

@@ -10,9 +10,7 @@ from draft_models.eagle3.checkpoint import head_shapes
 from draft_models.eagle3.reading import Reading
 from draft_models.losses import OVERLAPS
 from draft_models.targets.empty_models import empty_model
-from draft_models.targets.tensor_parallel import split_model
 from inference.loading.memory_plan import GB, planned_device
-from outrider.groups import Group
 from train.eagle3_settings import Eagle3Config
 from train.eagle3_student import rows_at_once
 from train.plan import BYTES_PER_TRAINED, frozen_dtype
@@ -29,9 +27,6 @@ def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConf
     device = planned_device()
     width = frozen_dtype(config.frozen_dtype, device).itemsize
     whole = _count({id(p): p for p in model.parameters()}.values())
-    if config.tensor_parallel > 1:
-        split_model(model, Group(size=config.tensor_parallel), vocabulary=False)
-    held = _count({id(p): p for p in model.parameters()}.values())
     shapes = head_shapes(reading)
     every, matrix = sum(map(prod, shapes.values())), prod(shapes["lm_head.weight"])
     own = prod(shapes.get("embed_tokens.weight", (0,)))
@@ -41,7 +36,7 @@ def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConf
     columns = reading.vocabulary if config.objective in OVERLAPS else reading.draft_vocabulary
     logits = 4 * rows_at_once(reading, config.objective) * columns
     memory = {
-        "the target's weights": width * held,
+        "the target's weights": width * whole,
         "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained + 4 * (every - trained),
         f"activations of {rows} rows × {config.seq_len} tokens × {config.draft_steps} steps": tokens
         * kept_bytes(config, reading),

@@ -47,7 +47,6 @@ class Eagle3Config(TargetConfig):
     objective: Objective = "forward_kl"  # see draft_models/losses.py; cross_entropy: on the text's tokens
     # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
-    tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     # whose names and words config.json and the tensors have: SpecForge's heads have three taps
     dialect: Dialect = "specforge"
     # a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
@@ -84,7 +83,7 @@ class Eagle3Config(TargetConfig):
     def small(self, models: Path) -> Self:
         """Two steps for a tiny target: of a new head, or of a finished one where one was given."""
         limits = self.cut(
-            seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8, tensor_parallel=1,
+            seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
             draft_vocabulary=REHEARSED_VOCABULARY, draft_steps=4,
         )  # fmt: skip
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small(), "taps": ()}

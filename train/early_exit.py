@@ -28,7 +28,6 @@ from inference.loading.drafters import prepare
 from inference.loading.subject import end_tokens
 from outrider.errors import UserError
 from outrider.files import require_writable
-from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import counted
 from outrider.run_dirs import recorded_at_first
@@ -107,14 +106,13 @@ def _train(
         config.data, tokenizer, config.seq_len, "heldout", cached=cached, max_rows=config.eval_rows
     )
 
-    group = join_group(state, config.tensor_parallel)
     begun = None
     if start is not None:
         begun = from_pretrained(start, target.config, fingerprint, dtype=torch.float32)
         tokens = begun.draft_tokens
     else:
         tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
-    student = make_student(config, target, exit_layer, layers, group, state.device, tokens, begun)
+    student = make_student(config, target, exit_layer, layers, state.device, tokens, begun)
     if state.is_main_process:
         print(describe(student, config, files, exit_layer), flush=True)
     recipe = config.deciding() | {"exit_layer": exit_layer, "data_key": rows.key}
@@ -132,8 +130,7 @@ def _train(
         resume=config.resume,
         identity=identity,
         settings=config,
-        evaluate=Watch(config, target, heldout, student, best, group),
-        group=group if config.online else None,
+        evaluate=Watch(config, target, heldout, student, best, active=state.is_main_process),
         minutes=config.minutes,
     )
     if state.is_main_process and result.was_finished and (out_dir / CARD_FILE).exists():  # a report may have come to it
@@ -160,26 +157,15 @@ def make_student(
     target: OpenTarget,
     exit_layer: int,
     layers: list[int] | None,
-    group: Group,
     device: torch.device,
     tokens: Tensor | None,
     begun: EarlyExit | None = None,
 ) -> EarlyExitStudent:
-    """What is trained. Where the target runs along it is split over `group`; the exit layer is always whole.
-
-    begun: an early exit of this shape and these tokens to go on with.
-    """
-    placed: dict[str, Any] = {"dtype": frozen_dtype(config.frozen_dtype, device), "device": device}
-    start = None
-    if config.online and group.size > 1:
-        model = target.layers(layers, **placed, group=group, vocabulary=False)
-        start = target.layers([target.config.num_hidden_layers - 1], **placed)
-    else:
-        model = target.layers(layers, **placed)
+    """What is trained. begun: an early exit of this shape and these tokens to go on with."""
+    model = target.layers(layers, dtype=frozen_dtype(config.frozen_dtype, device), device=device)
     student = EarlyExitStudent(
         model,
         exit_layer,
-        start=start,
         draft_tokens=None if tokens is None else tokens.to(device),
         **config.student,
     )
@@ -219,7 +205,7 @@ def save_drafter(
 
 
 class Watch:
-    """What is watched while training, on the main process and those of its group: the number that training is for.
+    """What is watched while training, on the main process: the number that training is for.
 
     top1: share of held-out supervised positions at which the drafter's argmax is the text's next token.
     tau_analytic: see `expected_tau`. It is of the whole target where that is at hand: it runs along for the loss, or
@@ -229,7 +215,8 @@ class Watch:
     top1_target: the same share against the target's own argmax.
     tau and acceptance by position: real decoding's (`decode_metrics`). `best` then keeps the weights.
 
-    Make it before `fit`: DeepSpeed shares out every module made after it has begun.
+    active: whether this is the main process. Make it before `fit`: DeepSpeed shares out every module made after it has
+    begun.
     """
 
     def __init__(
@@ -239,11 +226,10 @@ class Watch:
         heldout: Rows | TopKRows,
         student: EarlyExitStudent,
         best: Best | None,
-        group: Group,
+        *,
+        active: bool,
     ):
-        splits_target = config.decode_prompts > 0 or student.online  # then all of the group are needed to run it
-        active = group.is_first and (group.leads or splits_target)
-        self.config, self.best, self.active, self.group = config, best, active, group
+        self.config, self.best, self.active = config, best, active
         self.norms = MovedNorms(student, served_dtype(target.config))
         self.batches = batches_of(heldout, config.eval_batch_rows) if active else []
         room = context_limit(target.config) - config.decode_tokens
@@ -251,7 +237,7 @@ class Watch:
         device = student.stack.device
         dtype = pick_dtype("auto", target.config, device)
         self.eos = end_tokens(target)
-        self.whole = target.stack(dtype=dtype, device=device, group=group) if active and self.prompts else None
+        self.whole = target.stack(dtype=dtype, device=device) if active and self.prompts else None
         self.choices: list[Tensor] = []  # the target's argmax at the supervised positions of each batch
         self.laws: list[Law | None] = []  # and its law there; None where the student has it, or nobody
         for batch in counted(self.batches, "reading held-out text", "batches"):
@@ -270,8 +256,6 @@ class Watch:
         if self.whole is not None:
             metrics["top1_target"] = agreement(guesses, self.choices)
             metrics |= decode_student(student, self.whole, self.prompts, self.config.decode_tokens, self.eos)
-        if not self.group.leads:
-            return {}
         metrics |= self.norms(student, step)
         if self.best is not None:
             self.best.offer(student, step, metrics)

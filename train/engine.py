@@ -21,10 +21,9 @@ from accelerate.utils import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from outrider.errors import UserError, reason, warn
-from outrider.groups import Group
+from outrider.processes import join_processes
 from train import sharding
 from train.fit_settings import FitConfig
 from train.optimizers import build_optimizer
@@ -38,17 +37,17 @@ class Engine:
     """A model that is prepared for training, with its optimizer.
 
     module: what to call and to accumulate over in the model's place. optimizer: steps once the gradients of a step
-    are there. Make it on every process. It changes `model` where parameters are shared out. group: see `fit`. Raises
-    `UserError` where the config, the launcher and the model do not go together.
+    are there. Make it on every process. It changes `model` where parameters are shared out. Raises `UserError` where
+    the config, the launcher and the model do not go together.
     """
 
-    def __init__(self, model: nn.Module, config: FitConfig, group: Group) -> None:
+    def __init__(self, model: nn.Module, config: FitConfig) -> None:
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if asked != "no":
             warn(f"mixed_precision={asked} in the launcher's config has no effect; fit.precision decides")
-        self.group = group
-        micro = config.micro_rows(group.count)
-        accumulated = config.batch_rows // (micro * group.count)
+        processes = join_processes().num_processes
+        micro = config.micro_rows(processes)
+        accumulated = config.batch_rows // (micro * processes)
         self.accelerator = Accelerator(
             mixed_precision="no",  # `fit` casts by itself: with the launcher's, DeepSpeed and FSDP hold bf16 weights
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulated, sync_with_dataloader=False),
@@ -60,12 +59,6 @@ class Engine:
             raise UserError("fsdp_version=1: only FSDP2 can be trained with; see conf/accelerate/fsdp.yaml")
         if config.optimizer == "muon" and (self._deepspeed or self._fsdp):
             raise UserError("optimizer=muon: works on whole matrices; use adamw with DeepSpeed and FSDP, or DDP")
-        if group.size > 1:
-            if self._deepspeed or self._fsdp:
-                raise UserError(f"tensor_parallel={group.size}: the target is split already; use ddp, not ZeRO or FSDP")
-            # DDP would give all processes the frozen parts of the first one.
-            frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
         set_seed(config.seed)  # of dropout, where a model has any
         self.model = model
         self._max_norm = config.max_grad_norm or math.inf

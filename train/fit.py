@@ -22,7 +22,6 @@ from inference.core.stopwatch import Clock
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
 from outrider.files import write_json
-from outrider.groups import Group, each_alone
 from outrider.processes import from_main, join_processes
 from outrider.settings import Settings
 from train import run_dir, sharding
@@ -67,7 +66,6 @@ def fit(
     settings: Settings | None = None,
     evaluate: Evaluate | None = None,
     on_step: Callable[[int], None] | None = None,
-    group: Group | None = None,
     minutes: float | None = None,
     clock: Clock = time.perf_counter,
 ) -> FitResult:
@@ -81,7 +79,6 @@ def fit(
     settings: what `identity` is made of (see `run_dir.open_run`).
     evaluate: called on every process, every `eval_every` steps and at the end. The model is then in eval mode, without
     gradients. It gets the steps that the model has been trained for. Its numbers are logged as eval_<name>.
-    group: the processes that hold a frozen part of `model` together, and so get the same rows; None: each has its own.
     on_step: told the number (from 0) of each optimizer step before it begins, on every process.
     minutes: by when the last step is to be done, counted by `clock`, in seconds (see `StepBudget`). There are then at
     most the steps of `config`.
@@ -97,8 +94,7 @@ def fit(
         raise UserError("data: no rows to train on; check the data set, its split and the length limits")
     state = join_processes()
     most = config.total_steps(len(rows))
-    group = group or each_alone(state)
-    config.micro_rows(group.count)  # raises before anything is written
+    config.micro_rows(state.num_processes)  # raises before anything is written
     run = {"steps": most, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
     start = run_dir.open_run(out_dir, run, resume, settings)
     run["code"] = run_dir.code_of(start)
@@ -119,12 +115,12 @@ def fit(
         shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # of runs that were killed
         cut_log(out_dir, done)
     with _autocast(model, config.precision, state.device):
-        engine = Engine(model, config, group)
+        engine = Engine(model, config)
         if start is not None:
             engine.load(start)
         start_wandb(engine.accelerator, config.wandb, out_dir, run)
         steps = range(done, budget.total(done))
-        report = Report(engine.accelerator, out_dir, steps, group.size, evaluate is not None)
+        report = Report(engine.accelerator, out_dir, steps, evaluate is not None)
 
         def evaluate_now(step: int) -> None:
             nonlocal metrics

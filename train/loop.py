@@ -11,7 +11,6 @@ from torch.utils.data import default_collate
 
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
-from outrider.groups import Group
 from train import run_dir
 from train.engine import Engine
 from train.fit_settings import FitConfig
@@ -55,7 +54,7 @@ def train(
         step, began = done, budget.spent()
         if on_step is not None:
             on_step(step)
-        batches = load_share(rows, config, step, engine.group)
+        batches = load_share(rows, config, step, accelerator)
         supervised = count_supervised(batches, accelerator)
         if supervised == 0:
             raise no_supervised_token(step)
@@ -63,8 +62,7 @@ def train(
         for batch in batches:
             with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
                 summed = engine.module(**to_device(batch, accelerator))["loss_sum"]
-                # Accelerate averages over processes and micro batches. The factor makes that the sum. Where a group
-                # has the same rows, both it and the supervised tokens count them as often.
+                # Accelerate averages over processes and micro batches. The factor makes that the sum.
                 accelerator.backward(summed * shares / supervised)
             report.add(summed, batch["labels"])
         norm = engine.clip()
@@ -95,11 +93,11 @@ def is_due(done: int, every: int | None, total: int) -> bool:
     return done == total or (every is not None and done % every == 0)
 
 
-def load_share(rows: Rows, config: FitConfig, step: int, group: Group) -> list[Batch]:
-    """The micro batches of this process's group in optimizer step `step`, on the CPU."""
+def load_share(rows: Rows, config: FitConfig, step: int, accelerator: Accelerator) -> list[Batch]:
+    """The micro batches of this process in optimizer step `step`, on the CPU."""
     chosen = step_rows(len(rows), config.batch_rows, config.seed, step)
-    micro = config.micro_rows(group.count)
-    shares = own_share(chosen, micro, group.index, group.count)
+    micro = config.micro_rows(accelerator.num_processes)
+    shares = own_share(chosen, micro, accelerator.process_index, accelerator.num_processes)
     return [default_collate([rows[index] for index in share]) for share in shares]
 
 

@@ -13,10 +13,8 @@ from draft_models.losses import OVERLAPS
 from draft_models.targets.anatomy import context_limit
 from draft_models.targets.empty_models import decoder_layers, empty_layers, empty_model
 from draft_models.targets.open_target import fast_dtype, pick_dtype
-from draft_models.targets.tensor_parallel import split_model
 from inference.engines.footprint import Place, cache_bytes, weight_bytes
 from inference.loading.memory_plan import GB, planned_device
-from outrider.groups import Group
 from train.optimizers import layer_matrices
 from train.settings import EesdConfig
 
@@ -70,17 +68,12 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     head: Any = model.get_output_embeddings()
     if target.tie_word_embeddings:
         head.weight = model.get_input_embeddings().weight
-    start = None
-    if config.online and config.tensor_parallel > 1:
-        start = empty_layers(target, [target.num_hidden_layers - 1])
-        split_model(model, Group(size=config.tensor_parallel), vocabulary=False)
-    read = sum(map(_stored, [model] if start is None else [model, start]))
+    read = _stored(model)
     size = config.draft_vocabulary
     tokens = None if size is None else torch.empty(size, dtype=torch.long, device="meta")
     student = EarlyExitStudent(
         model,
         exit_layer,
-        start=start,
         draft_tokens=tokens,
         **config.student,
     )
@@ -98,7 +91,7 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     }
     if config.decode_prompts:  # beside what is trained, in the dtype that it is served in
         dtype = pick_dtype("auto", target, device)
-        served = Place(config.tensor_parallel, dtype.itemsize, context_limit(target))
+        served = Place(dtype.itemsize, context_limit(target))
         memory["the whole target, to decode with"] = weight_bytes(target, served) + cache_bytes(target, served)
     attention = 2 * config.seq_len * target.hidden_size
     forward = [2 * _met(layer, target) + attention for layer in decoder_layers(empty_model(target))]

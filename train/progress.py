@@ -24,14 +24,12 @@ FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta
 class Report:
     """The numbers of the steps `steps`, of all processes together, on the main one's screen, in log.jsonl and W&B.
 
-    Every process has one and calls all of it. Its clock starts when it is made. copies: how many processes
-    count the same rows. evaluates: an evaluation follows the last step.
+    Every process has one and calls all of it. Its clock starts when it is made. evaluates: an evaluation
+    follows the last step.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, out_dir: Path, steps: range, copies: int = 1, evaluates: bool = False
-    ) -> None:
-        self._copies, self._evaluates = copies, evaluates
+    def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range, evaluates: bool = False) -> None:
+        self._evaluates = evaluates
         self._evaluation: float | None = None  # seconds that the last one took
         self.accelerator, self.out_dir, self.steps = accelerator, out_dir, steps
         self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
@@ -55,7 +53,7 @@ class Report:
 
     def drain(self) -> tuple[float, float, float]:
         """Sums of [loss, supervised tokens, tokens] over all rows since the last call."""
-        own = torch.stack(self._sums).sum(0) / self._copies
+        own = torch.stack(self._sums).sum(0)
         self._sums.clear()
         return tuple(self.accelerator.reduce(own, "sum").tolist())
 

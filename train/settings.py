@@ -109,7 +109,6 @@ class EesdConfig(TargetConfig):
     # held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target
     decode_prompts: NotNegative = 0
     decode_tokens: Count = 64  # new ones of each of those prompts
-    tensor_parallel: Count = free(1)  # processes over which teacher=online and decode_prompts split the whole target
     plan: bool = free(False)  # only say what it would read, hold and compute; needs no weights
     out_dir: str = free("runs/eesd")  # where everything goes
 
@@ -117,12 +116,6 @@ class EesdConfig(TargetConfig):
         super().__post_init__()
         for name in OF_A_NEW_EXIT if self.start is not None else ():
             require_default(self, name, f"start={self.start} has decided it")
-        require(
-            self.tensor_parallel == 1 or self.online or self.decode_prompts > 0,
-            "tensor_parallel",
-            self.tensor_parallel,
-            "1 where the whole target is not loaded (objective=cross_entropy or teacher=cached, and decode_prompts=0)",
-        )
         require(
             self.train_layer or self.fit.optimizer == "adamw",
             "fit.optimizer",
@@ -167,7 +160,7 @@ class EesdConfig(TargetConfig):
     def small(self, models: Path) -> Self:
         """Two steps on the first layer of a tiny target."""
         limits = self.cut(
-            tensor_parallel=1, seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
+            seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
             draft_vocabulary=REHEARSED_VOCABULARY,
         )  # fmt: skip
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
@@ -203,7 +196,6 @@ class CalibrateConfig(RehearsedConfig):
     l2: Annotated[float, at_least(0)] = 1000.0  # penalty on the head's weights: what so many tokens weigh
     # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
     dtype: RunDtype = "auto"
-    tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     plan: bool = free(False)  # only say what every device would hold; needs no weights
     out_dir: str = free("runs/calibrate")  # where everything goes
 
@@ -213,9 +205,7 @@ class CalibrateConfig(RehearsedConfig):
 
     def small(self, models: Path) -> Self:
         """Two steps for a tiny drafter."""
-        limits = self.cut(
-            tensor_parallel=1, prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4
-        )
+        limits = self.cut(prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4)
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}
         kind = kind_in(self.checkpoint) or KINDS["early_exit"]
         given |= {"checkpoint": str(models / str(kind.tiny)), "target": str(models / TARGET), "revision": None}
@@ -287,7 +277,6 @@ class FinetuneConfig(TargetConfig):
     lora_alpha: Positive | None = None  # null: 2 · lora_rank
     # of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it
     frozen_dtype: RunDtype = "auto"
-    tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     seq_len: Width = 2048  # tokens of a row
     # as many steps as take this long here, but at most those of `fit`
     minutes: Positive | None = None
@@ -333,7 +322,7 @@ class FinetuneConfig(TargetConfig):
     def small(self, models: Path) -> Self:
         """Two steps of a tiny drafter: a finished one where one was given, else a new one."""
         limits = self.cut(
-            tensor_parallel=1, seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8,
+            seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8,
             draft_vocabulary=REHEARSED_VOCABULARY,
         )  # fmt: skip
         given: dict[str, Any] = {**limits, "data": self.data.small(models), "fit": self.fit.small()}

@@ -42,7 +42,6 @@ from inference.drafters.small_lm import SmallLMSource
 from inference.loading.subject import end_tokens
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
-from outrider.groups import join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import counted
 from outrider.run_dirs import recorded_at_first
@@ -96,11 +95,9 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         limit = None if config.drafter.path is None else shape.vocab_size
         tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, opened, rows, heldout, limit))
         own = None if tokens is None else OwnTokens(tokens, target.vocab_size)
-    group, stack = join_group(state, config.tensor_parallel), None
-    if config.online or group.is_first:  # the others decode nothing
-        dtype = pick_dtype(config.frozen_dtype, target, state.device)
-        # Losses are computed without logits, from all of the head.
-        stack = layer_stack(opened.layers(dtype=dtype, device=state.device, group=group, vocabulary=False))
+    stack = None
+    if config.online or state.is_main_process:  # the others decode nothing
+        stack = opened.stack(dtype=pick_dtype(config.frozen_dtype, target, state.device), device=state.device)
     on_policy = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, tokenizer.eos_token_id)
     lm = start_lm(config, shape, tokenizer, state.device, own)
     student = SmallLMStudent(
@@ -119,7 +116,7 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
     served = served_dtype(target)
     watch = None
     best = Best(out_dir / BEST_FOLDER, recorded_at_first(identity), config)
-    if group.is_first:
+    if state.is_main_process:
         assert stack is not None
         prompts = heldout_prompts(heldout, config.decode_prompts, context_limit(target) - config.decode_tokens)
         watch = Watch(stack, heldout, prompts, config.decode_tokens, end_tokens(opened), student, served, best)
@@ -133,7 +130,6 @@ def _finetune(config: FinetuneConfig, out_dir: Path, state: PartialState) -> Non
         settings=config,
         evaluate=watch or (lambda *_: {}),
         on_step=student.begin_step,
-        group=group if config.online else None,
         minutes=config.minutes,
     )
     sharding.make_whole(student, frozen=True)  # adapters are merged into what is frozen
@@ -265,7 +261,7 @@ def describe(student: SmallLMStudent, config: FinetuneConfig) -> str:
 
 
 class Watch:
-    """Evaluation while training, for the main process's group: decodes with what would be served, and keeps the best.
+    """Evaluation while training, for the main process: decodes with what would be served, and keeps the best.
 
     Metrics: those of `decode_metrics` and `MovedNorms`. Of the rows whose beginnings are the prompts:
     top1_target: share of supervised positions at which the drafter's argmax is the target's.
@@ -297,8 +293,6 @@ class Watch:
         drafter = layer_stack(student.merged(self.stack.dtype))
         metrics = self._judge(drafter)
         metrics |= decode_metrics(self.stack, SmallLMSource(drafter), self.prompts, self.new_tokens, self.eos)
-        if not self.stack.group.leads:
-            return {}
         metrics |= self.norms(student, step)
         self.best.offer(student, step, metrics)
         return metrics

@@ -24,7 +24,6 @@ from torch.utils.data import default_collate
 from data_prep.text.rows import Rows
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_json
-from outrider.groups import ALONE, Group, each_alone
 from outrider.processes import from_main, only_run_of
 from outrider.progress import counted
 from outrider.run_dirs import changes
@@ -66,13 +65,11 @@ def with_states(
     dtype: torch.dtype,
     made_from: Mapping[str, Any],
     state: PartialState,
-    group: Group = ALONE,
 ) -> RowsWithStates:
     """`rows` with what the target makes of them, read from `folder`, which is filled where it is not yet.
 
     build: makes the student whose target that is. item: (T, k + 1, H_t). made_from: JSON-able, what decides the states.
-    group: the processes that hold this one's target together. What they take is said before the first one is made. All
-    processes call this. Raises `UserError` where the folder
+    What they take is said before the first one is made. All processes call this. Raises `UserError` where the folder
     holds others, where it cannot be written or has no room for them, and where `dtype` cannot hold them.
     """
     require_writable(folder)
@@ -91,7 +88,7 @@ def with_states(
         states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
         if not there:
             done = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
-            _fill(states, done, rows, build(), folder, group if group.size > 1 else each_alone(state))
+            _fill(states, done, rows, build(), folder, state)
             state.wait_for_everyone()
             from_main(state, lambda: _finish(folder, identity))
     return RowsWithStates(rows, states, width)
@@ -141,11 +138,11 @@ def _make_room(folder: Path, identity: Mapping[str, Any], size: int, blocks: int
     write_json(filling, identity)
 
 
-def _fill(states: Tensor, done: Tensor, rows: Rows, student: Eagle3Student, folder: Path, group: Group) -> None:
-    """This group's share, every so many rows, but for what is `done`, uint8 [blocks]."""
+def _fill(states: Tensor, done: Tensor, rows: Rows, student: Eagle3Student, folder: Path, state: PartialState) -> None:
+    """This process's share, every so many rows, but for what is `done`, uint8 [blocks]."""
     device = student.stack.device
-    shares = range(group.index * ROWS_AT_ONCE, len(rows), group.count * ROWS_AT_ONCE)
-    missing = group.agreed([begin for begin in shares if not done[begin // ROWS_AT_ONCE]])
+    shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
+    missing = [begin for begin in shares if not done[begin // ROWS_AT_ONCE]]
     for begin in counted(missing, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
         chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
         batch = default_collate([rows[index] for index in chosen])
@@ -159,8 +156,6 @@ def _fill(states: Tensor, done: Tensor, rows: Rows, student: Eagle3Student, fold
                 f"features={folder}: {name} cannot hold the target's states of rows {chosen.start} to "
                 f"{chosen.stop - 1}; expected finite ones: give features_dtype=bfloat16"
             ) from None
-        if not group.leads:
-            continue
         states[chosen.start : chosen.stop] = kept.cpu()
         done[begin // ROWS_AT_ONCE] = 1  # both are the kernel's to keep, whatever becomes of this process
 

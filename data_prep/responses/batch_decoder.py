@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 
 from data_prep.responses.batch_state import Forward, begin_batch
 from data_prep.responses.compiled_batch import CompiledSteps
-from draft_models.targets.stack import group_of
 from inference.core.sampling import Sampler, invert, largest
-from outrider.errors import UserError
 from outrider.progress import counted
 from outrider.streams import Streams
 
@@ -96,8 +94,6 @@ class Generator:
             try:
                 return self._answer(prompts, draws)
             except torch.OutOfMemoryError:
-                if group_of(self.model).size > 1:  # the others are within a pass of the whole batch
-                    raise UserError(f"batch of {len(prompts)}: too large for the memory; lower batch_size") from None
                 if len(prompts) == 1:
                     return [Answer(failure="memory")]
                 self._fits = len(prompts) // 2

@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps, can_be_compiled
-from draft_models.targets.stack import group_of
 from inference.engines.graphs.capture import GraphPool, can_capture
 from outrider.errors import UserError
 
@@ -93,7 +92,6 @@ def can_be_fixed(forward: Forward, cache: DynamicCache) -> bool:
         can_capture(model.device)
         and forward.takes_positions
         and len({parameter.device for parameter in model.parameters()}) == 1
-        and group_of(model).size == 1
         and model.config._attn_implementation == "sdpa"
         and all(type(layer) is DynamicLayer for layer in cache.layers)
     )

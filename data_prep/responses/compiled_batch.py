@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from draft_models.targets.anatomy import context_limit
 from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.stack import LayerStack, group_of
+from draft_models.targets.stack import LayerStack
 from inference.engines.cpu.at_once import LayersAtOnce, PanelLinear, fits_panels
 from inference.engines.cpu.by_amx import has_amx
 from inference.engines.fused_layers import FusedLayer, fuse_layers
@@ -39,7 +39,7 @@ class CompiledSteps:
 
         On processors without AMX 40 rows by vectors take about as long as by a library.
         """
-        if model.device.type != "cpu" or not has_amx() or group_of(model).size > 1:
+        if model.device.type != "cpu" or not has_amx():
             return None
         steps = cls.without_asking(model)
         return steps if steps is not None and steps.way == "amx" else None

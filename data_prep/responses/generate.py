@@ -33,11 +33,10 @@ from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from inference.core.sampling import Sampler
 from inference.engines.cpu.by_amx import has_amx
 from inference.engines.packing import can_halve, can_pack, pack_linears
-from inference.loading.subject import end_tokens, load_split
+from inference.loading.subject import end_tokens
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
-from outrider.groups import Group, join_group
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import Stage
 
@@ -66,13 +65,12 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
-    group = join_group(state, config.tensor_parallel)
     kernels = kernels_here(state.device, dtype)
     identity = from_main(state, lambda: run_identity(config, target, dtype) | {"kernels": kernels})
     require_same_kernels(identity["kernels"], kernels)
     identity["code"] = check_run(folder, identity, config.resume, config)
     done, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
-    first += group.index
+    first += state.process_index
     state.wait_for_everyone()  # every process has seen which shards there are before there is one more
     if state.is_main_process:
         open_run(folder, identity)
@@ -80,7 +78,7 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
 
     todo = Todo()
     for task in read_tasks(config, tokenizer, todo):
-        if task.id not in done and int(task.id, 16) % group.count == group.index:
+        if task.id not in done and int(task.id, 16) % state.num_processes == state.process_index:
             todo.add(task, tokenizer, context_length(target.config))
     if not todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
@@ -88,8 +86,8 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     limit = TimeLimit(config.minutes, earlier=spent)
     if limit.is_over(spent):
         todo.tasks.clear()
-    responder = Responder(config, target, dtype, state.device, group) if todo.tasks else None
-    rate = respond(config, responder, todo, folder, range(first, 10**9, group.count), group, limit)
+    responder = Responder(config, target, dtype, state.device) if todo.tasks else None
+    rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state, limit)
     state.wait_for_everyone()
     if state.is_main_process:
         summary = {**todo.counts, **summarise(folder)}
@@ -112,11 +110,10 @@ class Responder:
         target: OpenTarget,
         dtype: torch.dtype,
         device: torch.device,
-        group: Group,
     ):
         self.config, self.tokenizer = config, target.tokenizer
         self.context = context_length(target.config)
-        model, steps = load_target(config, target, dtype, device, group)
+        model, steps = load_target(config, target, dtype, device)
         self.generator = Generator(
             model,
             Sampler(config.sampling),
@@ -198,10 +195,10 @@ def respond(
     todo: Todo,
     folder: Path,
     numbers: Iterable[int],
-    group: Group,
+    state: PartialState,
     limit: TimeLimit,
 ) -> float:
-    """Answer the tasks of a group and write its shards, numbered by `numbers`; returns tokens per second.
+    """Answer the tasks of this process and write its shards, numbered by `numbers`; returns tokens per second.
 
     When the time of `limit` is over no further batch begins, and what is there becomes the last shard.
     """
@@ -212,10 +209,8 @@ def respond(
         return limit.spent() - limit.earlier
 
     def save(shard: Shard) -> None:
-        group.require_same([response.record for response in shard.responses], "the answers they gave")
-        if group.leads:
-            shard.save(folder, next(free))
-        if group.leads and group.is_first:
+        shard.save(folder, next(free))
+        if state.is_main_process:
             write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
 
     def left(answered: int) -> float:
@@ -225,7 +220,7 @@ def respond(
 
     shard = Shard(skipped=list(todo.skipped))
     answered, tokens, rate = 0, 0, 0.0
-    shown = group.is_first and group.leads
+    shown = state.is_main_process
     with Stage("answering", len(todo.tasks), "prompts", left=lambda: left(answered) if answered else None) as stage:
         for batch in batches(todo.tasks, config):
             assert responder is not None
@@ -242,7 +237,7 @@ def respond(
                 if shown:
                     count = f"{answered}/{len(todo.tasks)}"
                     print(f"responses answered={count} tokens_per_s={rate:.0f} eta={left(answered):.0f}s", flush=True)
-            if group.agreed(limit.is_over(limit.spent())):
+            if limit.is_over(limit.spent()):
                 if shown and answered < len(todo.tasks):
                     said = f"minutes={limit.minutes:g} are over: {answered} of {len(todo.tasks)} prompts are answered"
                     if answered == len(batch):
@@ -258,20 +253,13 @@ def respond(
 
 
 def load_target(
-    config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device, group: Group
+    config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, CompiledSteps | None]:
-    """The target as transformers runs it, or this process's part of it, laid out for batches, and a way for its steps.
-
-    Raises `UserError`.
-    """
+    """The target as transformers runs it, laid out for batches, and a way for its steps. Raises `UserError`."""
     steps = None
-    if group.size > 1:
-        model = load_split(target, dtype, device, group)
-    else:
-        model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
-        if config.device_map is None:
-            model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
+    model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
     if config.device_map is None:
+        model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
         steps = lay_out_for_batches(model, device, dtype)
     return model.eval(), steps
 

@@ -41,7 +41,6 @@ class GenerateConfig(TargetConfig):
     # answer until this time is over, of all runs in out_dir together, prompts of all lengths; null: all prompts
     minutes: Positive | None = free(None)
     device_map: str | None = free(None)  # auto spreads a large target over all GPUs of one process
-    tensor_parallel: Count = free(1)  # processes over which one copy of the target is split
     seed: Seed = 0  # with a prompt's id it decides the answer
     out_dir: str = free("runs/generate_responses")  # where everything goes
 
@@ -58,9 +57,7 @@ class GenerateConfig(TargetConfig):
 
     def small(self, models: Path) -> Self:
         """A few short answers of a tiny target."""
-        limits = self.cut(
-            tensor_parallel=1, prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8
-        )
+        limits = self.cut(prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8)
         given: dict[str, Any] = {**limits, "data": self.data.small(models)}
         return replace(self, target=str(models / TARGET), revision=None, **given)
 

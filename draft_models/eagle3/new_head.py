@@ -9,9 +9,8 @@ from transformers import PreTrainedConfig
 from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
-from draft_models.targets.anatomy import context_limit
+from draft_models.targets.anatomy import context_limit, key_heads
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_parallel import whole_head
 
 
 def new_reading(
@@ -37,7 +36,7 @@ def new_reading(
         intermediate=intermediate or getattr(target, "intermediate_size", None) or 4 * width,
         layers=1,
         heads=heads,
-        key_heads=getattr(target, "num_key_value_heads", None) or heads,
+        key_heads=key_heads(target),
         head_dim=getattr(target, "head_dim", None) or width // heads,
         epsilon=getattr(target, "rms_norm_eps", None) or 1e-5,
         activation="silu",
@@ -69,8 +68,7 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
     for name, shape in head_shapes(reading).items():
         made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
         weights[name] = made.to(stack.device)
-    rows, _ = whole_head(stack.head)
-    rows = rows[: reading.vocabulary] if tokens is None else rows[tokens]
+    rows = stack.head.weight[: reading.vocabulary] if tokens is None else stack.head.weight[tokens]
     weights["lm_head.weight"] = rows.detach().float().clone()  # the target keeps its own
     weights["norm.weight"] = _scale_of(stack.norm, reading.hidden, stack)
     if tokens is not None:

@@ -25,7 +25,6 @@ from draft_models.targets.empty_models import (
 )
 from draft_models.targets.narrowed import spread
 from draft_models.targets.stack import LayerCache, Rotary, call_layer, normed_product
-from draft_models.targets.tensor_parallel import whole_head
 from outrider.errors import UserError
 
 
@@ -147,10 +146,7 @@ class EarlyExit(nn.Module):
         return cls.from_model(model, exit_layer, **shape, draft_tokens=tokens)
 
     def use_head(self, head: nn.Linear) -> None:
-        """Share the target's `head` (only where the drafter has none of its own); of some tokens, a copy of its rows.
-
-        Where the head is split, all of its processes call this.
-        """
+        """Share the target's `head`, where the drafter has none of its own; of some tokens, a copy of its rows."""
         self.shared_head = [head if self.draft_tokens is None else _rows_of(head, self.draft_tokens)]
 
     @property
@@ -196,7 +192,7 @@ def _rows_of(head: Any, tokens: Tensor | None) -> Any:
     """A copy of `head`, or of its rows for `tokens` alone."""
     if tokens is None:
         return copy.deepcopy(head)
-    weight, bias = whole_head(head)
+    weight, bias = head.weight, head.bias
     rows = nn.Linear(weight.shape[1], len(tokens), bias=bias is not None, device="meta")
     rows.weight = nn.Parameter(weight.detach()[tokens], requires_grad=False)
     if bias is not None:
@@ -226,21 +222,17 @@ class EarlyExitStudent(nn.Module):
         depth: int = 1,
         objective: str = "cross_entropy",
         cached: bool = False,
-        start: PreTrainedModel | None = None,
         draft_tokens: Tensor | None = None,
     ):
-        """start: a model with the target's last layer whole, where `model` is split over processes.
-
-        draft_tokens: the only ones that the drafter has logits of. Cross-entropy is of the labels among them;
+        """draft_tokens: the only ones that the drafter has logits of. Cross-entropy is of the labels among them;
         `draft_models.losses` says what a divergence is of. Without `train_head` they are rows of the target's head,
         and unless the target runs along the rest of it is dropped.
         """
         super().__init__()
         self.objective = objective
         self.online = objective != "cross_entropy" and not cached  # the whole target is in here
-        copied = model if start is None else start
         self.drafter = EarlyExit.from_model(
-            copied, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
+            model, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
         ).float()
         if not train_head:
             head: Any = model.get_output_embeddings()

@@ -24,6 +24,11 @@ def context_limit(config: PreTrainedConfig) -> int:
     return limit
 
 
+def key_heads(config: PreTrainedConfig) -> int:
+    """Heads of keys and values in a layer: as many as of queries where the config does not say."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """How the model calls one decoder layer.

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under Hugging Face's names, in their order of rows, and dequantised."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from draft_models.targets.gguf_config import IGNORED, gguf_config, head_counts
 from draft_models.targets.gguf_file import GgufFile, TensorPlace, open_gguf
-from draft_models.targets.stored_tensors import StoredTensor, narrowed, tensor_pieces
+from draft_models.targets.stored_tensors import StoredTensor, tensor_pieces
 from outrider.errors import UserError
 
 # ggml's names → those of Hugging Face's Llama, Mistral, Qwen2 and Qwen3. The second table: within layer n ("blk.n.").
@@ -80,12 +80,6 @@ class GgufTensor:
     def read(self) -> Tensor:
         """All of it."""
         return self._rows(0, self._memory.shape[0]).reshape(self.place.shape)
-
-    def narrowed(self, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Of dimension `dim` only the `ranges` (begin, end), side by side; only their rows are dequantised."""
-        if dim > 0 or len(self.place.shape) != 2:
-            return narrowed(self.read(), dim, ranges)
-        return torch.cat([self._rows(begin, end) for begin, end in ranges])
 
     def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
         """The bytes of what is read at each (first byte, how many); only the rows they lie in are dequantised."""

@@ -1,8 +1,7 @@
 """Reading all layers of a target, or only named ones, and no other weight."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.empty_models import anatomy_of, empty_layers
 from draft_models.targets.model_files import CONFIG_FILE, quiet
-from draft_models.targets.stored_tensors import Part
 from draft_models.targets.tensor_files import TensorFiles
-from draft_models.targets.tensor_parallel import own_layer, split_kind, split_model, whole_name
 from outrider.errors import UserError, reason
-from outrider.groups import ALONE, Group
 from outrider.settings import listed
 
 OLD_HEAD = "embed_out.weight"  # of GPT-NeoX's checkpoints, which transformers calls like all others now
@@ -28,22 +24,17 @@ def load_layers(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    group: Group = ALONE,
-    vocabulary: bool = True,
 ) -> PreTrainedModel:
     """The target with only `layers`: layer i of the result holds the weights of target layer `layers[i]`.
 
     Reads embedding, those layers, final norm and (if untied) head, and nothing else; `files.bytes_read`
     proves it. Frozen, in eval mode, with this toolkit's attention. Raises `UserError` where they do not fit the config.
-
-    group: processes that share the model out; this one reads its part of it only. vocabulary: embedding and head too.
     """
     model = empty_layers(config, layers)
     parts = anatomy_of(model)
-    cuts = split_model(model, group, vocabulary=vocabulary) if group.size > 1 else {}
     head = f"{parts.head}.weight"
     prefix = f"{parts.layers}."
-    source_of = {name: _source_name(whole_name(name), prefix, layers) for name in model.state_dict()}
+    source_of = {name: _source_name(name, prefix, layers) for name in model.state_dict()}
     if head not in files.file_of and OLD_HEAD in files.file_of:
         source_of = {name: OLD_HEAD if source == head else source for name, source in source_of.items()}
     outside = {name for name in files.file_of if _layer_of(name, parts.layers) is None}
@@ -52,10 +43,8 @@ def load_layers(
     if config.tie_word_embeddings or alone:
         source_of = {name: source for name, source in source_of.items() if source != head}
     if missing - {head} or (missing and head in source_of.values()):
-        make = partial(split_kind, model, cuts, group=group, vocabulary=vocabulary) if cuts else None
-        return _load_converted(files, model, layers, dtype, make).to(device)  # type: ignore[arg-type]
-    wanted = {source: cuts[whole_name(name)] for name, source in source_of.items() if whole_name(name) in cuts}
-    stored = files.read(source_of.values(), dtype, wanted, device)
+        return _load_converted(files, model, layers, dtype).to(device)  # type: ignore[arg-type]
+    stored = files.read(source_of.values(), dtype, device)
     weights = {name: stored[source] for name, source in source_of.items()}
     try:
         model.load_state_dict(weights, strict=False, assign=True)
@@ -63,7 +52,7 @@ def load_layers(
         named = " ".join(str(error).split("\n\t")[1:2]) or reason(error)
         raise UserError(f"{files.source}: its weights do not fit its {CONFIG_FILE} ({named})") from None
     if not {head, OLD_HEAD} & set(source_of.values()):
-        own_layer(model.get_submodule(parts.head)).weight = own_layer(model.get_submodule(parts.embed)).weight
+        model.get_submodule(parts.head).weight = model.get_submodule(parts.embed).weight
     model.requires_grad_(False).eval()
     return model.to(device)  # type: ignore[arg-type]  # the rope buffers; its stub is a decorator's
 
@@ -73,13 +62,12 @@ def _load_converted(
     model: PreTrainedModel,
     layers: Sequence[int],
     dtype: torch.dtype,
-    make_split: Callable[[Iterable[str]], tuple[type[PreTrainedModel], dict[str, Part]]] | None,
 ) -> PreTrainedModel:
     """`model` with weights that are stored under other names, or in other pieces: transformers puts them together.
 
     Experts of a mixture are stored one by one, and run as one; the names of old checkpoints lack a prefix.
     """
-    parts, kind = anatomy_of(model), type(model)
+    parts = anatomy_of(model)
     source_of = {}
     for source in files.file_of:
         found = _layer_of(source, parts.layers)
@@ -88,14 +76,10 @@ def _load_converted(
         elif int(found["index"]) in layers:
             index = list(layers).index(int(found["index"]))
             source_of[f"{source[: found.start('index')]}{index}{source[found.end('index') :]}"] = source
-    cuts: dict[str, Part] = {}
-    if make_split is not None:
-        kind, cuts = make_split(source_of)
-    stored = files.read(source_of.values(), dtype, {source_of[name]: cut for name, cut in cuts.items()})
-    names = {whole_name(name): name for name in model.state_dict()}
-    weights = {names.get(name, name): stored[source] for name, source in source_of.items()}
+    stored = files.read(source_of.values(), dtype)
+    weights = {name: stored[source] for name, source in source_of.items()}
     with quiet():
-        converted: Any = kind.from_pretrained(
+        converted: Any = type(model).from_pretrained(
             None, config=model.config, state_dict=weights, dtype=dtype, attn_implementation=ATTENTION,
             output_loading_info=True, trust_remote_code=False,
         )  # fmt: skip

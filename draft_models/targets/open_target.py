@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,10 +18,8 @@ from draft_models.targets.load_layers import load_layers
 from draft_models.targets.proof import prove_layers
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import TensorFiles, open_tensors
-from draft_models.targets.tensor_parallel import prove_split
 from draft_models.targets.vocabulary import vocabulary_digest
 from outrider.errors import UserError, reason
-from outrider.groups import ALONE, Group
 
 
 @dataclass(frozen=True)
@@ -81,21 +78,15 @@ class OpenTarget:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        group: Group = ALONE,
-        vocabulary: bool = True,
         int8: bool = False,
     ) -> PreTrainedModel:
         """A model of the given layers, by default of all: made by `load_layers`, proven by `prove_layers`.
 
-        group, vocabulary: of whose processes each has a part of it (see `split_model`), which is proven before.
         int8: of the int8 model, which computes in `dtype`; the weights are quantised as they are stored.
         """
         chosen = range(self.config.num_hidden_layers) if layers is None else layers
-        if group.size > 1:
-            prove_split(self.config, group, device)
         loaded = stored_dtype(self.config) if int8 else dtype
-        options: dict[str, Any] = {"dtype": loaded, "device": device, "group": group, "vocabulary": vocabulary}
-        model = load_layers(self.files, self.config, chosen, **options)
+        model = load_layers(self.files, self.config, chosen, dtype=loaded, device=device)
         prove_layers(model, f"target={self.source}")
         if int8:
             quantise(model, dtype, f"target={self.source}")
@@ -107,11 +98,10 @@ class OpenTarget:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        group: Group = ALONE,
         int8: bool = False,
     ) -> LayerStack:
         """The same, ready to be run a range of layers at a time."""
-        return layer_stack(self.layers(layers, dtype=dtype, device=device, group=group, int8=int8))
+        return layer_stack(self.layers(layers, dtype=dtype, device=device, int8=int8))
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:

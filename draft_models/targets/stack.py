@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from draft_models.targets.anatomy import Anatomy, LayerCall, context_limit
 from draft_models.targets.attention import Band, packed_mask
 from draft_models.targets.narrowed import own_tokens_of
-from outrider.groups import ALONE, Group
 
 
 class LayerCache(Protocol):
@@ -94,7 +93,6 @@ class LayerStack(nn.Module):
         self.head: Any = model.get_submodule(parts.head)
         self.config = model.config
         self.anatomy = parts
-        self.group = group_of(model)
         self.own_tokens = own_tokens_of(model)
         self.windows = [model.config.sliding_window if call.slides else None for call in parts.calls]
         self._rotary = [model.get_submodule(table.module) for table in parts.tables]
@@ -219,9 +217,3 @@ class LayerStack(nn.Module):
 
     def _outward(self, logits: Tensor) -> Tensor:
         return logits if self.own_tokens is None else self.own_tokens.outward(logits)
-
-
-def group_of(model: nn.Module) -> Group:
-    """The processes that `model` is split over; this one alone where it is whole."""
-    group = getattr(model, "group", ALONE)
-    return group if isinstance(group, Group) else ALONE

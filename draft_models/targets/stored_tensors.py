@@ -2,14 +2,13 @@
 
 import json
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pickle import UnpicklingError
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
@@ -42,45 +41,8 @@ class StoredTensor(Protocol):
     def read(self) -> Tensor:
         """All of it."""
 
-    def narrowed(self, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Of dimension `dim` only the `ranges` (begin, end), side by side."""
-
     def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
         """Its bytes at each (first byte, how many)."""
-
-
-class Part(NamedTuple):
-    """What a process holds of a tensor: the `rank`-th of `size` parts of dimension `dim`.
-
-    pieces: the dimension consists of so many equal pieces, each of which is split (gate and up in one matrix). Where it
-    does not divide, the last parts are filled up with zeros (the vocabulary).
-    """
-
-    dim: int
-    rank: int
-    size: int
-    pieces: int = 1
-
-    def ranges(self, length: int) -> list[tuple[int, int]]:
-        """(begin, end) in a dimension of `length`, without what is filled up."""
-        piece = length // self.pieces
-        each = -(-piece // self.size)
-        begin, end = (min(at * each, piece) for at in (self.rank, self.rank + 1))
-        return [(first + begin, first + end) for first in range(0, length, piece)]
-
-    def length(self, length: int) -> int:
-        """Of this dimension here, with what is filled up."""
-        return self.pieces * -(-(length // self.pieces) // self.size)
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Of a tensor that is there."""
-        length = whole.shape[self.dim]
-        return self.filled(narrowed(whole, self.dim, self.ranges(length)), length)
-
-    def filled(self, part: Tensor, length: int) -> Tensor:
-        """`part` of a dimension of `length`, with its zeros."""
-        missing = self.length(length) - part.shape[self.dim]
-        return F.pad(part, (0, 0) * (part.ndim - 1 - self.dim) + (0, missing)) if missing else part
 
 
 @dataclass(frozen=True)
@@ -104,11 +66,6 @@ class SafeTensor:
         """All of it."""
         tensor: Tensor = self.handle.get_tensor(self.name)
         return tensor
-
-    def narrowed(self, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Of dimension `dim` only the `ranges` (begin, end), side by side."""
-        stored = self.handle.get_slice(self.name)
-        return torch.cat([stored[(slice(None),) * dim + (slice(begin, end),)] for begin, end in ranges], dim)
 
     def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
         """Its bytes at each (first byte, how many). Raises `UserError` where the file ends before them."""
@@ -161,10 +118,6 @@ class PickledTensor:
         """All of it, no longer bound to the file."""
         return self.tensor.clone(memory_format=torch.contiguous_format)
 
-    def narrowed(self, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Of dimension `dim` only the `ranges` (begin, end), side by side, no longer bound to the file."""
-        return narrowed(self.tensor, dim, ranges).contiguous()
-
     def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
         """Its bytes at each (first byte, how many)."""
         return tensor_pieces(self.tensor, places)
@@ -213,11 +166,6 @@ def _first_other(content: Mapping[Any, Any]) -> str | None:
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
-
-
-def narrowed(tensor: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """A copy of the `ranges` (begin, end) of dimension `dim`, side by side."""
-    return torch.cat([tensor.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
 
 
 def tensor_pieces(tensor: Tensor, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from draft_models.targets.gguf_file import find_gguf
 from draft_models.targets.gguf_tensors import open_gguf_tensors
-from draft_models.targets.stored_tensors import TYPES, Part, StoredTensor, open_pickled, open_safetensors, readable
+from draft_models.targets.stored_tensors import TYPES, StoredTensor, open_pickled, open_safetensors, readable
 from outrider.errors import UserError
 from outrider.files import read_json
 from outrider.progress import counted
@@ -67,23 +67,16 @@ class TensorFiles:
         self,
         names: Iterable[str],
         dtype: torch.dtype | None = None,
-        parts: Mapping[str, Part] | None = None,
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
         """Exactly the tensors in `names`, in `dtype` where one is given; `bytes_read` grows by their stored size.
 
         Without `dtype` each is of its stored type, or float32 where it was quantised. Integers always are of their
-        stored type. parts: of the tensors it names nothing else is read, but for quantised ones. device: where each
-        goes as soon as it is read. Raises `UserError`.
+        stored type. device: where each goes as soon as it is read. Raises `UserError`.
         """
         tensors, wanted = {}, list(names)
         for name, stored in counted(self.stored(wanted), f"reading {self.source}", "tensors", len(wanted)):
-            part = (parts or {}).get(name)
-            if name + SCALES in self.file_of:
-                tensor = self._unscaled(name, stored)
-                tensor = tensor if part is None else part.of(tensor)
-            else:
-                tensor = self._read(name, stored, part)
+            tensor = self._unscaled(name, stored) if name + SCALES in self.file_of else self._read(name, stored)
             tensor = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
             tensors[name] = tensor.to(device)
         return tensors
@@ -93,13 +86,12 @@ class TensorFiles:
         ((scales, held),) = self.stored([name + SCALES])
         return unscaled(self._read(name, stored), self._read(scales, held), self.block, f"{self.source}: {name}")
 
-    def _read(self, name: str, stored: StoredTensor, part: Part | None = None) -> Tensor:
-        length = 0 if part is None else stored.shape[part.dim]
+    def _read(self, name: str, stored: StoredTensor) -> Tensor:
         with readable(self.source, f"tensor {name!r}"):
-            tensor = stored.read() if part is None else stored.narrowed(part.dim, part.ranges(length))
+            tensor = stored.read()
         self.bytes_read += tensor.nbytes
         self.tensors_read += 1
-        return tensor if part is None else part.filled(tensor, length)
+        return tensor
 
     def described(self) -> dict[str, tuple[torch.dtype, int]]:
         """Of every tensor of the model, the type that `read` gives it and how many values. Reads headers only."""

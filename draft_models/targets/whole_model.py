@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from outrider.groups import ALONE
-
 
 class RowCache(Cache):
     """Keys and values of one sequence, as transformers' models expect them, of which any rows may be kept."""
@@ -74,7 +72,6 @@ class PlainLM(nn.Module):
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config: PreTrainedConfig = model.config
-        self.group = ALONE  # it is never split over processes
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property

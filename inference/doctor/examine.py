@@ -58,7 +58,7 @@ def examine(
 ) -> dict[str, Findings]:
     """What is found of each kind of drafter, JSON-able; nothing of those that are not examined.
 
-    rendered: the ids of every prompt's first turn. All processes of a group call this.
+    rendered: the ids of every prompt's first turn.
     """
     patients = find_patients(config, subject, models)
     if not patients:

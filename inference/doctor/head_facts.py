@@ -23,12 +23,12 @@ def facts_of(
     head: Eagle3,
     tensors: Mapping[str, Tensor],
     target: OpenTarget,
-    embedding: Tensor | None,
+    embedding: Tensor,
     output: Tensor,
 ) -> list[Fact]:
     """All of them. record: what a training here left of it.
 
-    embedding, output: the target's [V, H_t], the former None where it is not at hand.
+    embedding, output: the target's [V, H_t].
     """
     return [
         Fact("written", f"{'here' if stored.made_here else 'elsewhere'}, in the dialect of {stored.dialect}"),
@@ -57,12 +57,10 @@ def _vocabulary(stored: StoredHead, tensors: Mapping[str, Tensor]) -> Iterator[F
         yield Fact("d2t", f"all zero, so that its tokens are {first}: it was never put in", True)
 
 
-def _likeness(what: str, own: Tensor | None, theirs: Tensor | None, tokens: Tensor | None) -> Fact:
+def _likeness(what: str, own: Tensor | None, theirs: Tensor, tokens: Tensor | None) -> Fact:
     """Whether a matrix in the head's file [k, H] is the target's [V, H], of which it has the rows `tokens`."""
     if own is None:
         return Fact(what, "none in its file: the target's")
-    if theirs is None:
-        return Fact(what, "its own, not compared with the target's")
     rows = theirs if tokens is None else theirs[tokens]
     if own.shape != rows.shape:
         return Fact(what, "its own, of another width than the target's")

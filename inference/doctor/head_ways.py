@@ -14,7 +14,6 @@ from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_parallel import whole_head
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.head_facts import facts_of
 from inference.doctor.patient import Patient, Way
@@ -54,25 +53,23 @@ _STILL = (
 
 def patient_of_head(maker: Eagle3Maker, model: Any, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
     """An EAGLE-3 head that is prepared to decode on `stack`."""
-    whole = stack.embed_tokens.weight if stack.group.size == 1 else None
     own: list[Tensor] = bare(model).shared_embedding
-    return patient_of(open_head(where, target.config, changes=maker.changes), target, stack, own[0] if own else whole)
+    embedding = own[0] if own else stack.embed_tokens.weight
+    return patient_of(open_head(where, target.config, changes=maker.changes), target, stack, embedding)
 
 
-def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor | None) -> Patient:
+def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor) -> Patient:
     """The head `stored` on a target that decodes as `stack`. Its weights are read once for all ways.
 
-    embedding: the target's [V, H_t]; None: it is split over processes, so that no way shares it.
+    embedding: the target's [V, H_t].
     """
     tensors = stored.tensors(stack.dtype, stack.device)
-    output = whole_head(stack.head)[0]
+    output = stack.head.weight
 
     def make(reading: Reading) -> Eagle3:
         require_target(reading, target.config, stored.source)
         head = make_head(reading, fit_tensors(reading, tensors, stored.source), stored.source)
         if not reading.own_embedding:
-            if embedding is None:
-                raise UserError("reading.own_embedding=false: the target's embedding is split over processes")
             head.use_embedding(embedding)
         if not reading.own_head:
             head.use_head(output)

@@ -17,7 +17,6 @@ from draft_models.targets.model_identity import model_identity
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
-from draft_models.targets.tensor_parallel import whole_embedding, whole_head
 from inference.core.drafter import Drafter, DraftModel
 from inference.core.session import TargetSession, View
 from inference.core.tree import chain_parents
@@ -155,12 +154,11 @@ class Eagle3Maker(Maker):
         return drafter if asked is None else Calibrated(drafter, asked)
 
     def prepare(self, model: Model, stack: LayerStack) -> None:
-        """Of a target that is split, every process gets the whole embedding, as it has the whole head."""
         drafter: Eagle3 = bare(model)
         if not drafter.reading.own_embedding:
-            drafter.use_embedding(whole_embedding(stack.embed_tokens, drafter.reading.vocabulary))
+            drafter.use_embedding(stack.embed_tokens.weight)
         if not drafter.reading.own_head:
-            drafter.use_head(whole_head(stack.head)[0])
+            drafter.use_head(stack.head.weight)
         lay_out(drafter, stack)
 
     def trained_seconds(self, where: str) -> float | None:
@@ -173,11 +171,9 @@ class Eagle3Maker(Maker):
         return stored_tokens(where, changes=self.changes)
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
-        """Every process holds all of it; the target decodes in the caches of plain decoding."""
+        """The target decodes in the caches of plain decoding."""
         reading = open_head(where, target, changes=self.changes).reading
         weights = sum(map(prod, head_shapes(reading).values()))
-        if place.size > 1 and not reading.own_embedding:
-            weights += reading.vocabulary * reading.hidden  # a copy of the target's, which is split
         cache = 2 * reading.layers * reading.key_heads * reading.head_dim * place.slots
         taps = len(reading.taps) * reading.target_hidden  # that the target's pass gives, and the head's takes
         passes = WIDTHS[-1] * (2 * taps + 5 * reading.hidden + 2 * reading.draft_vocabulary)

@@ -1,7 +1,6 @@
 """An early exit drafts: a layer on the hidden states of the target's first layers (EESD)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,9 +126,9 @@ class EarlyExitMaker(Maker):
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
         """It drafts in sessions of its own, with caches that begin at another layer."""
-        meta, whole = read_meta(where), replace(place, size=1)
+        meta = read_meta(where)
         drafter = empty_drafter(meta, target)
-        own = cache_bytes(target, whole, layers=meta.exit_depth)
+        own = cache_bytes(target, place, layers=meta.exit_depth)
         caches = cache_bytes(target, place) + own + pass_bytes(target, place)
         rows = 0 if meta.own_head or meta.draft_vocabulary is None else count(drafter.output_head)
         return {"early exit's weights": (count(drafter) + rows) * place.itemsize, "caches of decoding with it": caches}

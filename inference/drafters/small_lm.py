@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -188,11 +187,11 @@ class SmallLMMaker(Maker):
         return None if own is None else own.tokens.tolist()
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
-        config, whole = read_config(where, role="small_lm"), replace(place, size=1)
+        config = read_config(where, role="small_lm")
         fitted = copy.copy(config)  # logits of all tokens are written for as many as the target has
         fitted.vocab_size = config.vocab_size - 1 if is_narrowed(config) else target.vocab_size
-        caches = cache_bytes(config, whole) + pass_bytes(fitted, whole)
-        return {"small LM's weights": weight_bytes(config, whole), "its caches": caches}
+        caches = cache_bytes(config, place) + pass_bytes(fitted, place)
+        return {"small LM's weights": weight_bytes(config, place), "its caches": caches}
 
     def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
         return SmallLMSource(bare(model))

@@ -228,14 +228,13 @@ def lay_out(model: nn.Module, like: LayerStack) -> None:
     fuse_layers(model)
     if isinstance(model, LayerStack) and model.own_tokens is not None and isinstance(model.head, nn.Linear):
         model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last one is never proposed
-    # Processes that share a model out must round alike, or what they draft by themselves may differ.
-    together = run_at_once(model) if like.group.size == 1 else []
+    together = run_at_once(model)
     if like.device.type != "cpu":
         return
     of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
 
     def layout(linears: Sequence[Any]) -> str:
-        return like.group.agreed(chosen_layout(linears, like.device, panels=id(linears[0]) not in of_layers))
+        return chosen_layout(linears, like.device, panels=id(linears[0]) not in of_layers)
 
     pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
     _bind(model)

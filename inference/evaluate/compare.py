@@ -57,7 +57,6 @@ from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from outrider.errors import UserError, require
 from outrider.files import require_writable
-from outrider.groups import Group, join_group
 from outrider.machine import describe_machine
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import Stage, counted
@@ -76,12 +75,11 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock
     """
     limit = TimeLimit(config.minutes, clock(), clock=clock)
     state = join_processes()
-    group = join_group(state, config.tensor_parallel)
-    use_threads(config.threads, group)
+    use_threads(config.threads)
     out_dir = require_writable(config.out_dir)
     config.wandb.is_on()  # what is missing for it shows now
     with only_run_of(state, out_dir, "results"):
-        wrong = _evaluate(config, prompts, out_dir, state, group, limit)
+        wrong = _evaluate(config, prompts, out_dir, state, limit)
     if wrong:
         if state.is_main_process:
             print(f"error: not lossless: {', '.join(wrong)}; see {out_dir}/generations.jsonl", file=sys.stderr)
@@ -93,12 +91,11 @@ def _evaluate(
     prompts: Sequence[Prompt],
     out_dir: Path,
     state: PartialState,
-    group: Group,
     limit: TimeLimit,
 ) -> list[str]:
     """The names of the methods that were not lossless."""
-    subject = find_subject(config, group)
-    require_own_device(subject.device, state, group)
+    subject = find_subject(config)
+    require_own_device(subject.device, state)
     turns = [[render(subject, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
@@ -118,15 +115,15 @@ def _evaluate(
     earlier, done, spent, number = from_main(state, open_results)
     limit = replace(limit, earlier=spent)
     todo, must = limit.to_do(len(prompts), done)
-    share, taken = todo[group.index :: group.count], 0
+    share, taken = todo[state.process_index :: state.num_processes], 0
     known = None if earlier is None else construct(Prepared, earlier).products
-    waits = known is None and subject.device.type == "cpu" and not group.is_first  # for the kernels the first chooses
+    waits = known is None and subject.device.type == "cpu" and not state.is_main_process  # for its kernels
     models = load_models(config, subject, drafters, known) if share and not waits else None
     positions = longest_text(turns, new, context)
-    if earlier is None:  # then the main process's group has a share, and nobody is at work beside it any more
+    if earlier is None:  # then the main process has a share, and nobody is at work beside it any more
         state.wait_for_everyone()
         begun: Prepared | Exception | None = None
-        if group.is_first:
+        if state.is_main_process:
             assert models is not None
             try:
                 doctor = see_doctor(config, subject, models, prompts, rendered)
@@ -149,7 +146,7 @@ def _evaluate(
     if models is not None:
         models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
-        spent = group.agreed(limit.spent())
+        spent = limit.spent()
         most = None if config.minutes is None else 60 * config.minutes - spent
         for position in counted(share, "measuring", "prompts", most=most):
             over = limit.is_over(spent)
@@ -157,38 +154,30 @@ def _evaluate(
                 break
             if over and state.is_main_process:
                 least = len(done) + must
-                made = f"{min(least, len(done) + taken * group.count)} of at least {least} prompts are done"
+                made = f"{min(least, len(done) + taken * state.num_processes)} of at least {least} prompts are done"
                 print(f"minutes={config.minutes:g} are over: {made}", flush=True)
             asked = prompts[position], rendered[position], position
-            threads = use_threads(config.threads, group)  # the same for all arms of the prompt
+            threads = use_threads(config.threads)  # the same for all arms of the prompt
             results, skipped = measure_prompt(config, *asked, subject, models, bench)
-            group.require_same([[g.tokens for g in r.generations.values()] for r in results], "the tokens they chose")
-            spent, taken = group.agreed(limit.spent()), taken + 1
-            if group.leads:
-                peak, got = peak_memory(subject.device), bench.watch.take()
-                measured = Measured(
-                    position, state.num_processes, results, skipped, threads, spent, peak, got, load_average()
-                )
-                append_result(out_dir, number + group.index, measured)
+            spent, taken = limit.spent(), taken + 1
+            peak, got = peak_memory(subject.device), bench.watch.take()
+            measured = Measured(
+                position, state.num_processes, results, skipped, threads, spent, peak, got, load_average()
+            )
+            append_result(out_dir, number + state.process_index, measured)
         finish(models.drafters)
     state.wait_for_everyone()
-    expected = len(done) + sum(gather_object([taken if group.leads else 0]))
+    expected = len(done) + sum(gather_object([taken]))
     with Stage("writing the report"):
         return from_main(state, lambda: report(config, subject, prepared, prompts, settings, expected, out_dir))
 
 
-def require_own_device(device: torch.device, state: PartialState, group: Group) -> None:
-    """Raise `UserError` where several processes would run on one GPU, or on machines whose speeds differ in kind.
-
-    Or where a group would talk by way of GPUs that its model is not on.
-    """
+def require_own_device(device: torch.device, state: PartialState) -> None:
+    """Raise `UserError` where several processes would run on one GPU, or on machines whose speeds differ in kind."""
     if state.num_processes == 1:
         return
     if device != torch.device(device.type):
         raise UserError(f"device={device}: {state.num_processes} processes would share it; give device=auto")
-    if group.size > 1 and device.type != state.device.type:
-        given = f"device={device}: the {group.size} processes of a group exchange tensors on {state.device.type}"
-        raise UserError(f"{given}; give device=auto, or hide the GPUs (CUDA_VISIBLE_DEVICES=)")
     machines = sorted(set(gather_object([describe_machine(str(device))["device"]])))
     if len(machines) > 1:
         raise UserError(f"the processes run on {' and '.join(machines)}: give them devices of one kind to measure on")
@@ -201,8 +190,7 @@ def see_doctor(
     with Stage("examining drafters"):
         found = examine(config, subject, models, prompts, rendered)
     for kind, one in found.items():
-        if subject.group.leads:
-            print(coloured(table(kind, one), sys.stdout), flush=True)
+        print(coloured(table(kind, one), sys.stdout), flush=True)
         refuse(KINDS[kind].option or kind, str(config.where(KINDS[kind])), one)
     return found
 
@@ -234,7 +222,6 @@ def report(
         "runtime": make_runtime(config.runtime, subject.device).name,
         "kernels": prepared.chosen(),
         "processes": max(measured.processes for measured in done.values()),
-        "tensor_parallel": config.tensor_parallel,
         "threads": dict(sorted(Counter(m.threads for m in done.values() if m.threads).items())),
         "prompts_given": len(prompts),
         "template": subject.chat_template if any(prompt.chat for prompt in prompts) else None,

@@ -23,8 +23,6 @@ class Decoding(Protocol):
 
     @property
     def dtype(self) -> str: ...
-    @property
-    def tensor_parallel(self) -> int: ...
 
 
 def target_bytes(
@@ -81,7 +79,7 @@ def place_of(
 ) -> tuple[Place, torch.dtype]:
     """How a target is held on `device`, and in which dtype."""
     dtype = pick_dtype(config.dtype, target, device)
-    return Place(config.tensor_parallel, dtype.itemsize, positions), dtype
+    return Place(dtype.itemsize, positions), dtype
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -91,8 +89,5 @@ def name_of(dtype: torch.dtype) -> str:
 
 def describe(held: Mapping[str, int], place: Place, dtype: str, device: torch.device) -> str:
     """The plan as text; dtype: what the weights are, by name."""
-    lines = [
-        f"plan tensor_parallel={place.size} positions={place.positions} dtype={dtype} "
-        f"device_gb={sum(held.values()) / GB:.2f} device={device}"
-    ]
+    lines = [f"plan positions={place.positions} dtype={dtype} device_gb={sum(held.values()) / GB:.2f} device={device}"]
     return "\n".join([*lines, *(f"  {what}: {size / GB:.3f} GB" for what, size in held.items())])

@@ -19,7 +19,7 @@ from draft_models.targets.architectures import why_not_by_layers
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.int8 import quantise
-from draft_models.targets.model_files import load_causal_lm, load_generation_config
+from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype, stored_dtype
 from draft_models.targets.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.targets.stack import LayerStack
@@ -37,7 +37,6 @@ from inference.settings.kinds import KINDS
 from inference.settings.method import number
 from inference.shapes.shapes import find_shape
 from outrider.errors import UserError, reason, require
-from outrider.groups import ALONE, Group
 from outrider.machine import describe_machine
 from outrider.settings import listed
 from outrider.versions import code_version
@@ -48,7 +47,7 @@ class Subject:
     """The target as far as it is known before its weights are read, and how it is to run.
 
     eos: the ids that end a text. stops: the strings that do. inherited: what its generation config brings along.
-    int8: whether it is the int8 model of it, which computes in `dtype`. group: the processes that it is split over.
+    int8: whether it is the int8 model of it, which computes in `dtype`.
     template: as it was asked for; trained: those of the drafters' training, by kind (see `trained_templates`).
     """
 
@@ -59,7 +58,6 @@ class Subject:
     device: torch.device
     dtype: torch.dtype
     int8: bool = False
-    group: Group = ALONE
     template: PromptTemplate = "auto"
     trained: Mapping[str, frozenset[ChatTemplate]] = field(default_factory=dict)
 
@@ -101,7 +99,7 @@ class Models:
     products: dict[str, str] = field(default_factory=dict)
 
 
-def find_subject(config: EvaluateConfig, group: Group = ALONE) -> Subject:
+def find_subject(config: EvaluateConfig) -> Subject:
     """The target of `config`, and where and how it is to run. Raises `UserError`."""
     target = find_target(config)
     _ = target.fingerprint  # an unusable one shows before anything else
@@ -118,7 +116,7 @@ def find_subject(config: EvaluateConfig, group: Group = ALONE) -> Subject:
     if int8:
         target.require_int8()
     templates = config.template, trained_templates(config, target.tokenizer)
-    return Subject(target, eos, stops, inherited, device, dtype, int8, group, *templates)
+    return Subject(target, eos, stops, inherited, device, dtype, int8, *templates)
 
 
 def find_target(config: EvaluateConfig) -> OpenTarget:
@@ -238,13 +236,8 @@ def load_models(
     products: by what kernels a CPU is to multiply; None: the fastest, here and now. Raises `UserError` where it cannot.
     """
     placed = (subject.dtype, subject.device)
-    if subject.group.size == 1:
-        plain = load_plain(subject.target, *placed, int8=subject.int8)
-        stack = load_stack(subject.target, plain, *placed, by_layers=config.by_layers, int8=subject.int8)
-    else:
-        plain = load_split(subject.target, *placed, subject.group)
-        another = can_pack(subject.device, subject.dtype)
-        stack = layer_stack(load_split(subject.target, *placed, subject.group) if another else plain)
+    plain = load_plain(subject.target, *placed, int8=subject.int8)
+    stack = load_stack(subject.target, plain, *placed, by_layers=config.by_layers, int8=subject.int8)
     with recorded(products) as made:
         prepare(stack, drafters)
     return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device), made)
@@ -282,13 +275,6 @@ def load_stack(
     except UserError as error:
         raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
     return stack
-
-
-def load_split(target: OpenTarget, dtype: torch.dtype, device: torch.device, group: Group) -> PreTrainedModel:
-    """This process's part of the target, split over `group`: transformers' forward of it works on all of them."""
-    model = target.layers(dtype=dtype, device=device, group=group)
-    model.generation_config = load_generation_config(target.source, target.revision) or model.generation_config
-    return model
 
 
 def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> PreTrainedModel:

@@ -26,7 +26,6 @@ from inference.measure.shown import Noting, ShownRound, shown_rounds
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import GREEDY, SamplingConfig
 from inference.sizing.policy import Tuning
-from outrider.groups import ALONE, Group
 from outrider.streams import Streams
 
 Arm = Callable[[Sequence[int], Streams], Generation]  # of a prompt's ids, by this generation's streams of randomness
@@ -187,12 +186,10 @@ def measure(
     conversation: str | None = None,
     seed: int = 0,
     profilers: Mapping[str, Arm] | None = None,
-    group: Group = ALONE,
 ) -> PromptResult:
     """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
 
     Of an arm's repeats the one with the median decoding time counts. `profilers` do the first of them again, untimed.
-    group: processes that decode together, whose leader's times count.
     """
     streams = [Streams(seed, prompt_id, repeat) for repeat in range(repeats)]
     names = list(arms)
@@ -205,7 +202,7 @@ def measure(
         name: sorted(range(repeats), key=lambda repeat: done[repeat].decode_seconds)[(repeats - 1) // 2]
         for name, done in runs.items()
     }
-    middle = {name: runs[name][repeat] for name, repeat in group.agreed(median).items()}
+    middle = {name: runs[name][repeat] for name, repeat in median.items()}
     reference = TRANSFORMERS if TRANSFORMERS in arms else AUTOREGRESSIVE
     profiles = {name: profiler(prompt, streams[0]) for name, profiler in (profilers or {}).items()}
     answer = runs[AUTOREGRESSIVE][0].tokens

@@ -90,12 +90,12 @@ def prepare_methods(
     others = [KINDS[name].load_maker().stacks(model) for name, model in models.drafters.items()]
     stacks = [stack, *itertools.chain.from_iterable(others)]
     runnable = [each for each in stacks if isinstance(each, LayerStack)]
-    kernels = subject.group.agreed(models.runtime.choose_kernels(runnable, positions))
+    kernels = models.runtime.choose_kernels(runnable, positions)
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
     options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
     options |= {"generation": subject.inherited.config, "eos": subject.eos}
-    tuned = tune(config.methods, stack, models.drafters, prompt, clock=clock, group=subject.group, **options)
+    tuned = tune(config.methods, stack, models.drafters, prompt, clock=clock, **options)
     return Prepared(*tuned, kernels, products=models.products)
 
 
@@ -107,7 +107,7 @@ class Bench:
     judged: the positions of the prompts that are judged besides those with a mismatch (see `lossless`).
     judge: makes the arms for that; None where equal texts are all that counts.
     shown: the positions of the prompts whose first turn the arms that `show` makes decode once more, to be shown.
-    watch: of plain decoding, where that runs on the CPU, in one process: several wait for each other.
+    watch: of plain decoding, where that runs on the CPU.
     """
 
     arms: dict[str, Arm]
@@ -153,7 +153,7 @@ def make_bench(
     # Of an int8 model's arm that ran the floats it is made from, a text may be the same by chance.
     judge = arms_with if sampled or subject.dtype in HALF or subject.int8 else None
     arms, watch = arms_for(config.max_new_tokens), CpuWatch()
-    if subject.device.type == "cpu" and subject.group.size == 1:
+    if subject.device.type == "cpu":
         arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
     return Bench(arms, profilers, judged, judge, shown, arms_with, watch)
 
@@ -196,9 +196,7 @@ def measure_prompt(
         texts.append(turn)
         ids = first if number == 0 else render(subject, prompt, texts)
         if len(ids) + config.max_new_tokens > context:
-            if subject.group.leads:
-                said = f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context"
-                print(said, flush=True)
+            print(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context", flush=True)
             room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
             reasons = itertools.chain([room], itertools.repeat("a turn before it was left out"))
             return tuple(results), tuple(map(Skipped, names[number:], reasons))
@@ -212,7 +210,6 @@ def measure_prompt(
             turn=position + number,
             seed=config.seed,
             profilers=bench.profilers,
-            group=subject.group,
         )
         differs = not sampled and not all(map(result.identical, bench.arms))
         if bench.judge is not None and (differs or position in bench.judged):

@@ -30,7 +30,6 @@ from inference.sizing.costs import Costs, curve, typical
 from inference.sizing.node_sizes import ROOMS, trials_of
 from inference.sizing.policy import INDICES, Trials, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
 from outrider.errors import UserError
-from outrider.groups import ALONE, Group
 from outrider.progress import Stage
 from outrider.streams import Streams
 
@@ -81,13 +80,12 @@ def tune(
     seed: int = 0,
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
-    group: Group = ALONE,
 ) -> tuple[dict[str, MethodConfig], dict[str, Tuning]]:
     """`methods` ready to run, and what those with sizes of "auto" need besides, measured by decoding after `prompt`.
 
     Of an OPT-Tree whose δ is null and whose depth is given, δ becomes μ = seconds of a draft step / of a decoding
     step. generation, eos: what acts on the choice of tokens, as in `make_arms`; no text ends early here.
-    clock: one that waits for the device. group: processes that decode together, and use what their leader measured.
+    clock: one that waits for the device.
     """
     ready, tunings = dict(methods), {}
     for name, method in methods.items():
@@ -97,9 +95,9 @@ def tune(
             continue
         streams = Streams(seed).within(name, "tune")
         options: dict[str, Any] = {"sampling": sampling, "generation": generation, "eos": eos}
-        options |= {"runtime": runtime, "clock": clock, "group": group}
+        options |= {"runtime": runtime, "clock": clock}
         with Stage(f"measuring the sizes of {name}"):
-            tuning = group.agreed(measure(method, stack, drafters, prompt, streams, **options))
+            tuning = measure(method, stack, drafters, prompt, streams, **options)
         if method.adapts:
             tunings[name] = tuning
         if lacks_delta:
@@ -120,7 +118,6 @@ def measure(
     eos: Collection[int],
     runtime: Runtime | None,
     clock: Clock,
-    group: Group,
 ) -> Tuning:
     """What rounds of `method` cost on this device, and how often its drafts are right.
 
@@ -188,7 +185,7 @@ def measure(
         elif count == probe.turns:
             probe.laps.clear()
         cycles, within = divmod(count, probe.turns)
-        if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and group.agreed(clock() - started) > SECONDS)):
+        if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and clock() - started > SECONDS)):
             break
     seconds = typical([r.seconds for r in plain])
     padded = runtime is not None and runtime.name == "graphed"

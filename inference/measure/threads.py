@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from inference.engines.packing import PackedLinear, can_pack
-from outrider.groups import ALONE, Group
 
 ROWS, IN, OUT = 4, 1024, 4096  # of the product that is timed: a small model's, for a draft of a few tokens
 REPEATS = 24  # of each number of threads, in turn; about 50 ms in all on an idle machine
@@ -33,12 +32,12 @@ def thread_counts() -> list[int]:
     return sorted({1 << power for power in range(cores.bit_length()) if 1 << power <= cores} | {cores})
 
 
-def use_threads(threads: int | str | None, group: Group = ALONE) -> int:
-    """Use as many CPU threads as the option `threads` says; how many those are. All of a group use its leader's."""
+def use_threads(threads: int | str | None) -> int:
+    """Use as many CPU threads as the option `threads` says; how many those are."""
     if threads == "auto":
-        before, chosen = torch.get_num_threads(), group.agreed(choose_threads())
+        before, chosen = torch.get_num_threads(), choose_threads()
         torch.set_num_threads(chosen)
-        if chosen != before and group.leads:
+        if chosen != before:
             print(f"threads={chosen} before={before}", flush=True)
     elif isinstance(threads, int):
         torch.set_num_threads(threads)

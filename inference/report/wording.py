@@ -26,8 +26,6 @@ def conditions(reports: Sequence[Report]) -> str:
     first = reports[0]
     turns = f", {first['turns']} turns" if first["turns"] > first["prompts"] else ""
     together = f", {first['processes']} processes at a time" if first["processes"] > 1 else ""
-    if first.get("tensor_parallel", 1) > 1:
-        together += f", each copy of the target split over {first['tensor_parallel']}"
     sentences = [
         f"{_taken(first)}{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
         f"{_numbers(first)} on {first['machine']['device']} ({_threads(first)}), arms interleaved "

@@ -81,7 +81,6 @@ class EvaluateConfig(RehearsedConfig):
     dtype: DecodeDtype = "auto"
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)
-    tensor_parallel: Count = 1  # processes over which one copy of the target is split; see docs/clusters.md
     plan: bool = free(False)  # only say what every device would hold; needs no weights
     threads: Threads = None  # of the CPU; auto: measured before every prompt; null: torch's choice
     seed: int = 0  # of sampling, and of what rules and searches draw
@@ -148,7 +147,6 @@ class EvaluateConfig(RehearsedConfig):
             ("minutes", self.minutes, "null for target=replay: it takes seconds"),
             ("wandb.mode", self.wandb.mode != "disabled" and self.wandb.mode, "disabled for target=replay: no page"),
             ("plan", self.plan, "false for target=replay: no model runs"),
-            ("tensor_parallel", self.tensor_parallel > 1, "1 for target=replay: no model runs"),
             ("runtime", self.runtime == "graphed", "auto for target=replay: no model runs"),
             ("doctor", self.doctor, "null for target=replay: no model runs"),
             ("debug", self.debug, "false for target=replay: no model runs; try it with a small num_prompts"),
@@ -157,9 +155,6 @@ class EvaluateConfig(RehearsedConfig):
             require(not replayed or not setting, key, setting, expected)
         read = self.where(KINDS["eagle3"]) is not None or not self.reading.stated()
         require(read, "reading", str(self.reading), "nothing without an EAGLE-3 head, which it is about")
-        whole = self.dtype != "int8" or self.tensor_parallel == 1
-        expected = "1 for dtype=int8: a row's scale is that of the whole row, and a split layer has parts of rows"
-        require(whole, "tensor_parallel", self.tensor_parallel, expected)
         has_target = self.target is not None or self.early_exit is not None
         require(has_target, "target", None, f"the model that is to decode{self._instead()}")
 
@@ -168,7 +163,7 @@ class EvaluateConfig(RehearsedConfig):
         used = [kind for kind in KINDS.values() if kind.option and kind.tiny and self.where(kind)]
         given: dict[str, Any] = {"checkpoint": None}
         given |= {str(kind.option): str(models / str(kind.tiny)) for kind in used}
-        given |= self.cut(tensor_parallel=1, prompt_chars=120, max_new_tokens=16)
+        given |= self.cut(prompt_chars=120, max_new_tokens=16)
         given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
         # Tiny models have other layers to skip and to tap, and hold shorter texts. A memory is the whole target's.
         methods = {

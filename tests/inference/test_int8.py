@@ -1,7 +1,6 @@
 """dtype=int8: the int8 model is the target of every arm, in every layout of its layers."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from inference.measure.lossless import BULK
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.factory import make_structure
-from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate
 from tests.tiny import LAYERS, STRUCTURES, make_drafter, method_of, random_prompt, reference_generate, save_target
@@ -214,9 +212,3 @@ def test_a_plan_counts_a_byte_a_weight(
     held = [*model.parameters(), *(b for m in model.modules() if isinstance(m, Int8Linear) for b in m.buffers())]
     assert f"  target's weights: {sum(one.nbytes for one in held):.3f} GB" == lines["int8"][0]
     assert lines["int8"][1:] == lines["bfloat16"][1:]  # the caches are floats
-
-
-def test_a_split_target_is_refused(made: tuple[Path, list[int]], tmp_path: Path) -> None:
-    config = config_for(made[0], tmp_path)
-    with pytest.raises(UserError, match=r"tensor_parallel=2: expected 1 for dtype=int8"):
-        replace(config, tensor_parallel=2)

@@ -38,7 +38,7 @@ from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
 from outrider import preset
 from outrider.errors import UserError
-from outrider.groups import Group
+from outrider.processes import join_processes
 from tests.fitted_heads import fitted_head
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import CALIBRATING as FIT
@@ -142,13 +142,13 @@ def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path
     monkeypatch.setattr(calibration, "TimeLimit", functools.partial(TimeLimit, clock=lambda: next(seconds)))
     monkeypatch.setattr(calibration, "capture", lambda *_: synthetic(40, 0))
     made = calibrating(folder, tmp_path, prompts=24, heldout_prompts=24, minutes=1, plan=False)
-    group, limit = Group(0, 1, 0, 1), calibration.TimeLimit(0.5)
+    state, limit = join_processes(), calibration.TimeLimit(0.5)
     prompts, left = [[1]] * 24, tmp_path / "left"
     for shards in (["000000", "000016"], ["000000", "000016"]):
         left.mkdir(exist_ok=True)
-        calibration.capture_shards(made, left, prompts, lambda: None, None, group, limit)  # type: ignore[arg-type]
+        calibration.capture_shards(made, left, prompts, lambda: None, None, state, limit)  # type: ignore[arg-type]
         assert sorted(path.stem for path in left.glob("*.safetensors")) == shards
-    calibration.capture_shards(made, left, prompts, lambda: None, None, group, TimeLimit(None))  # type: ignore[arg-type]
+    calibration.capture_shards(made, left, prompts, lambda: None, None, state, TimeLimit(None))  # type: ignore[arg-type]
     assert len(list(left.glob("*.safetensors"))) == 3
 
 

@@ -26,7 +26,6 @@ from inference.settings.kinds import recorded_seconds
 from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
 from outrider.errors import UserError
-from outrider.groups import ALONE, Group
 from outrider.run_dirs import LOCK_FILE
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train import jobs
@@ -169,7 +168,7 @@ def test_the_fast_frozen_dtype(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
     path = save_target(tmp_path / "target")
     config = distilling(path, corpus, tmp_path / "eesd", frozen_dtype="fast")
-    student = make_student(config, open_target(str(path)), 2, None, ALONE, torch.device("cpu"), tokens=None)
+    student = make_student(config, open_target(str(path)), 2, None, torch.device("cpu"), tokens=None)
     assert student.stack.dtype == expected
 
 
@@ -258,7 +257,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    metrics = Watch(run, opened, heldout, student, None, ALONE)(student, 1)
+    metrics = Watch(run, opened, heldout, student, None, active=True)(student, 1)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     _, stack = open_stack(path)
@@ -275,7 +274,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
         )[1:]
     ]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
-    idle = Watch(run, opened, heldout, student, None, Group(index=1, count=2))
+    idle = Watch(run, opened, heldout, student, None, active=False)
     assert idle(student, 1) == {}
     assert idle.whole is None
 

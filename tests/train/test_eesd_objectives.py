@@ -19,7 +19,6 @@ from draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_t
 from draft_models.targets.open_target import OpenTarget, open_target
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
-from outrider.groups import ALONE
 from tests.tiers import quick_where
 from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, save_target
 from tests.train.jobs import FIT, distilling, log, same, save_responses
@@ -161,7 +160,7 @@ def test_the_analytic_tau_is_of_the_best_law_at_hand(tmp_path: Path, opened: Ope
             decode_prompts=prompts, decode_tokens=8, eval_batch_rows=3,
         )  # fmt: skip
         student = make_student(opened, objective, cached)
-        metrics = Watch(run, opened, known if cached else text, student, None, ALONE)(student, 1)
+        metrics = Watch(run, opened, known if cached else text, student, None, active=True)(student, 1)
         assert metrics.get("tau_analytic") == (None if expected is None else pytest.approx(expected, rel=2e-3))
 
 

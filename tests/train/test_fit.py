@@ -21,7 +21,7 @@ from tests.train.fit_runs import fit_tiny, trained_weights
 from tests.train.jobs import log
 from train import run_dir
 from train.fit import fit
-from train.progress import Report, start_wandb, tracker_of
+from train.progress import start_wandb, tracker_of
 from train.row_order import epoch_order, step_rows
 from train.trained_weights import WEIGHTS_FILE, trained_parameters
 
@@ -119,13 +119,6 @@ def test_the_launchers_precision_is_not_taken_silently(tmp_path, monkeypatch, ca
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     fit_tiny(tmp_path, steps=1, warmup=0)
     assert "warning: mixed_precision=fp16 in the launcher's config has no effect" in capsys.readouterr().err
-
-
-def test_rows_that_several_processes_have_are_counted_once(tmp_path):
-    """Each of two adds half of the loss, the supervised tokens and the tokens: speeds are of the rows."""
-    report = Report(Accelerator(), tmp_path, range(1), copies=2)
-    report.add(torch.tensor(6.0), torch.tensor([[1, 2, IGNORE]]))
-    assert report.drain() == (3.0, 1.0, 1.5)
 
 
 def test_row_order_is_a_function_of_seed_and_epoch():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from outrider.errors import UserError
-from outrider.groups import ALONE
 from tests.train.fit_job import TinyModel, tiny_config
 from train.engine import Engine
 from train.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
@@ -84,7 +83,7 @@ def test_muon_in_float32_is_the_polynomial_of_the_singular_values(shape):
 
 def test_a_schedule_scales_every_rate_for_itself():
     config = tiny_config(lr=0.01, muon_lr=0.04)
-    engine = Engine(TinyModel(), config, ALONE)
+    engine = Engine(TinyModel(), config)
     for scale in (0.5, 0.25):
         engine.set_rates(scale)
         rates = {id(p): group["lr"] for group in engine.optimizer.param_groups for p in group["params"]}

@@ -14,7 +14,6 @@ from draft_models.targets.architectures import load_config
 from draft_models.targets.load_layers import load_layers
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
-from outrider.groups import Group
 from tests.families import FAMILIES, TYPICAL, family_config, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import random_prompt, save_target
@@ -90,10 +89,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     plan = make_plan(config, target, 2)
     layers = range(target.num_hidden_layers) if config.online else exit_layers(target, 2)
     frozen_dtype = getattr(torch, config.frozen_dtype)
-    group, start = Group(size=config.tensor_parallel), None
-    model = load_layers(files, target, layers, dtype=frozen_dtype, group=group, vocabulary=False)
-    if group.size > 1:
-        start = load_layers(files, target, [target.num_hidden_layers - 1], dtype=frozen_dtype)
+    model = load_layers(files, target, layers, dtype=frozen_dtype)
     assert plan.read_bytes == files.bytes_read
     student = EarlyExitStudent(
         model,
@@ -101,7 +97,6 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
         train_head=config.train_head,
         train_layer=config.train_layer,
         objective=config.loss,
-        start=start,
         draft_tokens=None if config.draft_vocabulary is None else torch.arange(config.draft_vocabulary),
     )
     optimizer = build_optimizer(student, config.fit)
@@ -155,24 +150,15 @@ def test_the_plan_of_a_family_is_what_happens(tmp_path: Path, family: str) -> No
         require_allocated(path, replace(config, objective=objective, train_head=train_head))
 
 
-def test_the_plan_of_a_split_target_is_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each of two processes: half of the layers, all of the vocabulary and of what is trained."""
-    monkeypatch.setattr(Group, "add", lambda self, part: part)  # alone; what it holds is the same
-    path = save_target(tmp_path / "target", kv_heads=2)
-    config = replace(CONFIG, objective="kl", frozen_dtype="float32", tensor_parallel=2)
-    require_allocated(path, config)
-    require_allocated(path, replace(config, train_head=False))
-
-
 def test_the_target_that_is_decoded_with_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 69 B parameters in 16 bits, as on a GPU, a quarter, and caches for its 4096 positions."""
+    """Of 69 B parameters in 16 bits, as on a GPU, and caches for its 4096 positions."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = replace(CONFIG, decode_prompts=8, tensor_parallel=4)
+    config = replace(CONFIG, decode_prompts=8)
     (more,) = set(make_plan(config, llama_2(70), 5).device_bytes.items()) - set(
         make_plan(CONFIG, llama_2(70), 5).device_bytes.items()
     )
     assert more[0] == "the whole target, to decode with"
-    assert more[1] / 1e9 == pytest.approx(138 / 4, rel=0.02)
+    assert more[1] / 1e9 == pytest.approx(138, rel=0.02)
 
 
 def test_the_plan_of_a_small_head_is_what_happens(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from draft_models.targets.anatomy import key_heads
 from draft_models.targets.attention import KERNELS, grouped_attention, kernels_on, use_kernel
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_parallel import own_heads
 from inference.core.runtime import KernelChoice
 from inference.engines.graphs.capture import GraphPool
 
@@ -33,10 +33,10 @@ def kernel_for(choices: Iterable[KernelChoice], stack: LayerStack, width: int, k
 
 
 def attention_shape(stack: LayerStack) -> tuple[int, int, int]:
-    """Query heads, key heads and the width of a head, as this process has them."""
+    """Query heads, key heads and the width of a head."""
     config = stack.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return *own_heads(config, stack.group.size), head_dim
+    return config.num_attention_heads, key_heads(config), head_dim
 
 
 @torch.inference_mode()

@@ -8,7 +8,6 @@ from data_prep.responses.batch_decoder import Answer, Generator, top_law, unifor
 from inference.core.sampling import Sampler
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
-from outrider.groups import Group
 from tests.data_prep.responding import ENDS
 from tests.tiny import random_prompt, save_target
 
@@ -141,9 +140,6 @@ def test_a_batch_too_large_for_memory_is_halved(model, monkeypatch):
     sizes.clear()
     generator.answer(prompts[:2], draws[:2])
     assert max(sizes) == 1  # what did not fit once is not tried again
-    monkeypatch.setattr(model, "group", Group(size=2), raising=False)  # the other has the whole batch at work
-    with pytest.raises(UserError, match="batch of 1: too large for the memory; lower batch_size"):
-        generator.answer(prompts[3:4], draws[3:4])
 
 
 def test_logits_that_are_no_numbers_fail_their_prompt_alone(target):

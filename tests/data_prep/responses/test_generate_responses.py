@@ -34,7 +34,6 @@ from inference.core.sampling import Sampler
 from inference.engines.packing import HalvedLinear, PackedLinear, can_halve, can_pack
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
-from outrider.groups import ALONE
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary, talk
 from tests.launched import launched
 from tests.tiny import byte_tokenizer
@@ -62,7 +61,7 @@ def test_the_target_is_laid_out_for_its_batches(make, tmp_path):
     def layouts(**options):
         config = replace(make(), **options)
         target, cpu = open_target(config.target), torch.device("cpu")
-        model, _ = responses_module.load_target(config, target, torch.float32, cpu, ALONE)
+        model, _ = responses_module.load_target(config, target, torch.float32, cpu)
         return {type(module) for module in model.modules() if "Linear" in type(module).__name__}
 
     rounded = shutil.copytree(make().target, tmp_path / "rounded")

@@ -15,7 +15,6 @@ from inference.measure.arms import Arm, make_arms, measure, transformers_generat
 from inference.measure.results import AUTOREGRESSIVE
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
-from outrider.groups import Group
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_table
 from tests.table_target import TableModel, TableRuntime
@@ -50,22 +49,6 @@ def test_measure_rotates_and_takes_the_median(tmp_path: Path) -> None:
     assert result.generations[AUTOREGRESSIVE].decode_seconds == 2
     assert result.generations["m"].decode_seconds == 5
     assert result.profiles == {"m": Generation((9,), 0, 0)}
-
-
-def test_of_a_group_the_leaders_times_choose() -> None:
-    """Sampled repeats differ, so all processes must keep the same one."""
-    arm = iter([Generation((repeat,), 0, repeat) for repeat in (3, 1, 2)])
-    asked: list[object] = []
-
-    class Leader(Group):
-        def agreed(self, value: object) -> object:
-            asked.append(value)
-            return {AUTOREGRESSIVE: 0}
-
-    arms = {AUTOREGRESSIVE: lambda *_: next(arm)}
-    result = measure(arms, [1], prompt_id="p", category="c", repeats=3, turn=0, group=Leader(size=2))
-    assert asked == [{AUTOREGRESSIVE: 2}]  # the median here
-    assert result.generations[AUTOREGRESSIVE].tokens == (3,)
 
 
 def test_every_repeat_has_its_streams() -> None:

@@ -9,13 +9,9 @@ from transformers import LlamaConfig
 
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.load_layers import load_layers
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_parallel import own_heads
 from inference.core.decode import autoregressive, speculative
-from inference.core.session import TargetSession
 from inference.drafters.early_exit import EarlyExitMaker
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
@@ -23,9 +19,7 @@ from inference.engines.graphs.cuda_graphs import Graphed
 from inference.evaluate.command import evaluate
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
-from outrider.groups import Group
 from tests.families import FAMILIES, TYPICAL, save_family
-from tests.inference.test_tensor_parallel import SPLIT, in_group
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
 from tests.train.jobs import calibrating, save_for_calibration
@@ -41,75 +35,30 @@ EVERY = typical_where(TYPICAL.__contains__, quick_where(lambda name: name in ("l
 
 @pytest.mark.parametrize("family", EVERY)
 def test_weights_are_what_loading_takes(tmp_path: Path, family: str) -> None:
-    """Of one process, and of each of two where the family can be split; tied or not."""
+    """Tied or not."""
     target = open_target(str(save_family(tmp_path, family)))
-    for size, rank in ((1, 0), (2, 0), (2, 1)) if family in SPLIT else ((1, 0),):
-        group = Group(rank=rank, size=size)
-        every = range(target.config.num_hidden_layers)
-        model = load_layers(target.files, target.config, every, dtype=torch.bfloat16, group=group)
-        held = sum(parameter.nbytes for parameter in model.parameters())
-        assert held == pytest.approx(
-            weight_bytes(target.config, Place(size, 2, 64)), rel=0.02
-        )  # a router may stay in float32
+    model = target.layers(dtype=torch.bfloat16)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert held == pytest.approx(weight_bytes(target.config, Place(2, 64)), rel=0.02)  # a router may stay in float32
 
 
-def test_caches_are_what_decoding_takes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
+def test_caches_are_what_decoding_takes(tmp_path: Path, family: str) -> None:
     """In passes of fixed shape, for texts as long as were planned."""
-    target = open_target(str(save_target(tmp_path, kv_heads=2)))
-    runtime = Graphed()
-    runtime.prepare(100, ())
+    target = open_target(str(save_family(tmp_path, family)))
+    runtime, place = Graphed(), Place(4, 100)
+    runtime.prepare(place.positions, ())
     list(autoregressive(target.stack(dtype=torch.float32), random_prompt(60), max_new_tokens=40, runtime=runtime))
     (arena,) = runtime._arenas.values()
-    place = Place(1, 4, 100)
     assert arena.capacity == place.slots
     assert arena.rest._buffer is not None
     assert arena.rest._buffer.nbytes == cache_bytes(target.config, place)
-    assert cache_bytes(target.config, replace(place, size=2)) == cache_bytes(target.config, place) // 2
 
 
-@pytest.mark.parametrize(
-    "family", typical_where(TYPICAL.__contains__, quick_where(lambda name: name == "olmo2", SPLIT))
-)
-def test_heads_are_those_of_a_process(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some architectures have their matrices split, and all heads on every process."""
-    monkeypatch.setattr(Group, "add", lambda self, part: part)  # alone: shapes are all that counts
-    monkeypatch.setattr(Group, "side_by_side", lambda self, part: torch.cat([part, part], -1))
-    target = open_target(str(save_family(tmp_path, family)))
-    group, every = Group(size=2), range(target.config.num_hidden_layers)
-    stack = layer_stack(load_layers(target.files, target.config, every, dtype=torch.float32, group=group))
-    session = TargetSession(stack, 0, 32)
-    session.prefill(random_prompt(8))
-    heads = {keys.shape[1] for keys, _ in session.rest._views.values()}
-    assert heads == {own_heads(target.config, 2)[1]}
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_matrix_with_two_names_is_held_once(tmp_path: Path, size: int) -> None:
-    """Embedding and head, whole or of each process its part."""
+def test_a_matrix_with_two_names_is_held_once(tmp_path: Path) -> None:
     target = open_target(str(save_target(tmp_path, tied=True, kv_heads=2)))
-    for rank in range(size):
-        group = Group(rank=rank, size=size)
-        model = load_layers(target.files, target.config, range(LAYERS), dtype=torch.float32, group=group)
-        held = sum(parameter.nbytes for parameter in model.parameters())
-        assert held == weight_bytes(target.config, Place(size, 4, 64))
-
-
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_caches_of_a_split_target_are_what_decoding_takes(tmp_path: Path, family: str) -> None:
-    """Of the heads that a process has; all of them where the architecture splits matrices only, as phi3's does."""
-    target = open_target(str(save_family(tmp_path, family)))
-    place = Place(2, 4, 32)
-
-    def work(group: Group) -> None:
-        runtime = Graphed()
-        runtime.prepare(place.positions, ())
-        stack = target.stack(dtype=torch.float32, group=group)
-        list(autoregressive(stack, random_prompt(20), max_new_tokens=12, runtime=runtime))
-        (arena,) = runtime._arenas.values()
-        assert arena.rest._buffer is not None
-        assert arena.rest._buffer.nbytes == cache_bytes(target.config, place)
-
-    in_group(2, work)
+    held = sum(parameter.nbytes for parameter in target.layers(dtype=torch.float32).parameters())
+    assert held == weight_bytes(target.config, Place(4, 64))
 
 
 def test_passes_write_no_more_than_is_planned(tmp_path: Path) -> None:
@@ -120,7 +69,7 @@ def test_passes_write_no_more_than_is_planned(tmp_path: Path) -> None:
     list(speculative(target.stack(dtype=torch.float32), PromptLookup(), prompt, max_new_tokens=20, runtime=runtime))
     (arena,) = runtime._arenas.values()
     written = sum(buffer.nbytes for buffer in arena.buffers.values() if buffer.is_floating_point())
-    planned = pass_bytes(target.config, Place(1, 4, 100))
+    planned = pass_bytes(target.config, Place(4, 100))
     assert 0 < written <= planned < 2 * written
 
 
@@ -170,7 +119,7 @@ def test_a_capture_holds_an_early_exit_beside_the_target(tmp_path: Path, capsys:
     calibrate(calibrating(folder, tmp_path / "out", plan=True))
     said = capsys.readouterr().out
     first, *lines = said[said.index("plan ") :].splitlines()  # what libraries say stands before it
-    assert first.startswith("plan tensor_parallel=1 positions=88 ")
+    assert first.startswith("plan positions=88 ")
     assert [line.strip().partition(":")[0] for line in lines] == [
         "target's weights",
         "early exit's weights",
@@ -187,20 +136,19 @@ def llama_2_70b() -> LlamaConfig:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "weights"), [(2, 68.98), (4, 34.49)])
-def test_the_papers_largest_target(tmp_path: Path, capsys: pytest.CaptureFixture, size: int, weights: float) -> None:
-    """By its config alone: 68.98 B parameters of two bytes, over the GPUs."""
+def test_the_papers_largest_target(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """By its config alone: 68.98 B parameters of two bytes."""
     llama_2_70b().save_pretrained(tmp_path)
     methods = {"lookup": MethodConfig(source="prompt_lookup")}
-    evaluate(EvaluateConfig(target=str(tmp_path), methods=methods, tensor_parallel=size, device="cuda", plan=True))
+    evaluate(EvaluateConfig(target=str(tmp_path), methods=methods, device="cuda", plan=True))
     first, target, caches = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"plan tensor_parallel={size} positions=4096 dtype=float16 device_gb=")
-    assert float(target.split()[-2]) == pytest.approx(weights, abs=0.01)
-    assert float(caches.split()[-2]) == pytest.approx(1.38 / size, abs=0.02)
+    assert first.startswith("plan positions=4096 dtype=float16 device_gb=")
+    assert float(target.split()[-2]) == pytest.approx(137.95, abs=0.01)
+    assert float(caches.split()[-2]) == pytest.approx(1.38, abs=0.02)
 
 
 def test_an_early_exit_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Its weights are whole everywhere, and its sessions have caches of their own."""
+    """Its sessions have caches of their own."""
     path = save_target(tmp_path / "target")
     target = open_target(str(path))
     drafter = make_drafter(path, LAYERS - 1)
@@ -214,7 +162,7 @@ def test_an_early_exit_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert any(line.startswith("  caches of decoding with it: ") for line in lines)
     assert isinstance(target.stack(dtype=torch.float32), LayerStack)
     save_pretrained(tmp_path / "deep", make_drafter(path, 2, depth=2), target.fingerprint, {}, torch.float32)
-    place = Place(1, 4, 64)
+    place = Place(4, 64)
     one, two = (EarlyExitMaker().held(str(tmp_path / name), target.config, place) for name in ("drafter", "deep"))
     more = two["caches of decoding with it"] - one["caches of decoding with it"]
     assert more == cache_bytes(target.config, place, layers=1)
