@@ -16,14 +16,14 @@ from outrider.versions import PACKAGES
 ROOT = Path(__file__).parent.parent
 # At most. Lower one whenever it is beaten; raise one only with the reason in the commit's message.
 MOST = {
-    "source lines": 41_078,
-    "modules on the longest chain of imports": 20,
-    "modules below the decode loop": 25,
-    "lines below the decode loop": 3_514,
-    "modules below the drafter's interface": 21,
-    "lines below the drafter's interface": 3_055,
-    "lines with Any": 702,
-    "lines with type: ignore": 116,
+    "source lines": 40_362,
+    "modules on the longest chain of imports": 19,
+    "modules below the decode loop": 22,
+    "lines below the decode loop": 3_178,
+    "modules below the drafter's interface": 18,
+    "lines below the drafter's interface": 2_722,
+    "lines with Any": 687,
+    "lines with type: ignore": 114,
     "presets of methods": 46,
 }
 Graph = dict[str, set[str]]
