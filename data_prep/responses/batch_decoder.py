@@ -49,7 +49,7 @@ class Answer:
     tokens: tuple[int, ...] = ()
     ended: bool = False  # by an end token, not by the budget
     top: TopK | None = None
-    failure: str = ""  # memory | not_a_number
+    failure: str = ""  # memory | not_a_number | server | retokenised
 
     @property
     def said(self) -> tuple[int, ...]:

@@ -23,12 +23,13 @@ from data_prep.responses.directory import (
     seconds_spent,
     summarise,
 )
+from data_prep.responses.server import UNANSWERED, Server
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Task, Todo, read_tasks, render
 from data_prep.text.rehearsal import rehearsable
 from draft_models.targets.fingerprint import tokenizer_digest
 from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.model_identity import model_identity
+from draft_models.targets.model_identity import deciding_config, model_identity
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from inference.core.sampling import Sampler
 from inference.engines.cpu.by_amx import has_amx
@@ -40,6 +41,7 @@ from outrider.files import require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import Stage
 
+Facts = dict[str, Any]
 _WEIGHTS_HASHED = 16  # tensors, evenly spread, by which earlier versions told one target from another
 
 
@@ -65,8 +67,10 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
-    kernels = kernels_here(state.device, dtype)
-    identity = from_main(state, lambda: run_identity(config, target, dtype) | {"kernels": kernels})
+    context = context_length(target.config)
+    server = Server(config, tokenizer, end_tokens(target), context) if config.server else None
+    kernels = "a server's" if server else kernels_here(state.device, dtype)
+    identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
     require_same_kernels(identity["kernels"], kernels)
     identity["code"] = check_run(folder, identity, config.resume, config)
     done, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
@@ -79,14 +83,14 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     todo = Todo()
     for task in read_tasks(config, tokenizer, todo):
         if task.id not in done and int(task.id, 16) % state.num_processes == state.process_index:
-            todo.add(task, tokenizer, context_length(target.config))
+            todo.add(task, tokenizer, server.context if server else context)
     if not todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
         raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
     limit = TimeLimit(config.minutes, earlier=spent)
     if limit.is_over(spent):
         todo.tasks.clear()
-    responder = Responder(config, target, dtype, state.device) if todo.tasks else None
+    responder = Responder(config, target, dtype, state.device, server) if todo.tasks else None
     rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state, limit)
     state.wait_for_everyone()
     if state.is_main_process:
@@ -102,7 +106,7 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
 
 
 class Responder:
-    """The target, loaded, and how it is asked."""
+    """The target, loaded or behind a server, and how it is asked."""
 
     def __init__(
         self,
@@ -110,8 +114,13 @@ class Responder:
         target: OpenTarget,
         dtype: torch.dtype,
         device: torch.device,
+        server: Server | None = None,
     ):
         self.config, self.tokenizer = config, target.tokenizer
+        self.generator: Generator | Server
+        if server is not None:
+            self.context, self.generator = server.context, server
+            return
         self.context = context_length(target.config)
         model, steps = load_target(config, target, dtype, device)
         self.generator = Generator(
@@ -132,7 +141,7 @@ class Responder:
 
     def response(self, task: Task) -> Response:
         """The record of a task with an answer, and the target's distributions at the answers' tokens."""
-        shown: dict[str, Any] = {"id": task.id}
+        shown: Facts = {"id": task.id}
         if task.messages is None:
             shown |= {"text": self._text([*task.prompt, *task.answers[0].said]), "prompt_tokens": len(task.prompt)}
         else:
@@ -219,14 +228,16 @@ def respond(
         return rest if limit.minutes is None else max(0.0, min(rest, 60 * limit.minutes - limit.spent()))
 
     shard = Shard(skipped=list(todo.skipped))
-    answered, tokens, rate = 0, 0, 0.0
+    answered, unanswered, tokens, rate = 0, 0, 0, 0.0
     shown = state.is_main_process
     with Stage("answering", len(todo.tasks), "prompts", left=lambda: left(answered) if answered else None) as stage:
         for batch in batches(todo.tasks, config):
             assert responder is not None
             responder.answer(batch)
-            shard.responses += [responder.response(task) for task in batch if task.answers]
-            shard.skipped += [task.skipped for task in batch if not task.answers]
+            done = [task for task in batch if task.problem != UNANSWERED]
+            shard.responses += [responder.response(task) for task in done if task.answers]
+            shard.skipped += [task.skipped for task in done if not task.answers]
+            unanswered += len(batch) - len(done)
             answered += len(batch)
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
             rate = tokens / seconds()
@@ -246,6 +257,8 @@ def respond(
                 break
     if len(shard):
         save(shard)
+    if unanswered:
+        print(f"unanswered={unanswered} prompts, by the server's fault; resume=true asks for them again", flush=True)
     return rate
 
 
@@ -295,22 +308,34 @@ def context_length(target: PreTrainedConfig) -> int:
     return getattr(target.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
-def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype) -> dict[str, Any]:
+def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: Server | None = None) -> Facts:
     """All that decides what a prompt is answered, and which prompts a record makes."""
-    files, tokenizer = target.files, target.tokenizer
-    names = sorted(files.file_of)
+    tokenizer = target.tokenizer
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
         **config.deciding(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "weights": files.digest(names[:: max(1, len(names) // _WEIGHTS_HASHED)]),
-        "model": model_identity(files),
+        **(_served(target, server) if server else _stored(target, dtype)),
         "end_tokens": sorted(end_tokens(target)),
         "tokenizer": tokenizer_digest(tokenizer)[:16],
         "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],
     }
 
 
-def _words(summary: dict[str, Any]) -> str:
+def _stored(target: OpenTarget, dtype: torch.dtype) -> Facts:
+    """What a target that is run here is, by its files."""
+    names = sorted(target.files.file_of)
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights": target.files.digest(names[:: max(1, len(names) // _WEIGHTS_HASHED)]),
+        "model": model_identity(target.files),
+    }
+
+
+def _served(target: OpenTarget, server: Server) -> Facts:
+    """What a server's target is, as far as it can be known: no weights are read here."""
+    return {"served": server.model, "model": {"config": deciding_config(target.source, target.revision)}}
+
+
+def _words(summary: Facts) -> str:
     flat = {**summary, **{f"skipped_{reason}": count for reason, count in summary["skipped_by_reason"].items()}}
     return " ".join(f"{key}={value}" for key, value in flat.items() if isinstance(value, int))

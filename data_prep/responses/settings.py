@@ -1,6 +1,6 @@
 """Settings of generate-responses; light, so that a config error shows at once."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -8,9 +8,10 @@ from data_prep.text.settings import DataConfig
 from draft_models.targets.settings import TARGET, Model, RunDtype, TargetConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
-from outrider.settings import Count, Positive, Seed, at_least, free
+from outrider.settings import Count, Positive, Seed, at_least, free, require_default
 
 NotNegative = Annotated[int, at_least(0)]
+_OF_SERVERS = ("server_model", "concurrency", "server_timeout", "server_retries")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,12 @@ class GenerateConfig(TargetConfig):
     dtype: RunDtype = "auto"
     # answer until this time is over, of all runs in out_dir together, prompts of all lengths; null: all prompts
     minutes: Positive | None = free(None)
+    # URL of an OpenAI-compatible server that runs the target, of which only config and tokenizer are then read here
+    server: str | None = free(None)
+    server_model: str | None = None  # the target's name there; null: the first one that it lists
+    concurrency: Count = free(16)  # requests to the server at a time, batch_size at most
+    server_timeout: Positive = free(600.0)  # seconds that the server may take for one request
+    server_retries: NotNegative = free(5)  # how often a failed request is repeated, after pauses of 1, 2, 4, … 60 s
     device_map: str | None = free(None)  # auto spreads a large target over all GPUs of one process
     seed: Seed = 0  # with a prompt's id it decides the answer
     out_dir: str = free("runs/generate_responses")  # where everything goes
@@ -54,11 +61,23 @@ class GenerateConfig(TargetConfig):
             "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
         )
         _ = self.sampling  # has checks of its own
+        self._check_server()
+
+    def _check_server(self) -> None:
+        if self.server is None:
+            for name in _OF_SERVERS:
+                require_default(self, name, "it is read with server=URL")
+            return
+        require(self.server.startswith(("http://", "https://")), "server", self.server, "http://HOST:PORT or https://…")
+        require(self.concurrency <= self.batch_size, "concurrency", self.concurrency, "at most batch_size")
+        for name in ("dtype", "device_map"):
+            require_default(self, name, "the server runs the target")
 
     def small(self, models: Path) -> Self:
-        """A few short answers of a tiny target."""
+        """A few short answers of a tiny target, which runs here."""
         limits = self.cut(prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8)
-        given: dict[str, Any] = {**limits, "data": self.data.small(models)}
+        alone = {field.name: field.default for field in fields(self) if field.name in ("server", *_OF_SERVERS)}
+        given: dict[str, Any] = {**limits, **alone, "data": self.data.small(models)}
         return replace(self, target=str(models / TARGET), revision=None, **given)
 
     @property

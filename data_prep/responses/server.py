@@ -1,0 +1,275 @@
+"""Answers of a target that runs elsewhere, from an OpenAI-compatible server: vLLM, SGLang, llama.cpp's.
+
+Prompts are sent as token ids to /v1/completions. Tokens come back as ids: in `token_ids`, as names "token_id:7"
+(vLLM), or in llama.cpp's `content`. A reply is checked before it is believed: it repeats the prompt's ids or their
+number, has a row of log-probabilities for each token, gives that token the log-probability it has among the top ones,
+and a greedy token is the likeliest. A server that repeats no prompt ids can still give the answer of a prompt of the
+same length unnoticed. Log-probabilities shifted by a token are noticed, but within a token's
+repetition, and for llama.cpp's of a sampled token that is none of the likeliest.
+"""
+
+import http.client
+import json
+import math
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.responses.batch_decoder import Answer, TopK
+from data_prep.responses.settings import GenerateConfig
+from outrider.errors import UserError, reason
+
+UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each further one
+_FAILED_SHARE, _FAILED_FEW = 0.1, 3  # a run stops above this share of failed prompts, once they are more than a few
+_WITHIN, _BETWEEN = 1e-3, 0.1  # nats that one log-probability may differ by within a reply, and between two replies
+Value = TypeVar("Value")
+Json = Mapping[str, Any]
+
+
+class ReplyError(Exception):
+    """No usable reply. failure: what its `Answer` says; retry: whether the same question may get a better one."""
+
+    def __init__(self, words: str, failure: str = UNANSWERED, *, retry: bool = True):
+        super().__init__(words)
+        self.failure, self.retry = failure, retry
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a reply says of one token: its id, its log-probability, and those of the likeliest tokens by id."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
+class Server:
+    """Continues prompts as `Generator` does, by asking the server in `config.server` for `concurrency` at a time.
+
+    model: the target's name there. context: tokens that the server and the target both hold.
+
+    Raises `UserError` when made for a server that cannot be reached or does not give what the run needs. Raises it
+    later when too many prompts have failed.
+    """
+
+    def __init__(
+        self, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, eos: Collection[int], context: int
+    ) -> None:
+        assert config.server is not None
+        self.config, self.tokenizer, self.eos = config, tokenizer, frozenset(eos)
+        self.url = config.server.rstrip("/").removesuffix("/v1")
+        self._asked = self._failed = 0
+        try:
+            self.model, self.context = self._find_model(context)
+            self._try_out()
+        except ReplyError as error:
+            raise UserError(f"server={config.server}: {error}; see docs/self-distillation.md for servers") from None
+
+    def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
+        """Continue each prompt by at most as many tokens as it has `draws`, whose first number decides its seed."""
+        with ThreadPoolExecutor(self.config.concurrency) as pool:
+            jobs = [pool.submit(self._answer, list(prompt), own) for prompt, own in zip(prompts, draws, strict=True)]
+            try:
+                answers = [job.result() for job in jobs]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        failed = [failure for failure, _ in answers if failure is not None and failure.failure == UNANSWERED]
+        self._asked, self._failed = self._asked + len(answers), self._failed + len(failed)
+        if self._failed > max(_FAILED_FEW, _FAILED_SHARE * self._asked):
+            raise UserError(
+                f"server={self.config.server}: {self._failed} of {self._asked} prompts failed, the last one by: "
+                f"{failed[-1]}; mend the server and go on with resume=true"
+            )
+        return [answer for _, answer in answers]
+
+    # ------------------------------------------------------------------------------------------- before the run
+
+    def _find_model(self, context: int) -> tuple[str, int]:
+        """The model to ask for, and how many tokens may be asked of it (vLLM says it)."""
+        listed = self._patiently(lambda: self._fetch("models"), retries=min(2, self.config.server_retries))
+        try:
+            lengths = {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
+        except (LookupError, TypeError, AttributeError):
+            lengths = {}
+        model = self.config.server_model or next(iter(lengths), None)
+        if model not in lengths:
+            raise ReplyError(f"/v1/models lists {', '.join(lengths) or 'no model'}, not server_model={model}")
+        return model, min(context, lengths[model] or context)
+
+    def _try_out(self) -> None:
+        """Ask once as the run will ask. Raises `ReplyError` for a server that lacks what the run needs."""
+        prompt = self.tokenizer("Hello, world", add_special_tokens=False)["input_ids"] or [0]
+        sampling = self.config.sampling
+        plain = self._ask(prompt, min(4, self.config.max_new_tokens), seed=0, greedy=True).top
+        if plain is None or sampling.temperature == 0:
+            return
+        other = self._ask(prompt, 1, seed=0, greedy=False).top
+        assert other is not None
+        if not torch.allclose(plain.logprobs[0], other.logprobs[0], atol=_BETWEEN):
+            raise ReplyError(
+                "its log-probabilities are those after temperature, top_k and top_p, and the target's own are needed "
+                "(vLLM: --logprobs-mode raw_logprobs); or sample with temperature=1 top_k=0 top_p=1"
+            )
+
+    # --------------------------------------------------------------------------------------------- one question
+
+    def _answer(self, prompt: list[int], draws: Tensor) -> tuple[ReplyError | None, Answer]:
+        """Why there is no answer, and the answer: a greedy request, then a sampled one that continues it."""
+        room, seed = len(draws), int(draws[0] * 2**31)
+        greedy = room if self.config.temperature == 0 else min(self.config.greedy_tokens, room)
+        try:
+            first = self._ask(prompt, greedy, seed, greedy=True) if greedy else Answer()
+            if first.ended or greedy == room:
+                return None, first
+            rest = self._ask([*prompt, *first.tokens], room - greedy, seed, greedy=False)
+        except ReplyError as error:
+            return error, Answer(failure=error.failure)
+        top = rest.top if first.top is None or rest.top is None else first.top.then(rest.top)
+        return None, Answer((*first.tokens, *rest.tokens), rest.ended, top)
+
+    def _ask(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Answer:
+        """At most `count` tokens after the prompt. What a server would take from its own defaults is sent, too."""
+        sampling = self.config.sampling
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": count, "seed": seed, "n": 1, "stream": False,
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p, "top_k": -1 if greedy else sampling.top_k or -1,
+            "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+            "logprobs": max(1, self.config.top_k_logits), "stop_token_ids": sorted(self.eos),
+            "return_token_ids": True, "return_tokens_as_token_ids": True,
+        }  # fmt: skip
+
+        def once() -> Answer:
+            reply = self._fetch("completions", body)
+            try:
+                return self._read(reply, prompt, count, greedy=greedy)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise ReplyError(f"a reply that is no completion ({reason(error)})") from None
+
+        return self._patiently(once, self.config.server_retries)
+
+    def _patiently(self, make: Callable[[], Value], retries: int) -> Value:
+        for attempt in range(retries + 1):
+            try:
+                return make()
+            except ReplyError as error:
+                if attempt == retries or not error.retry:
+                    raise
+                time.sleep(min(_PAUSE * 2**attempt, _LONGEST_PAUSE))
+        raise AssertionError("unreachable")
+
+    def _fetch(self, path: str, body: Json | None = None) -> Json:
+        """The JSON at /v1/path; with a body it is posted there. Raises `ReplyError`, and `UserError` for a refusal."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/v1/{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.config.server_timeout) as response:
+                content: Json = json.load(response)
+                return content
+        except urllib.error.HTTPError as error:
+            said = f"/v1/{path} answered {error.code}: {error.read(500).decode('utf-8', 'replace').strip()}"
+            if error.code in (401, 403, 404):
+                raise UserError(f"server={self.config.server}: {said}; check URL, model, OPENAI_API_KEY") from None
+            raise ReplyError(said, retry=error.code in (408, 429) or error.code >= 500) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ReplyError(f"/v1/{path} gave no reply ({reason(error)})") from None
+
+    # ------------------------------------------------------------------------------------------------ one reply
+
+    def _read(self, reply: Json, prompt: list[int], count: int, *, greedy: bool) -> Answer:
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        ids, length = choice.get("prompt_token_ids"), usage.get("prompt_tokens")
+        if ids not in (None, prompt) or length not in (None, len(prompt)):
+            raise ReplyError("the answer to another prompt")
+        ended, rows = choice.get("finish_reason") == "stop", read_rows(choice.get("logprobs"))
+        tokens = choice.get("token_ids") or [row.token for row in rows or ()]
+        if self.config.top_k_logits and (not tokens or rows is None):
+            raise ReplyError("it names no token ids, and top_k_logits needs them (vLLM and llama.cpp do)", retry=False)
+        tokens = list(tokens or self._retokenised(choice["text"], usage["completion_tokens"], ended))
+        if rows is not None:
+            check_rows(rows, tokens, greedy=greedy)
+        end = next((place for place, token in enumerate(tokens) if token in self.eos), None)
+        if end is not None:
+            tokens = tokens[: end + 1]
+        elif ended:
+            tokens.append(self._unsaid_end(choice))
+        if len(tokens) > count or (len(tokens) < count and tokens[-1] not in self.eos):
+            raise ReplyError(f"{len(tokens)} tokens of {count} without an end")
+        top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
+        return Answer(tuple(tokens), tokens[-1] in self.eos, top)
+
+    def _retokenised(self, text: str, count: int, ended: bool) -> list[int]:
+        """The tokens of a text without ids: those that it is tokenised to, where they are as many as were counted."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        same = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+        if not same or count not in (len(ids), len(ids) + ended):
+            raise ReplyError("a text without token ids that is not tokenised so", "retokenised", retry=False)
+        return ids
+
+    def _unsaid_end(self, choice: Json) -> int:
+        """The end token of a reply that ended by one and does not list it."""
+        named = choice.get("stop_reason", choice.get("matched_stop"))
+        ends = self.eos if named is None else self.eos & {named}
+        if len(ends) != 1 or self.config.top_k_logits:
+            raise ReplyError("an answer that ended without its end token", retry=False)
+        return next(iter(ends))
+
+
+def read_rows(logprobs: Json | None) -> list[Row] | None:
+    """The rows of a reply's log-probabilities; None where it has none, or names tokens by their text."""
+    if not logprobs:
+        return None
+    if "content" in logprobs:  # llama.cpp
+        found = [(e.get("id"), e["logprob"], [(t.get("id"), t["logprob"]) for t in e["top_logprobs"]])
+                 for e in logprobs["content"]]  # fmt: skip
+    else:
+        parts = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+        found = [(_named(token), logprob, [(_named(name), value) for name, value in top.items()])
+                 for token, logprob, top in zip(*parts, strict=True)]  # fmt: skip
+    if any(token is None or any(one is None for one, _ in top) for token, _, top in found):
+        return None
+    rows = [Row(token, float(logprob), dict(top)) for token, logprob, top in found]
+    if "content" not in logprobs and any(row.token not in row.top for row in rows):  # the API lists it in any case
+        raise ReplyError("log-probabilities that are not those of its tokens")
+    return rows
+
+
+def _named(name: str) -> int | None:
+    number = name.removeprefix("token_id:")
+    return int(number) if number != name and number.isdecimal() else None
+
+
+def check_rows(rows: Sequence[Row], tokens: Sequence[int], *, greedy: bool) -> None:
+    """Raise `ReplyError` unless the rows can be of these tokens, each of its own place."""
+    if [row.token for row in rows] != list(tokens):
+        raise ReplyError("log-probabilities of other tokens than it said")
+    for row in rows:
+        values = row.top.values()
+        expected = row.top.get(row.token, min(row.logprob, min(values)))
+        shifted = abs(row.logprob - expected) > _WITHIN or (greedy and row.logprob < max(values) - _WITHIN)
+        if shifted or sum(map(math.exp, values)) > 1 + _WITHIN:
+            raise ReplyError("log-probabilities that are not those of its tokens")
+
+
+def top_of(rows: Sequence[Row], tokens: Sequence[int], k: int) -> TopK:
+    """The k likeliest tokens at each place. Raises `ReplyError` where a row has fewer."""
+    ranked = [sorted(row.top.items(), key=lambda pair: -pair[1])[:k] for row in rows[: len(tokens)]]
+    if any(len(row) < k for row in ranked):
+        raise ReplyError(f"fewer log-probabilities than top_k_logits={k} (vLLM: --max-logprobs {k})", retry=False)
+    logprobs = torch.tensor([[value for _, value in row] for row in ranked])
+    ids = torch.tensor([[token for token, _ in row] for row in ranked])
+    return TopK(torch.tensor(tokens), ids, logprobs, (1 - logprobs.exp().sum(-1)).clamp(min=0))
