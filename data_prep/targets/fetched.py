@@ -16,6 +16,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -176,10 +177,11 @@ def _recorded(archive: zipfile.ZipFile, name: str) -> tuple[int, bytes]:
     if records:
         with archive.open(records[0]) as file:
             content = file.read(_BLOCK)
-    for row in csv.reader(io.StringIO(content.decode())):
-        if len(row) == 3 and row[0] == name and row[1].startswith("sha256="):
-            encoded = row[1].removeprefix("sha256=")
-            return int(row[2]), base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
+    with suppress(csv.Error):  # a field that is too long is no record
+        for row in csv.reader(io.StringIO(content.decode())):
+            if len(row) == 3 and row[0] == name and row[1].startswith("sha256="):
+                encoded = row[1].removeprefix("sha256=")
+                return int(row[2]), base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
     raise UserError(f"no RECORD with the SHA-256 of {name}")
 
 

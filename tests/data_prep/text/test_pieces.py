@@ -214,7 +214,8 @@ def test_a_long_line_takes_no_more_memory_than_the_budget(tmp_path: Path) -> Non
 import resource, sys
 from pathlib import Path
 from data_prep.ngrams.building import build_table
-from data_prep.text.settings import DataConfig, TrigramConfig
+from data_prep.ngrams.settings import TrigramConfig
+from data_prep.text.settings import DataConfig
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 folder = Path(sys.argv[1])
