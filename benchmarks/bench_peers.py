@@ -34,8 +34,8 @@ from draft_models.targets.open_target import pick_device
 from inference.core.generation import Generation
 from inference.engines.choose import make_runtime
 from inference.loading.generation_config import generate_settings
-from inference.measure.arms import Arm, make_arms, measure
-from inference.measure.results import TRANSFORMERS
+from inference.measure.arms import make_arms, measure
+from inference.measure.results import TRANSFORMERS, Arm
 from inference.measure.statistics import bootstrap_median
 from inference.settings.method import MethodConfig, StopConfig
 from inference.settings.sampling import SamplingConfig

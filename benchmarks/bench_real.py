@@ -35,8 +35,8 @@ from draft_models.early_exit.checkpoint import from_pretrained, provenance
 from draft_models.targets.model_files import load_causal_lm
 from inference.loading.generation_config import generate_settings
 from inference.loading.subject import Models, Subject
-from inference.measure.arms import Arm
 from inference.measure.bench import JUDGED
+from inference.measure.results import Arm
 from inference.report.drafter_facts import trained_seconds
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS

@@ -30,7 +30,7 @@ from inference.loading.subject import (
     load_models,
     run_settings,
 )
-from inference.measure.arms import Arm, measure, measure_deviations
+from inference.measure.arms import measure, measure_deviations
 from inference.measure.bench import (
     WARM_UP_TOKENS,
     Bench,
@@ -42,7 +42,7 @@ from inference.measure.bench import (
     require_fits,
 )
 from inference.measure.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.measure.results import PromptResult
+from inference.measure.results import Arm, PromptResult
 from inference.measure.threads import use_threads
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig

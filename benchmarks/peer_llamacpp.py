@@ -29,7 +29,8 @@ from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import open_target
 from inference.core.generation import Generation
 from inference.loading.subject import end_tokens, load_plain
-from inference.measure.arms import Arm, transformers_generate
+from inference.measure.arms import transformers_generate
+from inference.measure.results import Arm
 from inference.settings.kinds import KINDS
 from outrider.errors import UserError, require
 from outrider.files import require_writable

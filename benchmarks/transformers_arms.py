@@ -13,7 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 from draft_models.targets.model_files import load_causal_lm
 from inference.core.decode import Round, cut
 from inference.core.generation import Generation
-from inference.measure.arms import Arm, stock_attention
+from inference.measure.arms import stock_attention
+from inference.measure.results import Arm
 from outrider.streams import Streams
 
 MAX_NGRAM = 3

@@ -31,9 +31,9 @@ from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.attention_kernels import attention_shape
 from inference.engines.graphs.fixed_shapes import UPLOADS, Upload
 from inference.loading.drafters import prepare
-from inference.measure.arms import Arm, Choosing, make_arms, measure, measure_deviations
+from inference.measure.arms import make_arms, measure, measure_deviations
 from inference.measure.lossless import judge
-from inference.measure.results import AUTOREGRESSIVE
+from inference.measure.results import AUTOREGRESSIVE, Arm, Choosing
 from inference.settings.method import MethodConfig, StopConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import Chain, make_structure

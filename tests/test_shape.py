@@ -16,8 +16,8 @@ from outrider.versions import PACKAGES
 ROOT = Path(__file__).parent.parent
 # At most. Lower one whenever it is beaten; raise one only with the reason in the commit's message.
 MOST = {
-    "source lines": 40_681,
-    "modules on the longest chain of imports": 19,
+    "source lines": 40_698,
+    "modules on the longest chain of imports": 17,
     "modules below the decode loop": 22,
     "lines below the decode loop": 3_178,
     "modules below the drafter's interface": 18,

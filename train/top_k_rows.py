@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.responses.batch_decoder import TopK
+from data_prep.responses.answers import TopK
 from data_prep.responses.directory import Response, law_document, read_shard
 from data_prep.text.chat import Document
 from data_prep.text.records import Record, SkipRecordError, find_layout, to_record

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.responses.batch_decoder import TopK
+from data_prep.responses.answers import TopK
 from data_prep.text.chat import Document, encode
 from data_prep.text.records import Message, find_layout, to_record
 from data_prep.text.sources import RESPONSES, RUN_FILE, read_file

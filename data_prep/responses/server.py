@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.responses.batch_decoder import Answer, TopK
+from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.settings import GenerateConfig
 from outrider.errors import UserError, reason
 

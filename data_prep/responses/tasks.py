@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.responses.batch_decoder import Answer, TopK
+from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.settings import GenerateConfig
 from data_prep.text.chat import adds_bos, render_prompt

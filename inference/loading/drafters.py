@@ -5,7 +5,6 @@ from typing import Any
 
 from draft_models.targets.stack import LayerStack
 from inference.core.drafter import Drafter
-from inference.drafters.ngram.fused import Fused
 from inference.engines.fused_layers import lay_out
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
@@ -30,6 +29,8 @@ def new_drafter(
     kind = KINDS[method.source]
     model, maker = drafters.get(kind.name), kind.load_maker()
     if kind.shaped and method.reads_ngrams:
+        from inference.drafters.ngram.fused import Fused  # compiled code: not for who drafts otherwise
+
         return Fused(maker.draft_model(model, method), drafters.get("ngrams"), method, tuning)
     return maker.make(model, method, streams, drawn=drawn, tuning=tuning)
 

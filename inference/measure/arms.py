@@ -1,7 +1,7 @@
 """Measuring: several ways of decoding, run in turn on the same prompts, and whether they emit the same tokens."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +21,12 @@ from inference.core.stopwatch import Clock
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
 from inference.measure.lossless import Deviation, Forced, make_reference
-from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, Arm, Choosing, MakeArms, PromptResult
 from inference.measure.shown import Noting, ShownRound, shown_rounds
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import GREEDY, SamplingConfig
 from inference.sizing.policy import Tuning
 from outrider.streams import Streams
-
-Arm = Callable[[Sequence[int], Streams], Generation]  # of a prompt's ids, by this generation's streams of randomness
-Choosing = Callable[[Chooser], Chooser]
-MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # with other choosers in the place of their own
 
 
 def make_arms(

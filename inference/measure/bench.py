@@ -15,11 +15,11 @@ from draft_models.targets.stack import LayerStack
 from inference.core.runtime import KernelChoice
 from inference.core.stopwatch import Clock, synchronized_clock
 from inference.loading.subject import Models, Subject, context_length
-from inference.measure.arms import Arm, Choosing, MakeArms, make_arms, measure, measure_deviations, show_rounds
+from inference.measure.arms import make_arms, measure, measure_deviations, show_rounds
 from inference.measure.busy import CpuWatch
 from inference.measure.lossless import HALF
 from inference.measure.probe import NEW_TOKENS, tune
-from inference.measure.results import AUTOREGRESSIVE, PromptResult, Skipped
+from inference.measure.results import AUTOREGRESSIVE, Arm, Choosing, MakeArms, PromptResult, Skipped
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig

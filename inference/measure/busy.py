@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from inference.core.generation import Generation
-from inference.measure.arms import Arm
+from inference.measure.results import Arm
 from inference.measure.threads import usable_cores
 from outrider.streams import Streams
 

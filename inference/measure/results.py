@@ -1,11 +1,13 @@
 """What was measured on a prompt."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from inference.core.acceptance import Chooser
 from inference.core.generation import Generation
 from inference.measure.lossless import Deviation
 from inference.measure.shown import ShownRound
+from outrider.streams import Streams
 
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
 
@@ -47,3 +49,12 @@ class Skipped:
 
     prompt_id: str
     reason: str
+
+
+Arm = Callable[[Sequence[int], Streams], Generation]  # of a prompt's ids, by this generation's streams of randomness
+
+
+Choosing = Callable[[Chooser], Chooser]
+
+
+MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # with other choosers in the place of their own

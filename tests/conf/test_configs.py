@@ -364,7 +364,8 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
             else []
         )
         for place, word in enumerate(words):
-            command = scripts.get(Path(word).name) or typed.get(word)
+            is_typed = word == "evaluate-checkpoint" or words[:1] == ["outrider"]
+            command = typed.get(word) if is_typed else scripts.get(Path(word).name)
             if command is not None:
                 found.append((command, words[place + 1 :]))
     return found

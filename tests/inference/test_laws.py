@@ -24,8 +24,8 @@ from inference.core.sampling import Sampler, invert
 from inference.core.tree import DraftTree
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.ngram.fused import Fused
-from inference.measure.arms import Arm, make_arms
-from inference.measure.results import AUTOREGRESSIVE
+from inference.measure.arms import make_arms
+from inference.measure.results import AUTOREGRESSIVE, Arm
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes import factory, shapes

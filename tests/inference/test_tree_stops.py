@@ -26,8 +26,8 @@ from inference.drafters.shaped import Shaped
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
 from inference.loading.drafters import Drafters
-from inference.measure.arms import Arm, make_arms
-from inference.measure.results import AUTOREGRESSIVE
+from inference.measure.arms import make_arms
+from inference.measure.results import AUTOREGRESSIVE, Arm
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.shapes.factory import Tree, make_structure
 from inference.shapes.opt_tree import opt_tree

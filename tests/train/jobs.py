@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.responses.batch_decoder import TopK
+from data_prep.responses.answers import TopK
 from data_prep.responses.directory import Response, Shard
 from data_prep.text.chat import encode
 from data_prep.text.settings import DataConfig

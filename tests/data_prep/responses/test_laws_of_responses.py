@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.responses.batch_decoder import Answer, TopK
+from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.directory import Response, law_document
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.tasks import Task

@@ -23,8 +23,9 @@ from inference.engines import packing
 from inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
 from inference.engines.packing import PackedLinear, can_pack
 from inference.loading.drafters import prepare
-from inference.measure.arms import Arm, Choosing, make_arms, measure, measure_deviations
+from inference.measure.arms import make_arms, measure, measure_deviations
 from inference.measure.lossless import judge
+from inference.measure.results import Arm, Choosing
 from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength

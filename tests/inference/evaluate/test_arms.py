@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from inference.core.decode import Round
 from inference.core.generation import Generation, collect
 from inference.drafters.calibrated import Calibrated
-from inference.measure.arms import Arm, make_arms, measure, transformers_generate, without_captures
-from inference.measure.results import AUTOREGRESSIVE
+from inference.measure.arms import make_arms, measure, transformers_generate, without_captures
+from inference.measure.results import AUTOREGRESSIVE, Arm
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.streams import Streams

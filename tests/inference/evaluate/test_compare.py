@@ -12,8 +12,8 @@ from data_prep.text.prompts import Prompt
 from draft_models.targets.open_target import load_tokenizer
 from inference.evaluate import compare
 from inference.measure import bench
-from inference.measure.arms import Arm
 from inference.measure.prompt_results import read_results
+from inference.measure.results import Arm
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from inference.settings.sampling import SamplingConfig
