@@ -295,7 +295,7 @@ def test_commands_end_with_status_2_and_one_line(folder: Path, tmp_path: Path) -
     ):  # fmt: skip
         command = [sys.executable, "inference/evaluate_checkpoint.py", *options, f"out_dir={tmp_path / 'out'}"]
         run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-        (line,) = run.stderr.splitlines()
+        (line,) = (line for line in run.stderr.splitlines() if not line.startswith("progress: "))  # of a slow machine
         assert run.returncode == 2
         assert line.startswith("error: ")
         assert said in line
