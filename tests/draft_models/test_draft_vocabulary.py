@@ -130,7 +130,7 @@ def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path)
     save_pretrained(tmp_path / "drafter", student.drafter, target.fingerprint, {}, torch.float32)
     stored = load_file(tmp_path / "drafter" / WEIGHTS_FILE)
     assert not any(name.startswith("head") for name in stored)
-    planned = EarlyExitMaker().held(str(tmp_path / "drafter"), target.config, Place(1, 4, 64))
+    planned = EarlyExitMaker().held(str(tmp_path / "drafter"), target.config, Place(4, 64))
     assert planned["early exit's weights"] == 4 * (sum(trained) + len(TOKENS) * width)
     placed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
     made = EarlyExitMaker().load(str(tmp_path / "drafter"), target, {}, **placed)

@@ -135,7 +135,7 @@ def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: 
     assert weights["model.embed_tokens.weight"].shape[0] == 25
     assert ("lm_head.weight" in weights) == finished
     assert "cannot draft with it" in (out / "README.md").read_text()
-    planned, whole = (MAKER.held(str(path), load_config(str(target)), Place(1, 4, 64)) for path in (out, target))
+    planned, whole = (MAKER.held(str(path), load_config(str(target)), Place(4, 64)) for path in (out, target))
     assert planned["small LM's weights"] == sum(tensor.nbytes for tensor in weights.values())
     unwritten = WIDTHS[-1] * (VOCABULARY - len(tokens)) * 4  # its passes write logits of its own tokens alone
     assert planned["its caches"] == whole["its caches"] - unwritten or not finished

@@ -59,7 +59,7 @@ def test_it_is_reported_tuned_and_resumed(
 def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     """In passes of fixed shape, for texts as long as were planned."""
     target = open_target(str(tiny_models / TARGET))
-    where, place, runtime = str(tiny_models / EAGLE3), Place(1, 4, 100), Graphed()
+    where, place, runtime = str(tiny_models / EAGLE3), Place(4, 100), Graphed()
     head = load_head(where, target.config, dtype=torch.float32)
     stack = target.stack(dtype=torch.float32)
     MAKER.prepare(head, stack)
