@@ -70,8 +70,6 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     weights, caches = MAKER.held(where, target.config, place).values()
     held = load_file(tiny_models / EAGLE3 / "model.safetensors")
     assert weights == sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
-    of_two = MAKER.held(where, target.config, replace(place, size=2))["EAGLE-3 head's weights"]
-    assert of_two == weights + head.shared_embedding[0].nbytes  # a whole one, where the target has parts
     assert own.first._buffer is not None
     buffers = sum(buffer.nbytes for buffer in own.buffers.values())
     (arena,) = (arena for arena in runtime._arenas.values() if arena.stack is stack)
