@@ -9,8 +9,9 @@ HEAVY = {"numba", "llvmlite", "triton", "gguf", "matplotlib", "wandb", "deepspee
 CODE = "import sys, {module}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["inference.core.decode", "inference.core.drafter"])
+@pytest.mark.parametrize(
+    "module", ["inference.core.decode", pytest.param("inference.core.drafter", marks=pytest.mark.slow)]
+)
 def test_the_decode_loop_is_imported_without_engines(module: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", CODE.format(module=module)], capture_output=True, text=True, check=True, timeout=120
