@@ -1,15 +1,15 @@
-"""How much of a draft is accepted, from the target's law p and the drafter's q alone: nothing is decoded."""
+"""Acceptance computed from the target's distribution p and the drafter's q alone, without decoding."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-HALF_PRECISION_ZERO = 2.0**-25  # what float16 rounds to 0 is smaller than this, and 0 has no logarithm
+HALF_PRECISION_ZERO = 2.0**-25  # float16 rounds smaller numbers to 0, which has no logarithm
 AT_ONCE = 1024  # positions whose logits exist at a time
 
 Logits = Callable[[Tensor], Tensor]  # hidden states [n, d] → logits [n, V]
-# The target's law at some positions: (the drafter's logits [n, V] there, which ones) → the acceptance [n]
+# The acceptance [n] of a drafter's logits [n, V] at the given rows of fixed positions, by the target's p there.
 Law = Callable[[Tensor, slice], Tensor]
 
 
@@ -22,9 +22,9 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def whole_law(logits: Logits, hidden: Tensor) -> Law:
-    """The law of a target at hand. hidden [n, d]: its hidden states at all the positions, on any device.
+    """By the target's full p. hidden [n, d]: its hidden states at all the positions, on any device.
 
-    Where the vocabularies differ (padded embeddings) both laws are taken over the ids that they share.
+    If the vocabularies differ (padded embeddings) p and q are taken over the shared ids.
     """
 
     def law(drafted: Tensor, rows: slice) -> Tensor:
@@ -36,9 +36,9 @@ def whole_law(logits: Logits, hidden: Tensor) -> Law:
 
 
 def top_k_law(top_ids: Tensor, top_logprobs: Tensor, tail: Tensor) -> Law:
-    """The law of which the k likeliest tokens are known, [n, k] each, and the probability [n] of all others.
+    """By the target's top-k: ids and log-probabilities [n, k], and the probability `tail` [n] of all other tokens.
 
-    The acceptance is a lower bound: what p and q share in the tail is not known, and counts as nothing.
+    The acceptance is a lower bound: the overlap of p and q in the tail is unknown and counts as 0.
     """
 
     def law(drafted: Tensor, rows: slice) -> Tensor:
@@ -49,16 +49,16 @@ def top_k_law(top_ids: Tensor, top_logprobs: Tensor, tail: Tensor) -> Law:
 
 
 def top_k_logs(top_logprobs: Tensor, tail: Tensor) -> Tensor:
-    """log p [n, k + 1] of the k likeliest tokens and of all others together, from [n, k] and the latter's p [n].
+    """log p [n, k + 1]: the k most likely tokens, then all others as one bucket of probability `tail` [n].
 
-    It is normalised again, since it may have been stored in half precision.
+    Normalised again, since the inputs may have been stored in half precision.
     """
     mass = torch.where(tail > 0, tail, HALF_PRECISION_ZERO)
     return torch.cat([top_logprobs, mass.log()[:, None]], -1).log_softmax(-1)
 
 
 def judge(logits: Logits, hidden: Tensor, law: Law | None) -> tuple[Tensor, Tensor | None]:
-    """A drafter's argmax [n] at its hidden states [n, d], and with a law its acceptance [n], float32 or better."""
+    """A drafter's argmax [n] at its hidden states [n, d], and with `law` its acceptance [n], float32 or better."""
     choices, accepted = [], []
     for start in range(0, max(1, len(hidden)), AT_ONCE):
         rows = slice(start, start + AT_ONCE)
@@ -70,15 +70,15 @@ def judge(logits: Logits, hidden: Tensor, law: Law | None) -> tuple[Tensor, Tens
 
 
 def placed(values: Tensor, keep: Tensor, other: float) -> Tensor:
-    """values [n], each at its place among the n positions that `keep` [B, T] marks; `other` elsewhere."""
+    """Scatter values [n] to the n positions marked by `keep` [B, T]; `other` elsewhere."""
     return values.new_full(keep.shape, other).masked_scatter(keep, values)
 
 
 def analytic_tau(accepted: Tensor, documents: Tensor, length: int) -> Tensor:
-    """1 + Σ_k Π_{i≤k} α_i over the `length` positions from each one on, [windows]: a round's expected tokens.
+    """1 + Σ_k Π_{i≤k} α_i over every window of `length` positions, [windows]: the expected tokens of a round.
 
-    With one α everywhere this is Leviathan et al. 2023, equation 1. accepted [B, T]: α, NaN where it is not known.
-    documents [B, T] numbers what is packed in a row. A window lies in one document and has every α.
+    With a constant α this is Leviathan et al. 2023, equation 1. accepted [B, T]: α, NaN where unknown. documents [B, T]
+    numbers the documents packed in a row. A window lies in one document, and all its α are known.
     """
     if accepted.shape[1] < length:
         return accepted.new_empty(0)
@@ -87,6 +87,6 @@ def analytic_tau(accepted: Tensor, documents: Tensor, length: int) -> Tensor:
 
 
 def tau_of_rounds(accepted: Tensor) -> Tensor:
-    """1 + Σ_k Π_{i≤k} α_i of every row of accepted [..., length] without a NaN: the tokens to expect of it, [rows]."""
+    """1 + Σ_k Π_{i≤k} α_i of every row of accepted [..., length] without NaN: the expected tokens, [rows]."""
     known = accepted[~accepted.isnan().any(-1)]
     return 1 + known.cumprod(-1).sum(-1)

@@ -16,16 +16,16 @@ from draft_models.targets.settings import Divergence
 PLAIN = LogitRule()
 IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
-OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # those that are made of α = Σ min(p, q)
+OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # functions of α = Σ min(p, q)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
-KEPT, FLOAT32_BYTES = 2**25, 4  # bytes of the largest block that the C library's heap keeps for the next one
+KEPT, FLOAT32_BYTES = 2**25, 4  # bytes of the largest block that the C heap reuses
 
 
 def rows_at_once(weight: Tensor) -> int:
-    """Rows whose logits by a head's weight [V, d] exist at a time.
+    """Rows per chunk of logits, for a head's weight [V, d].
 
-    On a CPU few: what is larger than `KEPT` the C library gets from the system anew each time, and no cache holds it.
-    Where V is so large that even few rows are, twice as many: the weight's gradient is added up once for each time
+    Few on a CPU: the C library maps a block larger than `KEPT` anew each time, and no cache holds it. Twice as many
+    where V is so large that even few rows exceed it, since the weight's gradient is accumulated once per chunk
     (`benchmarks/bench_losses.py`).
     """
     if weight.device.type != "cpu":
@@ -38,7 +38,7 @@ _Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 
 
 class _LinearLoss(torch.autograd.Function):
-    """A loss of hidden · weightᵀ whose forward computes the gradients chunk by chunk, so that no logits are kept."""
+    """A loss of hidden · weightᵀ. Its forward computes the gradients chunk by chunk, so no logits are kept."""
 
     @staticmethod
     def forward(
@@ -94,9 +94,9 @@ def linear_cross_entropy(
 
     hidden [..., d]; weight [V, d]; labels [...] with `IGNORE` where a position is not supervised. Only supervised
     positions reach the head, `chunk` of them at a time (None: `rows_at_once`). So memory is chunk × V rather than
-    tokens × V. Matrix products run in hidden's dtype, or with autocast in its dtype. The weight's gradient is
-    accumulated in float32.
-    rule: what the model makes of its head's logits. Without one it equals
+    tokens × V. Matrix products run in hidden's dtype, or in autocast's. The weight's gradient is accumulated in
+    float32.
+    rule: the model's transformation of its head's logits. Without one the loss equals
     `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
     keep = labels != IGNORE
@@ -112,9 +112,9 @@ def rows_cross_entropy(
     rule: LogitRule = PLAIN,
     shares: Tensor | None = None,
 ) -> Tensor:
-    """`linear_cross_entropy` of rows [n, d] whose labels [n] are all wanted.
+    """`linear_cross_entropy` of rows [n, d] that are all supervised, with labels `wanted` [n].
 
-    shares [n]: what each row's loss counts; None: 1.
+    shares [n]: the weight of each row's loss; None: 1.
     """
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
@@ -145,22 +145,22 @@ def linear_divergence(
     """The sum of D(p, q) over supervised positions; `kind`, one of `DIVERGENCES`, says which D.
 
     p = softmax(target_hidden · target_weightᵀ) is the target's distribution, q = softmax(hidden · weightᵀ) the
-    drafter's. rule, target_rule: what each makes of its head's logits.
+    drafter's. rule, target_rule: each model's transformation of its head's logits.
 
     forward_kl: Σ p log(p/q). reverse_kl: Σ q log(q/p). jensen_shannon: (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q)/2.
     total_variation: ½ Σ |p − q| = 1 − Σ min(p, q), the probability that a token drawn from q is rejected.
     Two aim at the acceptance α = Σ min(p, q) (LK losses, arXiv:2602.23881). acceptance: −log α. kl_tv: λ · forward_kl +
     (1 − λ) · total_variation with λ = exp(−3α) of each position; no gradient passes through λ.
 
-    tokens [V]: the ids of the drafter's tokens, where they are only some of the target's; q is 0 at all others.
-    `OVERLAPS` are of p as it is: the others have no part in Σ min(p, q), so a position at which the target says one
-    of them is lost, and counts as that. The KLs would be infinite there. Theirs is p given that its token is one of
-    `tokens`, which is what a q without the others can come to. It needs these rows of target_weight alone.
+    tokens [V]: the drafter's vocabulary, if it is a part of the target's; q is 0 at all other tokens. `OVERLAPS` use p
+    unchanged: other tokens add nothing to Σ min(p, q), so positions where the target emits one count as lost. The KLs
+    would be infinite there; they use p conditioned on `tokens`, the best that such a q can reach, and need only these
+    rows of target_weight.
 
-    hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only say which
-    positions count: those that are not `IGNORE`. Where V ≠ V' (padded embeddings) both distributions are taken over the
-    ids that they share. No gradient reaches the target's side. Neither side's [tokens, V] logits exist at once: chunks
-    and dtypes are those of `linear_cross_entropy`.
+    hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only mark which
+    positions count: those that are not `IGNORE`. If V ≠ V' (padded embeddings) both distributions are taken over the
+    shared ids. No gradient reaches the target's side. Neither side's [tokens, V] logits exist at once: chunks and
+    dtypes are those of `linear_cross_entropy`.
     """
     keep = labels != IGNORE
     sides = (hidden[keep], weight, target_hidden[keep], target_weight)
@@ -180,10 +180,10 @@ def rows_divergence(
     tokens: Tensor | None = None,
     shares: Tensor | None = None,
 ) -> Tensor:
-    """`linear_divergence` of rows [n, d] that all count, from a target's [m, d'] where n is a multiple of m.
+    """`linear_divergence` of supervised rows [n, d] from a target's rows [m, d']; n is a multiple of m.
 
-    Where n > m, n / m rows on end are guesses of one token, whose law is computed once for all of them. shares [n]:
-    what each row's divergence counts.
+    If n > m, n / m consecutive rows predict the same token, and its p is computed once. shares [n]: the weight of each
+    row's divergence.
     """
     if tokens is not None and kind not in OVERLAPS:
         target_weight, tokens = target_weight[tokens], None
@@ -220,24 +220,24 @@ def linear_topk_divergence(
     *,
     rule: LogitRule = PLAIN,
 ) -> Tensor:
-    """`linear_divergence` where only the target's k likeliest tokens are known: D over k + 1 buckets.
+    """`linear_divergence` if only the target's k most likely tokens are known: D over k + 1 buckets.
 
-    top_ids, top_logprobs [..., k]. tail [...]: the probability of all other tokens, which make one bucket of p and of
-    q. The result equals the full divergence where p and q agree on the ratios within the tail. Elsewhere it is less; of
-    kl_tv each part is, but λ is another. p is normalised again (see `top_k_logs`). hidden, weight, labels, `kind` as
-    there.
+    top_ids, top_logprobs [..., k]. tail [...]: the probability of all other tokens, which form one bucket of p and of
+    q. The result equals the full divergence if p and q have equal ratios within the tail; otherwise it is smaller (for
+    kl_tv each term is smaller, but λ differs). p is normalised again (see `top_k_logs`). hidden, weight, labels and
+    `kind` as in `linear_divergence`.
 
-    Where the drafter has only some of the target's tokens, top_ids are their places among its own, and `IGNORE` for
-    those that it has not (see `draft_models.draft_vocabulary.places`). The latter are treated as in
-    `linear_divergence`: they have no part in the overlaps, and the KLs are of p given that its token is none of them.
-    What the tail holds of them is not known. It all counts as the drafter's other tokens, unless it has no others.
+    With a draft vocabulary, top_ids are indices into it, and `IGNORE` for tokens outside it (see
+    `draft_models.draft_vocabulary.places`). Those are treated as in `linear_divergence`: they add nothing to overlaps,
+    and the KLs condition p on the others. Their share of the tail is unknown: the whole tail counts as the drafter's
+    other tokens, unless it has none.
     """
     keep = labels != IGNORE
     logprobs, rest = top_logprobs[keep], tail[keep]
     known = _Known.of(top_ids[keep], weight.shape[0])
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        lowest = torch.finfo(logits.dtype).min / 4  # finite, as 0 · −∞ is no number
+        lowest = torch.finfo(logits.dtype).min / 4  # finite, as 0 · −∞ is NaN
         its = known.part(rows)
         lacking = its.impossible
         log_p = top_k_logs(logprobs[rows].to(logits.dtype), rest[rows].to(logits.dtype))
@@ -256,21 +256,20 @@ def linear_topk_divergence(
 
 @dataclass(frozen=True)
 class _Known:
-    """Which of a drafter's tokens are buckets of their own [n, k], in rows of logits; all its others make one more.
+    """Per row: the k tokens with known target probability, plus one bucket for all remaining tokens.
 
-    A matrix [n, V] is read and written as few times as that takes: of what is made of each row, its largest part is
-    that matrix.
+    Passes over a matrix [n, V] dominate the time, so it is read and written as few times as possible.
     """
 
-    outside: Tensor  # bool [n, k]: a token that the drafter has not
-    places: Tensor  # int64 [n, k]: where each is; of one outside, that of one which is not
-    stand_in: Tensor  # int64 [n, k]: the column of `places` that each one's place is of
-    none: Tensor  # bool [n, 1]: all are outside; their places are 0
-    every: Tensor  # bool [n, 1]: there are no others
+    outside: Tensor  # bool [n, k]: not in the drafter's vocabulary
+    places: Tensor  # int64 [n, k]: the column of each token; for tokens outside, the column of one inside
+    stand_in: Tensor  # int64 [n, k]: the index along k of the token whose column that is
+    none: Tensor  # bool [n, 1]: all k tokens are outside; their columns are 0
+    every: Tensor  # bool [n, 1]: the k tokens are the whole vocabulary
 
     @classmethod
     def of(cls, ids: Tensor, tokens: int) -> "_Known":
-        """Of ids [n, k] among a drafter's `tokens`, `IGNORE` for those that it has not."""
+        """From ids [n, k] in a vocabulary of `tokens` tokens, `IGNORE` for those outside it."""
         outside = ids == IGNORE
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         stand_in = torch.where(outside, (~outside).byte().argmax(-1, keepdim=True), columns)
@@ -282,38 +281,38 @@ class _Known:
 
     @property
     def impossible(self) -> Tensor:
-        """bool [n, k + 1]: buckets in which the drafter has no token."""
+        """bool [n, k + 1]: buckets without a token of the drafter."""
         return torch.cat([self.outside, self.every], -1)
 
     def buckets(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """log q [n, k + 1] of each bucket, and q [n, V] given that the token is one of the last; takes the logits."""
+        """log q [n, k + 1] of the buckets, and q [n, V] conditioned on the last bucket; overwrites the logits."""
         own = logits.gather(-1, self.places)
         others = logits.scatter_(-1, self.places, torch.where(self.none, own, -torch.inf))
         largest = others.amax(-1, keepdim=True)
         within = others.softmax(-1)
         # a softmax's largest value is 1 / Σ exp(logit − largest)
         rest = (largest - within.amax(-1, keepdim=True).log()).masked_fill(self.every, -torch.inf)
-        if self.places.shape[1] >= logits.shape[1]:  # else no row has all of them
+        if self.places.shape[1] >= logits.shape[1]:  # else no row can have `every`
             within = torch.where(self.every, 0.0, within)
         return torch.cat([own.masked_fill(self.outside, -torch.inf), rest], -1).log_softmax(-1), within
 
     def spread(self, by_bucket: Tensor, within: Tensor) -> Tensor:
-        """The gradient [n, V] by each logit, of that by each bucket's [n, k + 1]; takes `within`."""
+        """The gradient [n, V] w.r.t. logits, from that w.r.t. buckets [n, k + 1]; overwrites `within`."""
         shared = within.mul_(by_bucket[:, -1:])
         own = torch.where(self.none, shared.gather(-1, self.places), by_bucket.gather(-1, self.stand_in))
         return shared.scatter_(-1, self.places, own)
 
 
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """The divergence [n] of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q, the q taken as free.
+    """The divergence [n] of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q with the q unconstrained.
 
-    Of `OVERLAPS`, p may add up to less than 1: the rest is where q has nothing.
-    By the logits z of q the gradient is slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j.
+    For `OVERLAPS`, p may sum to less than 1: the rest is outside q's support. The gradient w.r.t. the logits z of q is
+    slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j.
     """
     if kind == "acceptance":
         overlap = torch.minimum(log_p, log_q)  # logarithms: α itself may underflow
         log_alpha = overlap.logsumexp(-1, keepdim=True)
-        # α grows with q where q is the smaller; a token's part in it is its share of α, and shares add to 1.
+        # α grows with q where q < p; the slope of log α is each such token's share of α.
         return -log_alpha[:, 0], -(overlap - log_alpha).exp_() * (log_q < log_p)
     if kind == "reverse_kl":
         slope = log_q.exp() * (log_q - log_p)
@@ -333,13 +332,13 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
         slope = q * (log_q - log_m) / 2
         return slope.sum(-1) + (p * (log_p - log_m)).sum(-1) / 2, slope
     if kind == "total_variation":
-        difference = q - p  # what q has too much is what it lacks elsewhere: 1 − Σ min(p, q)
+        difference = q - p  # its positive part sums to 1 − Σ min(p, q)
         return difference.clamp_min(0).sum(-1), q * difference.sign() / 2
     raise ValueError(f"kind={kind!r}: expected one of {', '.join(DIVERGENCES)}")
 
 
 def _ruled(objective: _Objective, rule: LogitRule) -> _Objective:
-    """`objective` of what `rule` makes of logits."""
+    """`objective` of the logits transformed by `rule`."""
     if rule == PLAIN:
         return objective
 
@@ -361,7 +360,7 @@ def _apply(
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    if not torch.is_grad_enabled():  # a Function is told what requires a gradient, not whether one is wanted
+    if not torch.is_grad_enabled():  # a Function learns what requires grad, not whether grad is enabled
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
         chunk = chunk or rows_at_once(weight)

@@ -21,12 +21,12 @@ VICUNA_SYSTEM = (
 )
 PROMPT_TEMPLATES = get_args(PromptTemplate)
 OTHER_TEMPLATE = "use template=vicuna, or a tokenizer whose chat template reproduces the history"
-_MOST_TEXT, _MOST_TIMES = 2**20, 16  # characters that a template may write of its own, and times each message
+_MOST_TEXT, _MOST_TIMES = 2**20, 16  # limits: characters a template adds, and repetitions of each message
 _MARK = "\ue000"  # a private character, which templates leave alone
 
 
 class Document(NamedTuple):
-    """A tokenised record: ids int64 [n], supervised bool [n]; `whole`: it must not be cut over two rows."""
+    """A tokenised record: ids int64 [n], supervised bool [n]; `whole`: it must not be split across rows."""
 
     ids: np.ndarray
     supervised: np.ndarray
@@ -37,15 +37,14 @@ class Document(NamedTuple):
 
 
 def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
-    """Tokenise records, in their order. Each is tokenised over its full text; a long one in pieces (see `pieces`).
+    """Tokenise records in order. Each is tokenised over its full text; a long one in pieces (see `pieces`).
 
-    Plain text begins with the BOS token where the tokenizer adds one. It ends with the EOS token where there is one; a
-    truncated text does not. Every token is supervised.
+    Plain text begins with the BOS token if the tokenizer adds one, and ends with the EOS token if it has one, unless
+    the text is truncated. Every token is supervised.
 
     A conversation is rendered by `template` (tokenizer or vicuna). User turns after the last answer are left out. A
-    token is supervised if it begins inside an assistant's turn. The end-of-turn token counts as inside, except of a
-    truncated answer. The ids are those of the whole rendering, so a fast tokenizer is needed, one that reports text
-    offsets.
+    token is supervised if it begins inside an assistant turn. The end-of-turn token counts as inside, unless the answer
+    is truncated. The whole rendering is tokenised at once, which needs a fast tokenizer that reports text offsets.
 
     Raises `UserError` for a tokenizer without chat template or offsets, and for a chat template that does not
     reproduce the history.
@@ -62,7 +61,7 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
         )
 
     def rows_of(texts: list[str]) -> list[np.ndarray]:
-        """Of each text, id (and begin and end in the text) of its tokens: int64 [n, 1 or 3]."""
+        """For each text, its tokens' ids (and their begin and end in the text): int64 [n, 1 or 3]."""
         found = _tokenize(tokenizer, texts, return_offsets_mapping=chat)
         rows = [np.array(ids, np.int64).reshape(-1, 1) for ids in found["input_ids"]]
         if not chat:
@@ -92,10 +91,9 @@ def render_prompt(
 
     turns: messages, or their texts with user and assistant in turn. The last is the user's.
     template: tokenizer (its chat template) or auto, which is the same here; vicuna; or none (the bare text, for
-    completion). A leading BOS token is there exactly once where the tokenizer adds one, or as the chat template writes
-    it.
+    completion). A BOS token is prepended exactly once if the tokenizer adds one, or as the chat template writes it.
 
-    Raises `UserError` for a tokenizer without a chat template that is to render, or one that refuses the turns.
+    Raises `UserError` if the tokenizer has no chat template although one is needed, or if it refuses the turns.
     """
     require_choice("template", template, PROMPT_TEMPLATES)
     messages = [
@@ -189,7 +187,7 @@ def _render_answers(
 
 
 def _end_of_turn(text: str, start: int, special: tuple[str, ...]) -> int:
-    """Where the turn text[start:] ends: line breaks after its end-of-turn token are never generated."""
+    """The end of the turn text[start:], without line breaks after its end-of-turn token, which are never generated."""
     trimmed = text[start:].rstrip()
     return start + len(trimmed) if trimmed.endswith(special) else len(text)
 
@@ -202,7 +200,7 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wher
         )
     try:
         rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening)
-    except Exception as error:  # a template is code: it refuses by an error of its own, or stumbles over a text
+    except Exception as error:  # a template is code: it may raise any error, to refuse the turns or by a bug
         raise UserError(
             f"{where}: the chat template of {_name(tokenizer)} refuses this conversation ({reason(error)}); "
             + OTHER_TEMPLATE

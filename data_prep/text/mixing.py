@@ -6,10 +6,10 @@ import numpy as np
 
 
 def rows_taken(available: Sequence[int], supervised: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Rows to take of each source, so that sources have shares of the supervised tokens in proportion to `weights`.
+    """Rows to take of each source, so that their shares of the supervised tokens are proportional to `weights`.
 
-    available, supervised: rows of each source, and labels in them. A row counts as its source's mean. As many rows as
-    possible are taken: the source that is shortest for its share gives all it has. At least one of each is taken.
+    available, supervised: rows of each source, and labels in them. Every row counts as its source's mean. The total is
+    as large as possible: the scarcest source is used up. Every source gives at least one row.
     Example: 100 and 300 rows of equal labels, weights 1 and 1: 100 rows of each.
     """
     per_row = [labels / rows for labels, rows in zip(supervised, available, strict=True)]
@@ -19,9 +19,9 @@ def rows_taken(available: Sequence[int], supervised: Sequence[int], weights: Seq
 
 
 def interleave(taken: Sequence[int], available: Sequence[int]) -> np.ndarray:
-    """int64 [rows, 2]: (source, row) of a mix; any stretch of it has the sources in about their proportions.
+    """int64 [rows, 2]: (source, row) of a mix, in which every stretch has about the overall proportions.
 
-    The rows of a source are evenly spread over its own (neighbours share a document) and keep their order.
+    The rows taken are spread evenly over a source, since neighbours share documents, and keep their order.
     """
     source = np.repeat(np.arange(len(taken)), taken)
     rank = np.concatenate([np.arange(count) for count in taken])

@@ -1,12 +1,12 @@
-"""Long texts in pieces. Tokenised one by one, they give the tokens of the whole in memory that does not grow with it.
+"""Splitting long texts into pieces whose tokens are those of the whole text, in bounded memory.
 
-A tokenizer takes a few hundred bytes for every character that it is given at once. So a text of more than `PIECE`
-characters is cut. The place is found by trying: a cut will do if the text around it has the same tokens in two parts
-as in one. Example: "…the cat | sat…" will do where the two halves give the tokens of "…the cat sat…".
+A tokenizer takes a few hundred bytes per input character, so a text of more than `PIECE` characters is cut. Candidate
+cuts are tested: a cut is valid if tokenising the text around it in two parts gives the same tokens as in one. Example:
+"…the cat | sat…" is valid if the two halves give the tokens of "…the cat sat…".
 
-This holds for the whole text if a token depends on at most `_AROUND` characters around it. It does wherever a
-tokenizer splits words from each other first. Where no place near the limit will do (a text without spaces or line
-ends), the text is cut at the limit all the same. It may then have other tokens there than as a whole.
+Then the whole text has the same tokens, provided that a token depends on at most `_AROUND` characters around it, as in
+every tokenizer that splits words first. If no cut near the limit is valid (a text without spaces or line ends), the
+text is cut at the limit, and its tokens there may differ.
 """
 
 import re
@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 
 PIECE = 2**18  # characters tokenised at once
-_AROUND = 256  # characters on either side of a cut by which it is judged
-_TRIED = 8  # places of each kind
+_AROUND = 256  # characters on either side of a cut that are tokenised to test it
+_TRIED = 8  # candidate cuts of each kind
 # A cut is (end of a piece, begin of the next). A space between words may belong to neither: some tokenizers put one in
 # front of every text they are given.
 _LINE, _SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=\S) (?=\S)")
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 
 
 def encode_all(texts: Sequence[str], encode: Encode) -> list[np.ndarray]:
-    """`encode(texts)`, of never more than `PIECE` characters at once."""
+    """`encode(texts)` in calls of at most `PIECE` characters."""
     cuts = [(number, start, stop) for number, text in enumerate(texts) for start, stop in spans(text, encode)]
     parts: list[list[np.ndarray]] = [[] for _ in texts]
     ended = [0] * len(texts)
@@ -41,7 +41,7 @@ def encode_all(texts: Sequence[str], encode: Encode) -> list[np.ndarray]:
 
 
 def spans(text: str, encode: Encode) -> list[tuple[int, int]]:
-    """Where the pieces of `text` begin and end, each at most `PIECE` characters; of a short one, all of it."""
+    """(begin, end) of the pieces of `text`, each of at most `PIECE` characters; a short text is one piece."""
     found, start = [], 0
     while len(text) - start > PIECE:
         stop, after = _cut(text, start, encode)
@@ -51,7 +51,7 @@ def spans(text: str, encode: Encode) -> list[tuple[int, int]]:
 
 
 def _cut(text: str, start: int, encode: Encode) -> tuple[int, int]:
-    """Where the piece that begins at `start` ends, and where the next one begins."""
+    """(end of the piece that begins at `start`, begin of the next piece)."""
     limit = start + PIECE
     first = limit - PIECE // 4
     for pattern, end, begin in _PLACES:
@@ -69,7 +69,7 @@ def _keeps_tokens(text: str, start: int, stop: int, after: int, encode: Encode) 
 
 
 def _moved(rows: np.ndarray, by: int, left_out: int) -> np.ndarray:
-    """`rows` as they are in a text in which theirs begins at `by`, after a space that its first token stands for."""
+    """`rows` with offsets of the whole text, in which the piece begins at `by`, after a space of its first token."""
     moved = np.concatenate([rows[:, :1], rows[:, 1:] + by], axis=1)
     moved[:1, 1:2] -= left_out
     return moved
@@ -78,7 +78,7 @@ def _moved(rows: np.ndarray, by: int, left_out: int) -> np.ndarray:
 def batches(
     items: Iterable[Item], size_of: Callable[[Item], int], most: int, count: int | None = None
 ) -> Iterator[list[Item]]:
-    """Consecutive items, in lists of at most `count` of a total size of at most `most`, or of one that is larger."""
+    """Lists of up to `count` consecutive items of total size at most `most`; a larger item makes a list alone."""
     batch: list[Item] = []
     size = 0
     for item in items:

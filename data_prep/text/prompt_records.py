@@ -1,4 +1,4 @@
-"""A record of a prompt file, of any layout → a prompt: the user's turns, or a text to continue."""
+"""A record of a prompt file of any layout → a prompt: user turns, or a text to continue."""
 
 import reprlib
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ class Prompt:
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The ids of its turns, by which results are kept: its own where it has one turn, else "id/turn1" and so on."""
+        """The ids of its turns, which key the results: its own id for one turn, else "id/turn1" and so on."""
         if len(self.turns) == 1:
             return (self.id,)
         return tuple(f"{self.id}/turn{number}" for number in range(1, len(self.turns) + 1))
 
 
 def to_prompt(raw: Any, where: str, number: int) -> Prompt:
-    """The prompt in a record or text, as its columns tell; `where` (file:line) is named in errors.
+    """The prompt in a record or text, by the record's columns; `where` (file:line) is named in errors.
 
-    Raises `UserError` for a record without such a column, and for a prompt that is not a text, or blank.
+    Raises `UserError` for a record without a known column, and for a prompt that is no text, or blank.
     """
     if isinstance(raw, str):
         return Prompt(str(number), "text", (prompt_text(raw, where),), False)
@@ -73,7 +73,7 @@ def prompt_text(value: Any, where: str) -> str:
 
 
 def asks(raw: Any) -> bool:
-    """Whether a record's columns are those of a prompt, and not of a conversation or of a text to learn from."""
+    """Whether a record's columns are those of a prompt, not of a conversation or a training text."""
     if not isinstance(raw, dict) or is_conversation(raw):
         return False
     columns = {"turns", "question", "instruction", "document"}
@@ -81,14 +81,14 @@ def asks(raw: Any) -> bool:
 
 
 def asked_record(prompt: Prompt, identity: str) -> Record:
-    """A prompt in the normal form of records: user turns that follow each other, or a text that is `asked`."""
+    """A prompt in the normal form of records: consecutive user turns, or a text marked `asked`."""
     if prompt.chat:
         return {"id": identity, "messages": [{"role": "user", "content": turn} for turn in prompt.turns]}
     return {"id": identity, "text": prompt.turns[0], "asked": True}
 
 
 def _encodable(text: str, where: str) -> str:
-    """`text`, which goes to a tokenizer or a report as it is. Raises `UserError` where UTF-8 cannot hold it."""
+    """`text`, unchanged. Raises `UserError` if UTF-8 cannot encode it."""
     if not is_text(text):
         raise UserError(f"{where}: {reprlib.repr(text)} has a lone surrogate, which no text has; remove it")
     return text

@@ -24,15 +24,15 @@ def read_prompts(
     """Prompts, in a fixed order.
 
     prompts: one of three things.
-      "python_stdlib": beginnings of held-out files of the interpreter's library, `prompt_chars` long and cut at a line
-      end. There is one per file, and more from within the files where `limit` asks for more.
+      "python_stdlib": beginnings of held-out files of the standard library, `prompt_chars` long and cut at a line end;
+      one per file, and more from within the files if `limit` needs them.
       A path of a JSONL, JSON or parquet file. Its columns tell the layout: MT-Bench / Spec-Bench (turns), HumanEval
       (task_id, prompt), GSM8K (question), Alpaca (instruction, input), XSum (document), plain prompt or text, or a JSON
       list of strings.
       Questions are chat, the others are text to complete.
       A list of texts to complete.
-    limit: keep so many, evenly spread, with categories balanced.
-    heldout_fraction: must not be above the one used in training.
+    limit: how many to keep, evenly spread, with categories balanced.
+    heldout_fraction: at most the one used in training.
 
     Raises `UserError` that names file and record for anything unusable.
     """
@@ -53,9 +53,9 @@ def read_prompts(
 
 
 def _with_own_ids(prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts, renamed "id#2", "id#3", … where one before has the id, or a turn of that name.
+    """The prompts with unique ids: a repeated id becomes "id#2", "id#3", …, also if it is the id of a turn.
 
-    Results, random streams and statistics are by these ids, so no new one is an id that another prompt was given.
+    Results, random streams and statistics are keyed by these ids, so a new id never equals one given in the file.
     """
     given, taken, last = {prompt.id for prompt in prompts}, set[str](), Counter[str]()
     own = []
@@ -88,7 +88,7 @@ def _from_library(prompt_chars: int, heldout_fraction: float, limit: int | None)
 
 
 def _windows(text: str, prompt_chars: int) -> Iterator[tuple[int, str]]:
-    """(line number, about prompt_chars of text): whole lines, as much text again left to continue with."""
+    """(line number, about prompt_chars of text): whole lines, followed by at least as much text."""
     start = 0
     while start + 2 * prompt_chars <= len(text):
         stop = text.rfind("\n", start, start + prompt_chars) + 1
@@ -111,7 +111,7 @@ def _from_file(name: str) -> Iterator[Prompt]:
 
 
 def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    """At most `limit` prompts: categories share as equally as their sizes allow, evenly spread in each."""
+    """At most `limit` prompts: categories as equal as their sizes allow, evenly spread within each."""
     groups: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(prompt.category, []).append(i)

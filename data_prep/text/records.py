@@ -1,4 +1,4 @@
-"""Records of any layout → one normal form."""
+"""Records of any layout → a common normal form."""
 
 import json
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ Message = dict[str, str]  # {"role": system, user or assistant; "content": text}
 class TextRecord(TypedDict):
     id: str
     text: str
-    truncated: NotRequired[bool]  # it breaks off: what it ends with is no end
+    truncated: NotRequired[bool]  # cut off: no EOS token follows it
     asked: NotRequired[bool]  # a prompt: to be continued from its end
 
 
@@ -45,14 +45,14 @@ class TextRecord(TypedDict):
 class ChatRecord(TypedDict):
     id: str
     messages: list[Message]
-    truncated: NotRequired[bool]  # the last answer breaks off
+    truncated: NotRequired[bool]  # the last answer is cut off
 
 
 Record = TextRecord | ChatRecord
 
 
 class Layout(NamedTuple):
-    """How the records of one file are laid out, and the column that is read."""
+    """The layout of a file's records, and the column that is read."""
 
     name: str
     column: str
@@ -67,7 +67,7 @@ class SkipRecordError(Exception):
 
 
 def find_layout(raw: Any, layout: str, column: str | None, where: str) -> Layout:
-    """The layout of a file, from its first record's columns and values when `layout` is auto.
+    """The layout of a file; `layout` auto: by the columns and values of its first record.
 
     Raises `UserError` naming `where` and the columns present if none fits.
     """
@@ -88,12 +88,12 @@ def find_layout(raw: Any, layout: str, column: str | None, where: str) -> Layout
 
 
 def is_conversation(raw: dict[str, Any]) -> bool:
-    """Whether a record's columns are those of a conversation with its answers."""
+    """Whether a record's columns are those of a conversation with answers."""
     return bool(_first(raw, _CHAT_COLUMNS)) or ("instruction" in raw and bool(_first(raw, _ANSWER_COLUMNS)))
 
 
 def to_record(raw: Any, layout: Layout, identity: str) -> Record:
-    """Bring a raw record into normal form. `identity` (file:line) becomes its id and is named in errors.
+    """Convert a raw record to normal form. `identity` (file:line) becomes its id and is named in errors.
 
     A raw record with "finish": "length", as generate-responses writes it, is `truncated`. Texts become `encodable`.
 
@@ -127,17 +127,17 @@ def text_record(text: str, identity: str) -> TextRecord:
 
 
 def encodable(text: str) -> str:
-    """Lone surrogates, which JSON may hold and neither UTF-8 nor a tokenizer can, become question marks."""
+    """Replace lone surrogates, valid in JSON but not in UTF-8 or a tokenizer, by question marks."""
     return text if is_text(text) else text.encode(errors="replace").decode()
 
 
 def alpaca_instruction(raw: dict[str, Any]) -> str:
-    """The user's side of an Alpaca record: the instruction, and below it the input if there is one."""
+    """The user turn of an Alpaca record: the instruction, followed by the input if there is one."""
     return "\n\n".join(str(raw[name]) for name in ("instruction", "input") if raw.get(name))
 
 
 def content_key(record: Record) -> str:
-    """What a record says, apart from where it was found: equal records have equal keys."""
+    """A record's content without its origin: equal records have equal keys."""
     return record["text"] if "text" in record else json.dumps(record["messages"])
 
 

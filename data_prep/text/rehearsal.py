@@ -1,4 +1,4 @@
-"""debug=true: a command's own code on tiny random models, beside the real run and without a network."""
+"""debug=true: a dry run of a command on tiny random models, without network access."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ Config = TypeVar("Config", bound=RehearsedConfig)
 
 
 def rehearsable(run: Callable[[Config], None]) -> Callable[[Config], None]:
-    """The command `run`, which with debug=true runs what `config.small` says instead of `config`."""
+    """The command `run`; with debug=true it runs the settings `config.small` instead of `config`."""
 
     @functools.wraps(run)
     def whole(config: Config) -> None:
@@ -30,13 +30,13 @@ def rehearsable(run: Callable[[Config], None]) -> Callable[[Config], None]:
 
 @contextmanager
 def _rehearsal(config: Config) -> Iterator[Config]:
-    """The small one of `config`, once the models for it are there.
+    """The small settings of `config`, after making the models that they need.
 
-    What the command line gives to read is looked at first (see `read_some`). The tiny models are of the architecture of
-    the target that it gives. Everything lies in `<out_dir>-debug`, which is kept from other runs meanwhile. It is
-    emptied first, unless resume=true. The run's own out_dir in it is `run`. All processes of a launcher call this.
+    First the inputs given on the command line are checked (see `read_some`). The tiny models have the architecture of
+    the given target. Everything is written to `<out_dir>-debug`, which is locked against other runs and, unless
+    resume=true, emptied first. The run's out_dir is `run` in it. All processes of a launcher call this.
 
-    Raises `UserError` where that place holds something else, or is another run's, and for what is given and unusable.
+    Raises `UserError` if that folder has other content or is in use by another run, and for unusable inputs.
     """
     from draft_models.tiny.models import save_tiny_models  # torch, which some commands do without
     from outrider.processes import from_main, join_processes, only_run_of

@@ -1,4 +1,4 @@
-"""The cache of packed rows: the files of an entry, when it is whole, and who may build it."""
+"""The cache of packed rows: an entry's files, completeness check and lock."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ class ArrayFile:
         return self
 
     def append(self, rows: np.ndarray) -> None:
-        """Write rows [n, width] after the others."""
+        """Append rows [n, width]."""
         self._file.write(rows.astype(self._dtype).tobytes())
         self._rows += len(rows)
 
@@ -58,7 +58,7 @@ class ArrayFile:
 
 @dataclass(frozen=True)
 class Meta:
-    """What `META_FILE` of an entry holds: its key, what was counted, and the size of each file."""
+    """The content of an entry's `META_FILE`: its key, counts, and the size of each file."""
 
     key: str
     seq_len: int
@@ -73,13 +73,13 @@ class Meta:
 
 
 def read_meta(folder: Path) -> Meta:
-    """What is known of an entry. Raises `UserError` where it is damaged."""
+    """The `Meta` of an entry. Raises `UserError` if it is damaged."""
     meta: Meta = read_as(Meta, folder / META_FILE, "entry of the cache", "remove its directory")
     return meta
 
 
 def is_complete(folder: Path, key: str) -> bool:
-    """Whether the entry of `key` is there, and each file has the size and the rows it was written with."""
+    """Whether the entry of `key` exists, and each file has the size and row count it was written with."""
     try:
         meta = read_meta(folder)
         paths = [folder / f"{name}.npy" for name in ARRAYS]
@@ -92,7 +92,7 @@ def is_complete(folder: Path, key: str) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time build an entry; the others wait."""
+    """A lock: one process at a time builds an entry; the others wait."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
@@ -107,10 +107,10 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def storage_errors(cache: Path) -> Iterator[None]:
-    """A cache that cannot be written, as a `UserError`."""
+    """Errors of writing the cache become a `UserError`."""
     try:
         yield
-    except OSError as error:  # reading reports its own as UserError, so this is about writing
+    except OSError as error:  # reading raises UserError itself, so this is an error of writing
         raise UserError(
             f"cache_dir={cache}: cannot be written ({error.strerror or error}); free space there or choose "
             "another with data.cache_dir=DIRECTORY"

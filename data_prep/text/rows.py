@@ -1,4 +1,4 @@
-"""Records → packed token rows on disk, built once and memory-mapped ever after."""
+"""Records → packed token rows on disk, built once, then memory-mapped."""
 
 import hashlib
 import json
@@ -41,9 +41,9 @@ from outrider.errors import UserError, require
 from outrider.progress import Stage
 from outrider.settings import keyed
 
-FORMAT = 2  # part of every cache key: raise it when the same input would give other rows
+FORMAT = 2  # part of every cache key: increment it when rows of the same input change
 _KEYED_AT_FIRST = ("source", "layout", "column", "template", "max_records", "heldout_fraction")
-# Options that say which content is read; its digest decides.
+# Options that select the content, whose digest is part of the key.
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix"}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
 _ROWS_A_WRITE = 1024
@@ -58,7 +58,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
         input_ids a b c d e 0    labels b c · e · ·    positions 0 1 2 0 1 0    documents 0 0 0 1 1 −1
 
-    `counts` holds what `COUNTS` names. `key` identifies the content of all the rows.
+    `counts` has the keys `COUNTS`. `key` identifies the content of all rows.
     """
 
     def __init__(self, folders: Sequence[Path], kept: np.ndarray, key: str, counts: dict[str, int]) -> None:
@@ -96,14 +96,14 @@ def load_rows(
     *,
     max_rows: int | None = None,
 ) -> Rows:
-    """The rows of one split, from the cache or built now. `max_rows` keeps that many, evenly spread.
+    """The rows of one split, from the cache or built now. max_rows: keep so many, evenly spread.
 
-    The cache key is a hash of all that determines the content, so a hit is always right. When several processes call
-    this at once, one builds and the others wait. Rank 0 prints the counts on one line.
+    The cache key is a hash of everything that determines the content, so a hit is always valid. If several processes
+    call this at once, one builds and the others wait. Rank 0 prints the counts on one line.
 
-    Of a mix, each source is cached by itself. As many of its rows are taken as give it its share of the supervised
-    tokens (see `data_prep.text.mixing`). The choice depends on the sources and weights alone. Tokens and supervised
-    tokens are then counted by the sources' means.
+    The sources of a mix are cached separately. The rows taken of each give it its share of the supervised tokens (see
+    `data_prep.text.mixing`); they depend on the sources and weights alone. Tokens and supervised tokens are then
+    counted by the sources' means.
 
     Raises `UserError` for bad input, a split without records, data without a supervised token, and a
     cache_dir that cannot be written.
@@ -129,7 +129,7 @@ def load_rows(
 
 
 def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
-    """The cache's folder with the rows of one source, built if it is not there; prints its counts."""
+    """The cache folder with the rows of one source, built if missing; prints its counts."""
     key = _cache_key(config, tokenizer, seq_len, split)
     folder = config.cache / "rows" / key[:32]
     if not is_complete(folder, key):
@@ -146,7 +146,7 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
 
 
 def _counts_of(counts: dict[str, int], rows: int) -> dict[str, int]:
-    """The counts of a source of which only so many rows are taken."""
+    """The counts of a source reduced to a part of its rows."""
     scaled = {name: round(counts[name] * rows / counts["rows"]) for name in ("tokens", "supervised")}
     return {**counts, **scaled, "rows": rows}
 
@@ -176,10 +176,10 @@ class _OpenRow:
 
 
 def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Iterator[list[Segment]]:
-    """Put documents into rows of at most `seq_len` tokens; a pure function of their order.
+    """Pack documents into rows of at most `seq_len` tokens; a pure function of their order.
 
-    Documents that may be cut follow each other without a gap and go on in the next row. Whole ones (at most
-    seq_len long) go into the fullest of up to `window` open rows that still holds them.
+    Divisible documents follow each other without a gap and continue in the next row. Whole ones (at most seq_len
+    tokens) go into the fullest of up to `window` open rows that has room for them.
     """
     stream, waiting = _OpenRow(seq_len), list[_OpenRow]()
     for document in documents:
@@ -242,7 +242,7 @@ def _documents(
     split: Split,
     counts: Counter[str],
 ) -> Iterator[Document]:
-    """Tokenised records; conversations clipped to seq_len, those without a label left out, both counted."""
+    """Tokenised records. Conversations are clipped to seq_len, and dropped without labels; both are counted."""
     with Stage(f"tokenising {split}", unit="records") as stage:
         records = read_records(config, split, counts)
         for batch in batches(records, _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
@@ -300,7 +300,7 @@ def _build(
 
 
 def _count_row(row: tuple[np.ndarray, np.ndarray, np.ndarray], counts: Counter[str]) -> bool:
-    """Add a row to the counts; False if it has no label and is to be dropped."""
+    """Add a row to the counts; False for a row without labels, which must be dropped."""
     tokens, documents, supervised = row
     labels = int((_labels(tokens, documents, supervised) != IGNORE).sum())
     counts["rows" if labels else "dropped_rows"] += 1

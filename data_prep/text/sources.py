@@ -23,8 +23,8 @@ from outrider.files import parse_json
 
 Split = Literal["train", "heldout"]
 RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # what generate-responses leaves in a directory
-_PROMPTS = Layout("prompts", "any")  # told by the columns of each record
-_SETTLED = 2 * 10**9  # nanoseconds: a file written later may be written again under the same time stamp
+_PROMPTS = Layout("prompts", "any")  # determined by the columns of each record
+_SETTLED = 2 * 10**9  # nanoseconds: a younger file may still change without a new time stamp
 
 # Files are alike by windows of so many lines, with so large a share of the smaller one's. What stands in more files
 # than that is a licence or the like, and no copy.
@@ -49,13 +49,13 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of one split, in the order of the source.
 
-    A record is held out if a hash of it falls below `config.heldout_fraction`. The hash is of its path for
-    python_stdlib, or of the first path of those it shares lines with (`library_keys`), else of its content, so that
-    copies stay on one side. It is the same on every machine, whatever else is read. `counts` receives records, empty,
-    malformed and unreadable. Of a mix come all records of each source in turn.
+    A record is held out if its hash is below `config.heldout_fraction`. For python_stdlib the hash is of the file's
+    path, or of the first path among files with shared lines (`library_keys`); else of the content, so that copies fall
+    on the same side. It is equal on every machine, whatever else is read. `counts` receives records, empty, malformed
+    and unreadable. The sources of a mix are read one after another.
 
-    asking: the records are to be answered, so they may be prompts (see `to_prompt`) as well; a prompt has no answer to
-    learn from. With layout=auto the first record of a file decides. Raises `UserError` that names file and record.
+    asking: the records will be answered, so prompts (see `to_prompt`) are allowed too, which have no answer to train
+    on. With layout=auto the first record of a file decides. Raises `UserError` that names file and record.
     """
     counts = Counter() if counts is None else counts
     for _, _, part in config.parts():
@@ -99,7 +99,7 @@ def is_heldout(key: str, fraction: float) -> bool:
 
 
 def content_digest(config: DataConfig) -> str:
-    """Identifies what `read_records` will read of one source: contents for files; name, revision and split for the Hub.
+    """Identifies what `read_records` reads of a source: contents of files; name, revision and split of Hub data.
 
     A Hub dataset without `revision` counts as unchanged: pin one where that matters.
     """
@@ -168,8 +168,8 @@ def python_stdlib_files() -> list[tuple[str, Path]]:
 def library_keys() -> dict[str, str]:
     """For each of `python_stdlib_files` the name that decides whether it is held out.
 
-    Files are held out together where the smaller of two has a twentieth or more of its windows, six lines that are not
-    blank, in the other; and so on from file to file. The name is the first of theirs. Example: wave.py has a copy of
+    Two files are held out together if at least a twentieth of the smaller one's windows (six non-blank lines) occur in
+    the other; the relation is transitive. The key is the first name of the group. Example: wave.py has a copy of
     chunk.py's class.
     """
     return _keys_of(tuple((name, path, _file_digest(path)) for name, path in python_stdlib_files()))
@@ -193,17 +193,17 @@ def _keys_of(files: tuple[tuple[str, Path, bytes], ...]) -> dict[str, str]:
 
 
 def _windows(path: Path) -> set[int]:
-    """Hashes of every `_WINDOW` lines of a file that follow each other, without indentation and blank lines."""
+    """Hashes of all `_WINDOW` consecutive lines of a file, without indentation and blank lines."""
     lines = [line.strip() for line in path.read_text("utf-8", errors="replace").splitlines()]
     lines = [line for line in lines if line]
     return {hash(tuple(lines[at : at + _WINDOW])) for at in range(len(lines) - _WINDOW + 1)}
 
 
 def python_files(packages: bool) -> list[tuple[str, Path]]:
-    """`python_stdlib_files`, and with `packages` the installed packages' source after it, as "site-packages/…".
+    """`python_stdlib_files`, followed with `packages` by the installed packages' source as "site-packages/…".
 
-    A package's file is left out if its content has come before. Many packages carry copies of others and of the
-    library, whose held-out files must not come back as training text.
+    Files of packages with repeated content are left out: many packages vendor others or parts of the library, whose
+    held-out files must not reappear as training text.
     """
     files = python_stdlib_files()
     if not packages:
@@ -219,7 +219,7 @@ def python_files(packages: bool) -> list[tuple[str, Path]]:
 
 
 def _source_files(root: Path) -> list[tuple[str, Path]]:
-    """(path relative to `root`, file) of the Python source under `root` that is text to learn from, sorted."""
+    """(path relative to `root`, file) of the Python source under `root` that is used as training text, sorted."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_LIBRARY
@@ -229,9 +229,9 @@ def _source_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def resolve_paths(patterns: Iterable[str]) -> list[Path]:
-    """The files meant by paths, directories (all that is not hidden in them) and globs, each once.
+    """The distinct files named by paths, directories (all files that are not hidden) and globs.
 
-    A directory that generate-responses has left means its responses, not the files beside them.
+    An output directory of generate-responses stands for its responses only.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -380,7 +380,7 @@ def _file_digest(path: Path) -> bytes:
 
 @functools.lru_cache(maxsize=2**18)
 def _digest_of(path: Path, *_state: int) -> bytes:
-    """Every split of a data set asks for all its files: a large corpus is read once for it, until it changes."""
+    """Cached until the file changes, since every split of a data set asks for all its files."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 

@@ -1,1 +1,1 @@
-"""What was measured, for people and for machines: JSON, Markdown, W&B, and two reports side by side."""
+"""Reports of measurements: JSON, Markdown, HTML, W&B, and comparisons of two reports."""

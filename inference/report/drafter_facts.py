@@ -1,4 +1,4 @@
-"""What a report says of the drafters themselves: the vocabulary they know, the time they trained."""
+"""A report's facts about drafters: their draft vocabularies and training times."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ from outrider.words import in_words
 
 
 def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, dict[str, Any]]:
-    """Of each kind of drafter that predicts over some tokens only: how many, and which share of the target's own text
-    consists of them, in all and by category."""
+    """For each kind of drafter with a draft vocabulary: its size, and its coverage of the target's own text, in all and
+    by category."""
     found = {}
     for name, where in drafter_folders(config).items():
         tokens = config.maker(KINDS[name]).known_tokens(where)
@@ -26,13 +26,13 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
 
 
 def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
-    """How long each drafter trained, by its kind; those that do not say are left out."""
+    """Seconds of training by kind of drafter, where recorded."""
     found = {name: KINDS[name].load_maker().trained_seconds(where) for name, where in drafter_folders(config).items()}
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
 def digests(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What the target and the drafters are known by, from the settings that decide a run (see `run_settings`)."""
+    """Digests of the target and the drafters, from the settings that identify a run (see `run_settings`)."""
     target = settings["target"]
     found = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
     for kind in KINDS.values():
@@ -47,12 +47,12 @@ def digests(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def drafter_folders(config: EvaluateConfig) -> dict[str, str]:
-    """Where the model of each kind lies, by its kind."""
+    """The path of each kind's model."""
     return {kind.name: where for kind in KINDS.values() if (where := config.where(kind)) is not None}
 
 
 def drafter_lines(report: Mapping[str, Any]) -> list[str]:
-    """The same for people, as Markdown."""
+    """These facts as Markdown."""
     lines = [vocabulary_sentence(kind, known) for kind, known in report.get("draft_vocabularies", {}).items()]
     if trained := report.get("trained_seconds"):
         said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
@@ -63,7 +63,7 @@ def drafter_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def vocabulary_sentence(kind: str, known: Mapping[str, Any]) -> str:
-    """Over which part of the vocabulary a drafter predicts, and what that is of the target's text."""
+    """The size of a draft vocabulary and its coverage of the target's text, as a sentence."""
     shares = dict(known["coverage"])
     every = shares.pop("all")
     parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))

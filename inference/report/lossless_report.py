@@ -1,4 +1,4 @@
-"""What a report says of losslessness, and whether it holds."""
+"""A report's section on losslessness, and whether it holds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,7 +11,7 @@ HALF_NAMES = ("bfloat16", "float16")
 
 
 def resolution(report: Mapping[str, Any]) -> str:
-    """What size of fault a judgement in this report's dtype does not see, and which check does."""
+    """The size of faults that a judgement in this report's dtype cannot detect, and the check that can."""
     computes = report.get("computes_in", report["dtype"])
     said = f"What is below the rounding of {computes} is not seen"
     if computes not in HALF_NAMES:
@@ -25,10 +25,10 @@ def resolution(report: Mapping[str, Any]) -> str:
 def lossless_section(
     results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False
 ) -> dict[str, Any]:
-    """How many texts were compared token by token, and what came of judging the method and plain decoding.
+    """How many texts were compared token by token, and the judgements of the method and of plain decoding.
 
-    None are compared when sampling, where only the law is the same. exact: no difference is excused as a tie.
-    judged: by arm, see `lossless`; None where equal texts were all that counted.
+    Sampled texts are not compared, as only their distribution is the same. exact: no difference is excused as a tie.
+    judged: by arm, see `lossless`; None if only equal texts counted.
     """
     checked = [] if sampled else results
     judgements = {arm: judge_arm(results, arm) for arm in (method, AUTOREGRESSIVE)}
@@ -46,13 +46,13 @@ def lossless_section(
 
 
 def judge_arm(results: Sequence[PromptResult], arm: str) -> Judgement | None:
-    """The judgement of an arm over all texts it was judged on, None without any."""
+    """The judgement of an arm over all its judged texts; None without any."""
     deviations = [r.deviations[arm] for r in results if arm in r.deviations]
     return judge(deviations) if deviations else None
 
 
 def is_lossless(report: Mapping[str, Any]) -> bool:
-    """Every text compared was identical to the reference's or excused as a rounding tie, and no fault was found."""
+    """Whether every compared text was identical to the reference's or a rounding tie, and no fault was found."""
     lossless = report["lossless"]
     judged = lossless["judged"][report["method"]]
     same = lossless["identical"] + lossless["excused_ties"] == lossless["checked"]
@@ -60,7 +60,7 @@ def is_lossless(report: Mapping[str, Any]) -> bool:
 
 
 def judgement_lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Markdown: what the judgement of every arm came to; nothing where there was none."""
+    """The judgement of every arm as Markdown; empty without judgements."""
     judged = {arm: found for report in reports for arm, found in report["lossless"]["judged"].items() if found}
     lines = ["", "Judged by rounding errors over the reference's text, in units of transformers' own:", ""]
     for arm, found in judged.items():

@@ -1,4 +1,4 @@
-"""Whether the prompts stand in the text that a drafter learned from: then its figures say little of other prompts."""
+"""Contamination: whether prompts occur in a drafter's training text, which makes its figures unrepresentative."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,30 +13,30 @@ from inference.settings.kinds import KINDS
 from outrider.errors import UserError
 from outrider.settings import construct
 
-RUN = 8  # words in a row that hardly occur twice by chance
-CHARACTERS = 8_000_000  # of training text that are read again, which takes seconds
+RUN = 8  # consecutive words, which hardly occur twice by chance
+CHARACTERS = 8_000_000  # of training text searched, which takes seconds
 
 Run = tuple[str, ...]
 
 
 def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
-    """By kind of drafter: what of the prompts occurs in its training text, or `why` that cannot be told."""
+    """By kind of drafter: the overlap of prompts and training text, or `why` it is unknown."""
     found: dict[str, dict[str, Any]] = {}
     read: dict[str, dict[str, Any]] = {}
     for name, where in drafter_folders(config).items():
         data = config.maker(KINDS[name]).data_of(where)
-        key = json.dumps(data, sort_keys=True)  # drafters of one target mostly learned from one text
+        key = json.dumps(data, sort_keys=True)  # the drafters of a target often share their training text
         read[key] = read.get(key) or overlap(data, prompts)
         found[name] = read[key]
     return found
 
 
 def overlap(data: Mapping[str, Any] | None, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What of `prompts` occurs in the text that the settings `data` of a training name, as it lies there now.
+    """The overlap of `prompts` with the training text that the settings `data` name, as it exists now.
 
-    runs, runs_seen: different runs of `RUN` words in the prompts, and how many of them occur. prompts_seen: the prompts
-    with at least one of those. characters: of training text that were looked through; whole: whether that was all.
-    Nothing is fetched. Where there is no such text here, `why` says so.
+    runs, runs_seen: distinct runs of `RUN` words in the prompts, and how many of them occur in the text. prompts_seen:
+    prompts with at least one of those. characters: of training text searched; whole: whether that was all of it.
+    Nothing is downloaded. If the text is not on this machine, `why` says so.
     """
     if data is None:
         return {"why": "there is no record of what it learned from"}
@@ -60,7 +60,7 @@ def overlap(data: Mapping[str, Any] | None, prompts: Sequence[Prompt]) -> dict[s
 
 
 def runs(text: str) -> list[Run]:
-    """All runs of `RUN` words in a text, words being what stands between blanks."""
+    """All runs of `RUN` words, separated by whitespace, in a text."""
     words = text.split()
     return list(zip(*(words[start:] for start in range(RUN)), strict=False))
 
@@ -79,7 +79,7 @@ def _seen(asked: set[Run], config: DataConfig) -> tuple[set[Run], int, bool]:
 
 
 def overlap_sentence(kind: str, found: Mapping[str, Any]) -> str:
-    """The same for people."""
+    """The overlap as a sentence."""
     if "why" in found:
         return f"{kind}: whether it has seen the prompts is not known: {found['why']}."
     read = "all of its training text" if found["whole"] else f"the first {found['characters'] / 1e6:.0f} M characters"

@@ -56,7 +56,7 @@ from outrider.machine import describe_machine
 from outrider.streams import Streams
 
 Report = dict[str, Any]
-EXACT = ("float32", "float64")  # where equal texts decide, and no difference is a tie of rounding
+EXACT = ("float32", "float64")  # dtypes in which texts must be equal, and no difference is a rounding tie
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
@@ -67,7 +67,7 @@ def build_report(
     seed: int,
     tuning: Tuning | None = None,
 ) -> Report:
-    """The report of one method over all prompts; `facts` (target, temperature, settings, …) go in as they are.
+    """The report of one method over all prompts; `facts` (target, temperature, settings, …) are added unchanged.
 
     tuning: what sizes of "auto" were chosen from.
     """
@@ -123,7 +123,7 @@ def build_report(
 
 
 def _part(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, Any]:
-    """What is said of a part of the prompts."""
+    """The figures of a subset of the prompts."""
     mine = [r.generations[method] for r in results]
     return {
         "prompts": conversations(results),
@@ -135,9 +135,9 @@ def _part(results: Sequence[PromptResult], method: str, streams: Streams) -> dic
 
 
 def spec_bench_tasks(categories: Collection[str]) -> dict[str, str]:
-    """The task of each category where the prompts are Spec-Bench's, which counts the eight of MT-Bench as one.
+    """The Spec-Bench task of each category; the eight categories of MT-Bench are one task.
 
-    Empty for other prompts: they have none of the tasks that only Spec-Bench has.
+    Empty unless the prompts are Spec-Bench's, known by the tasks that only it has.
     """
     if not {"translation", "math_reasoning"} & set(categories):
         return {}
@@ -145,7 +145,7 @@ def spec_bench_tasks(categories: Collection[str]) -> dict[str, str]:
 
 
 def relate_to_chain(reports: Sequence[Report]) -> None:
-    """Add GSD's drafted_vs_chain: what the source drafted a round over what a chain of the same source did."""
+    """Add GSD's drafted_vs_chain: nodes drafted per round relative to a chain from the same drafter."""
     chains = {
         r["settings"]["source"]: r["drafted_tokens_per_round"]
         for r in reports
@@ -158,7 +158,7 @@ def relate_to_chain(reports: Sequence[Report]) -> None:
 
 
 def markdown(reports: Sequence[Report]) -> str:
-    """The table people read: one row per method, baselines first."""
+    """The table as Markdown: one row per method, baselines first."""
     first = reports[0]
     speeds = first["tokens_per_second"]
     lines = [
@@ -189,7 +189,7 @@ def markdown(reports: Sequence[Report]) -> str:
 def write_reports(
     out_dir: Path, reports: Sequence[Report], results: Sequence[PromptResult], texts: Mapping, page: str
 ) -> None:
-    """report.json, report.md, report.html, the plots and generations.jsonl in `out_dir`, each whole or not at all.
+    """Write report.json, report.md, report.html, the plots and generations.jsonl to `out_dir`, each atomically.
 
     report.json is the report itself for one method, {"reports": [...]} for several. `texts` maps (prompt id,
     arm) to the decoded continuation. page: report.html (see `make_page`).
@@ -206,7 +206,7 @@ def write_reports(
         for arm, g in r.generations.items()
     ]  # fmt: skip
     content = reports[0] if len(reports) == 1 else {"reports": list(reports)}
-    (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last: it never stands beside files of another run
+    (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last, so it is never beside files of another run
     write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
     _save(plot_speedups(reports), out_dir / "speedup_per_prompt.png")
     _save(plot_acceptance(reports), out_dir / "acceptance_by_position.png")
@@ -234,7 +234,7 @@ def plot_speedups(reports: Sequence[Report]) -> Figure:
 
 
 def plot_acceptance(reports: Sequence[Report]) -> Figure:
-    """Share of rounds whose accepted path reached depth i, of those that drafted so deep; marker area ~ rounds."""
+    """Share of rounds accepted to depth i, among rounds that drafted so deep; marker area ~ rounds."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for index, report in enumerate(reports):
@@ -247,7 +247,7 @@ def plot_acceptance(reports: Sequence[Report]) -> Figure:
         axes.scatter(positions, shares, s=sizes, color=f"C{index}")
     axes.set(xlabel="depth in the draft", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if axes.lines:  # nothing drafted leaves nothing to name
+    if axes.lines:  # no legend if nothing was drafted
         axes.legend()
     return figure
 
@@ -259,7 +259,7 @@ def _verdict(report: Report) -> str:
 
 
 def _prefill_table(reports: Sequence[Report]) -> list[str]:
-    """What an answer takes from the prompt on: the prefill, a drafter's own among it, and the decoding after it."""
+    """The time of whole answers: the prefill, including the drafter's, and decoding."""
     first = reports[0]
     prefills = first["prefill_seconds"]
     lines = [

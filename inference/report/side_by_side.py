@@ -1,7 +1,7 @@
-"""Two finished evaluations beside each other: paired, prompt by prompt, over those that both have measured.
+"""Comparison of two finished evaluations, paired by prompt, over the prompts that both have measured.
 
-The two ran at different times, maybe on different machines. So a method is not compared by its seconds but by what it
-gained over plain decoding in its own run: a slow hour slows both arms. The seconds are given besides.
+They ran at different times, perhaps on different machines. So a method is compared by its speed-up over plain decoding
+in its own run, which a slow machine leaves unchanged. Seconds are reported too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ Value = Callable[[PromptResult, str], float]  # of a method on a prompt
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A finished evaluation: where it lies, its reports by method, its results by prompt."""
+    """A finished evaluation: its folder, its reports by method, its results by prompt."""
 
     folder: str
     reports: Mapping[str, Mapping[str, Any]]
@@ -34,20 +34,20 @@ class Evaluation:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What holds for all of its methods."""
+        """The facts common to all of its methods."""
         return next(iter(self.reports.values()))
 
     @property
     def busy(self) -> str | None:
-        """Why its speeds mean little, None where they do not."""
+        """Why its speeds are unreliable; None if they are reliable."""
         busy: str | None = (self.facts.get("load") or {}).get("busy")
         return busy
 
 
 def compare_reports(config: CompareConfig) -> dict[str, Any]:
-    """Write compare.md and compare.json to `config.out_dir`, print the first, and return what the second holds.
+    """Write compare.md and compare.json to `config.out_dir`, print the first, and return the content of the second.
 
-    Raises `UserError` where a directory holds no finished evaluation, and where the two share no prompt or method.
+    Raises `UserError` if a directory has no finished evaluation, or if the two share no prompt or method.
     """
     out_dir = require_writable(config.out_dir)
     with only_run(out_dir, "a comparison"):
@@ -85,7 +85,7 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
 
 
 def read_evaluation(folder: str) -> Evaluation:
-    """The evaluation that evaluate-checkpoint has left in `folder`. Raises `UserError` for anything else."""
+    """The evaluation that evaluate-checkpoint wrote to `folder`. Raises `UserError` for anything else."""
     path = Path(folder) / REPORT_FILE
     remedy = "give the out_dir of a finished evaluation"
     content = read_json(path, "report", remedy)
@@ -98,10 +98,10 @@ def read_evaluation(folder: str) -> Evaluation:
 
 
 def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
-    """The ids of turns that both have measured, asked in the same words. Raises `UserError` where there are none.
+    """The ids of turns that both have measured with equal prompts. Raises `UserError` if there are none.
 
-    Words are compared as tokens where both targets have one tokenizer. A later turn of a conversation has the target's
-    own answers before it, so with other answers it is another prompt.
+    Prompts are compared as tokens if both targets share a tokenizer. A later turn of a conversation includes the
+    target's earlier answers, so with other answers it is a different prompt.
     """
     tokenizers = [one.facts.get("digests", {}).get("tokenizer") for one in (before, after)]
     same_tokens = tokenizers[0] == tokenizers[1]
@@ -117,7 +117,7 @@ def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
 
 
 def differences(before: Evaluation, after: Evaluation) -> dict[str, list[Any]]:
-    """What was not the same in the two runs, beside the methods: the settings and facts that a reader must know."""
+    """Differences of the two runs other than methods: settings and facts that a reader must know."""
     keys = ("target", "drafter", "dtype", "device", "runtime", "kernels", "temperature", "max_new_tokens", "machine",
             "made_with", "digests", "seed")  # fmt: skip
     pairs = {key: [before.facts.get(key), after.facts.get(key)] for key in keys}
@@ -129,8 +129,8 @@ def compare_methods(
 ) -> dict[str, Any]:
     """`other` of the second run over `one` of the first: medians over prompts of ratios, each with its interval.
 
-    gain: of the speed-ups over plain decoding in each one's own run. seconds: of the seconds a token, as they were.
-    tau: of τ. same_text: on how many of the prompts both said the same.
+    gain: ratio of the speed-ups over plain decoding, each in its own run. seconds: ratio of the seconds per token.
+    tau: ratio of τ. same_text: on how many prompts both texts are equal.
     """
     arms = ((before, one), (after, other))
     fair = [name for name in shared if all(timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
@@ -170,7 +170,7 @@ def _tau(result: PromptResult, method: str) -> float:
 
 
 def comparison_table(found: Mapping[str, Any]) -> str:
-    """The comparison for people, as Markdown."""
+    """The comparison as Markdown."""
     (first, second), (one, other, shared) = found["compare"], found["prompts"]
     lines = [
         f"# {second} over {first}",

@@ -1,4 +1,4 @@
-"""A report in Weights & Biases: the table of methods, their figures as summary, and report.html as it is."""
+"""A report in Weights & Biases: the table of methods, their figures as summary, and report.html."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +12,9 @@ COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedu
 
 
 def log_reports(config: WandbConfig, out_dir: Path, reports: Sequence[Report], settings: Mapping[str, Any]) -> None:
-    """One run for the evaluation in `out_dir`, whose report is written. A resumed evaluation goes on with its run.
+    """Log the evaluation in `out_dir`, whose report is written, as one run. A resumed evaluation continues its run.
 
-    settings: JSON-able, shown as the run's config. Does nothing where W&B is disabled.
+    settings: JSON-able, shown as the run's config. Does nothing if W&B is disabled.
     """
     if not config.is_on():
         return

@@ -1,4 +1,4 @@
-"""How a report says things: its figures as texts, for the tables and pages that people read."""
+"""The wording of reports: figures as text for tables and pages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ INT8 = (
 
 
 def busy_sentences(report: Report) -> list[str]:
-    """For the top: that the machine was busy, where it was."""
+    """A warning for the top of the report if the machine was busy."""
     busy = (report.get("load") or {}).get("busy")
     return [f"{busy} So no speed is judged."] if busy else []
 
 
 def conditions(reports: Sequence[Report]) -> str:
-    """What was measured, and how."""
+    """The conditions of the measurement as a sentence."""
     first = reports[0]
     turns = f", {first['turns']} turns" if first["turns"] > first["prompts"] else ""
     together = f", {first['processes']} processes at a time" if first["processes"] > 1 else ""
@@ -48,13 +48,13 @@ def conditions(reports: Sequence[Report]) -> str:
 
 
 def _numbers(report: Report) -> str:
-    """What the weights are and, where that is something else, what they are computed with."""
+    """The dtype of the weights and, if different, the dtype of the computation."""
     floats = report.get("computes_in", report["dtype"])
     return report["dtype"] if floats == report["dtype"] else f"{report['dtype']} weights and {floats} activations"
 
 
 def _taken(report: Report) -> str:
-    """How many prompts there are results of, and of how many where a time limit left some out."""
+    """How many prompts have results, and of how many if a time limit left some out."""
     prompts, given = report["prompts"], report.get("prompts_given", report["prompts"])
     if report.get("minutes") is None or prompts == given:
         return f"{prompts} prompts"
@@ -62,7 +62,7 @@ def _taken(report: Report) -> str:
 
 
 def _threads(report: Report) -> str:
-    """The CPU threads, and where their number was chosen prompt by prompt for how many prompts each was."""
+    """The CPU threads; if chosen per prompt, how many prompts used each number."""
     used = report.get("threads") or {}
     if len(used) < 2:
         return f"{next(iter(used), report['machine']['threads'])} threads"
@@ -70,7 +70,7 @@ def _threads(report: Report) -> str:
 
 
 def _choice(report: Report) -> str:
-    """How tokens were chosen, in words."""
+    """How tokens were chosen: greedily or by sampling."""
     settings = {key: value for key, value in report["sampling"].items() if value != getattr(SamplingConfig(), key)}
     said = ", ".join(f"{key} {value:g}" for key, value in settings.items())
     if report["temperature"]:
@@ -79,7 +79,7 @@ def _choice(report: Report) -> str:
 
 
 def plain_sentence(report: Report) -> list[str]:
-    """What the baseline itself spends outside of the model; nothing where it decoded nothing."""
+    """The share of the baseline's time outside the model; empty if it decoded nothing."""
     token = report["autoregressive"]
     if token["token_us"] is None:
         return []
@@ -90,7 +90,7 @@ def plain_sentence(report: Report) -> list[str]:
 
 
 def method_sentence(report: Report) -> str:
-    """A method's verdict, where its time goes, and what its structure says of itself."""
+    """A method's verdict, its split of time, and the statistics of its structure."""
     total = sum(report["seconds"].values()) or 1.0
     parts = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in report["seconds"].items())
     even = report["break_even_acceptance"]
@@ -109,29 +109,29 @@ def method_sentence(report: Report) -> str:
 
 
 def _chosen(name: str, size: Mapping[str, Any]) -> str:
-    """What was chosen for a size of "auto", in words."""
+    """The sizes chosen for "auto", in words."""
     mean = f"{size['mean']:.1f} on average, " if "mean" in size else ""
     return f"{name} {mean}most often {size['mode']} ({100 * size['share']:.0f} % of rounds)"
 
 
 def identical_text(report: Report, key: str) -> str:
-    """Of the texts compared how many equal the reference's, by the `key` of the lossless section."""
+    """How many of the compared texts equal the reference's, by `key` of the lossless section."""
     return "sampled" if report["temperature"] else f"{report['lossless'][key]}/{report['lossless']['checked']}"
 
 
 def identical_with_ties(report: Report) -> str:
-    """The method's own texts, with those that were excused."""
+    """How many texts are identical, and how many are rounding ties."""
     ties = report["lossless"]["excused_ties"]
     return identical_text(report, "identical") + (f" (+{ties} ties)" if ties else "")
 
 
 def number_text(value: float | None) -> str:
-    """One decimal, or a dash where nothing was decoded to be timed."""
+    """One decimal; a dash if nothing was timed."""
     return "–" if value is None else f"{value:.1f}"
 
 
 def interval_text(speedup: Mapping[str, Any] | None) -> str:
-    """A speed-up's median and interval, or a dash where nothing was decoded to be timed."""
+    """A speed-up's median and interval; a dash if nothing was timed."""
     if speedup is None or speedup["median"] is None:
         return "–"
     low, high = speedup["ci95"]
@@ -144,12 +144,12 @@ def times_text(speedup: Mapping[str, Any]) -> str:
 
 
 def milliseconds_text(seconds: Mapping[str, Any]) -> str:
-    """The same of seconds, in thousandths."""
+    """Seconds as milliseconds with their interval."""
     low, high = seconds["ci95"]
     return f"{1e3 * seconds['median']:.1f} [{1e3 * low:.1f}, {1e3 * high:.1f}]"
 
 
 def _short(value: object) -> str:
-    """A field's value as JSON, its end left out where it is a long list; report.json has it whole."""
+    """A field's value as JSON; long lists are truncated, report.json has them whole."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

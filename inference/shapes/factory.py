@@ -1,4 +1,4 @@
-"""Ways of drafting a round: a structure with its settings and its stop rule."""
+"""Draft structures built from their settings and stop rules."""
 
 import random
 import sys
@@ -26,14 +26,14 @@ from outrider.streams import Streams
 
 
 class RoundSource(Extends, Protocol):
-    """A source during one round. `to_probs` makes draft distributions of its logits; None under greedy decoding."""
+    """A source during one round. `to_probs` turns its logits into draft distributions; None under greedy decoding."""
 
     @property
     def to_probs(self) -> ToProbs | None: ...
 
 
 class WrappedSource:
-    """A source that does what another one does; for those who watch it."""
+    """A source that delegates to another one: the base of wrappers that observe it."""
 
     to_probs: ToProbs | None
 
@@ -52,14 +52,14 @@ class WrappedSource:
 class Structure(Protocol):
     """Shapes one round's draft.
 
-    reads_root: compares drafted tokens with the root, so that they must be ids of the same kind.
+    reads_root: whether it compares drafted tokens with the root; both must then be ids of the same vocabulary.
     """
 
     reads_root: bool
 
     @property
     def max_rows(self) -> int:
-        """Rows a round may add to the caches, besides the root."""
+        """Upper bound of the rows that a round adds to the caches, the root not counted."""
         ...
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
@@ -78,12 +78,12 @@ class Structure(Protocol):
         ...
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """The round's draft and the nodes of it that were accepted."""
+        """Learn from a verified draft: `accepted` are its accepted nodes."""
         ...
 
 
 class Chain:
-    """One token after the other until the stop rule says so. With a generator the tokens are drawn from q."""
+    """Drafts one token at a time until the stop rule stops. With a generator, tokens are sampled from q."""
 
     reads_root = False
 
@@ -105,10 +105,10 @@ class Chain:
 
 @dataclass
 class Tree:
-    """A tree structure with its settings bound. `totals` sums up what the papers report of theirs, over rounds.
+    """A tree structure with its settings bound. `totals` are the statistics that the papers report, summed over rounds.
 
-    rule: asked after every level whether it is the last. It learns from the tree's depth and the accepted path as it
-    does from a chain and its accepted tokens.
+    rule: decides after every level whether drafting stops. It learns from the tree's depth and the accepted path, as
+    from a chain and its accepted tokens.
     """
 
     build: Callable[..., DraftTree]  # (source, root, limit=…, rule=…, to_probs=…)
@@ -156,8 +156,8 @@ def make_structure(
 ) -> Structure:
     """The structure of `method`, fresh.
 
-    streams: the generation's; the draft and the stop rule take one each. drawn: draw the draft from q (sampling), else
-    it is the likeliest tokens. head: for stop.rule=calibrated. tuning: for sizes that are "auto" (see
+    streams: of the generation; the draft and the stop rule use one each. drawn: sample the draft from q, else take the
+    most likely tokens. head: for stop.rule=calibrated. tuning: for sizes that are "auto" (see
     `inference.measure.probe`).
     """
     settings = method.structure

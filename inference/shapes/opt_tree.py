@@ -1,4 +1,4 @@
-"""OPT-Tree: the draft of a given size, or of the best size, with the largest expected acceptance."""
+"""OPT-Tree: the draft tree of a given or chosen size with the largest expected accepted length."""
 
 import math
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ def opt_tree(
 ) -> OptimalTree:
     """The tree of at most `nodes` nodes with the largest E(A) = 1 + Σ p̂ (OPT-Tree, Algorithm 1).
 
-    It grows level by level. The next level is the `nodes` largest p̂ among the children of the last one. Drafting ends
-    when a level raised E of the best tree by `delta` or less, or when `rule` stops it. Nodes with p̂ = 0 are left out.
+    It grows level by level. The next level holds the `nodes` children of the last level with the largest p̂. Drafting
+    ends when a level raises the best tree's E by `delta` or less, or when `rule` stops. Nodes with p̂ = 0 are left out.
 
-    Of the last level only nodes that are in the best tree so far are fed. In the order by (p̂, depth) a child comes
-    after its parent, so descendants of a node outside the best `nodes` can never enter. The best tree holds a prefix of
-    every level sorted by p̂. That keeps parents in under ties and leaves nothing to gather. Any prefix of the order has
-    the same property. `growth` chooses the most rewarding one, and how much of a level is worth feeding.
+    Only nodes of the last level that are in the best tree so far are fed. Sorted by (p̂, depth) a child follows its
+    parent, so descendants of a node outside the best `nodes` can never enter. So the best tree contains a prefix
+    of every level sorted by p̂; ties cannot remove a parent, and nothing has to be gathered. Any prefix of that order is
+    also a tree. `growth` chooses the prefix with the best rate, and how many nodes of a level to feed.
 
     to_probs None: softmax of logits / temperature.
 
-    width: only so many of a level are fed, the likeliest ones. With it and a δ of 0 the tree is EAGLE-2's (arXiv
-    2406.16858, section 4), which has the largest E(A) of those that such steps find.
+    width: the most nodes of a level that are fed, most likely first. With it and δ = 0 the tree is EAGLE-2's (arXiv
+    2406.16858, section 4), which has the largest E(A) of all trees that such steps can find.
 
     One transfer per level; at most nodes · limit rows.
     """
@@ -92,9 +92,9 @@ def _children(
     to_probs: ToProbs | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor, list[float], list[int]]:
-    """The likeliest nodes below those of a level: p̂, descending, and tokens; on the host p̂ and the parents' places.
+    """The most likely children of a level: p̂, descending, and tokens; p̂ and the parents' indices on the host.
 
-    parents, weights: p̂ of the level's nodes, on the host and beside the logits, None where that is 1.
+    parents, weights: p̂ of the level's nodes on the host, and on the logits' device (None where p̂ = 1).
     """
     compiled = likeliest_children(logits, parents, count, 1 / temperature) if to_probs is None else None
     if compiled is not None:
@@ -142,8 +142,8 @@ def _assemble(
 def _largest(probs: Tensor, weights: Tensor | None, count: int, chunk: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` largest of probs [m, V] · weights [m, 1], descending: values, rows, columns (each [count] or fewer).
 
-    They lie in the `count` chunks with the largest maxima. So one pass over probs finds the chunks, and the rest looks
-    at count · chunk numbers. V is padded with zeros, which come last.
+    They lie in the `count` chunks with the largest maxima. One pass over probs finds these chunks; the rest reads
+    count · chunk numbers. V is padded with zeros, which sort last.
     """
     if probs.shape[-1] % chunk:
         probs = F.pad(probs, (0, -probs.shape[-1] % chunk))

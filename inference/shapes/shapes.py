@@ -1,11 +1,11 @@
 """Draft structures: functions from a source and the last committed token to a `DraftTree`.
 
-Every structure feeds `root` [1] alone in its first `extend` (row 0). Then it makes one `extend` per level, with the
-nodes that get children. Nodes stand in level order, copies of a token graph after all others. So parents come before
-children, and a caller may feed the nodes without a row in index order.
+Every structure feeds `root` [1] alone in its first `extend` (row 0), then calls `extend` once per level with the nodes
+that get children. Nodes are in level order; the copies of a token graph follow all others. So parents precede children,
+and a caller may feed the nodes without a row in index order.
 
-`limit` bounds the nodes on a path. At limit 0 nothing is drafted and nothing is fed. `rule`, where there is one, is
-asked after every level. A draft that it stops at depth d is the one that limit=d would have given.
+`limit` bounds the nodes on a path. At limit 0 nothing is drafted and nothing is fed. A `rule` is asked after every
+level. A draft that it stops at depth d equals the draft of limit=d.
 """
 
 import random
@@ -41,16 +41,16 @@ class Extends(Protocol):
 
 
 def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Extends, row: int = 0) -> bool:
-    """Ask `rule`, where there is one, whether a level of depth `drafted` is the last one.
+    """Whether `rule`, if there is one, ends the draft after a level of depth `drafted`.
 
-    tokens: those of the level, the node that stands for it first. logits [n, V]: after the rows just fed. row: the one
-    of them that node was taken from (see `Step`).
+    tokens: of the level; the first node represents it. logits [n, V]: after the rows just fed. row: the one of these
+    rows that predicted the first node (see `Step`).
     """
     return rule is not None and rule.stop(Step(drafted, tokens[:1], logits[row : row + 1], source, row))
 
 
 def plain_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Softmax in float32 [n, V]: the draft distribution where nothing is processed."""
+    """Softmax in float32 [n, V]: the draft distribution without logits processors."""
     return logits.float().softmax(-1)
 
 
@@ -66,10 +66,10 @@ def chain(
     to_probs: ToProbs | None = None,
     generator: random.Random | None = None,
 ) -> DraftTree:
-    """One token after the other until `rule` stops or `limit` tokens are there.
+    """Draft one token at a time until `rule` stops or the draft has `limit` tokens.
 
-    Without a generator each token is the most probable one, and the draft is deterministic. With one it is drawn from
-    q, which the tree records. `to_probs` None: logits as they are (greedy), plain softmax (sampled).
+    Without a generator each token is the argmax, and the draft is deterministic. With one it is sampled from q, which
+    the tree records. `to_probs` None: unprocessed logits (greedy), plain softmax (sampled).
     """
     tokens = [root]
     q: dict[int, Tensor] = {}
@@ -107,8 +107,8 @@ def k_config(
 ) -> DraftTree:
     """MCSD's tree: every node of level i gets up to widths[i] children, fewer where q has fewer tokens left.
 
-    mode: how the children come about.
-    - "with_replacement": i.i.d. draws; equal ones share a node (`DraftTree.draws`).
+    mode: how children are chosen.
+    - "with_replacement": i.i.d. samples; equal ones share a node (`DraftTree.draws`).
     - "without_replacement": x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i).
     - "top_k": the most probable tokens, deterministic.
 
@@ -157,10 +157,10 @@ def k_config(
 
 
 def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool) -> Tensor:
-    """Draw `count` tokens from each row of probs [m, V] -> [m, count], −1 where no token with q > 0 is left.
+    """Sample `count` tokens from each row of probs [m, V] -> [m, count], −1 where no token with q > 0 is left.
 
-    Without replacement each drawn token's q is set to 0 and the rest is drawn from again. That is the law of Gumbel
-    top-k, at one running sum per draw instead of V random numbers per row.
+    Without replacement, each drawn token's q is set to 0 before the next draw. This has the distribution of Gumbel
+    top-k, and needs one cumulative sum per draw instead of V random numbers per row.
     """
     rounds, each = (1, count) if replacement else (count, 1)
     left = probs if rounds == 1 else probs.clone()
@@ -267,10 +267,10 @@ def static(
     rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> DraftTree:
-    """A tree of fixed shape. A node's rank says the how-manieth most probable child of its parent it is.
+    """A tree of fixed shape. A node of rank r, from 0, is the r-th most likely child of its parent.
 
-    It is deterministic and without any transfer. `to_probs` None ranks the logits as they are. Paths longer than
-    `limit`, and ranks that the vocabulary does not have, are left out. At most len(shape) rows.
+    Deterministic, without a device transfer. `to_probs` None: unprocessed logits are ranked. Paths longer than `limit`
+    and ranks beyond the vocabulary are left out. At most len(shape) rows.
     """
     if limit < 1:
         return DraftTree(root[:0], (), ())
@@ -336,12 +336,12 @@ def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _P
 
 
 def cat_levels(levels: Sequence[Tensor], root: Tensor) -> Tensor:
-    """All levels' nodes; without any, an empty tensor like `root`."""
+    """The nodes of all levels; an empty tensor like `root` if there are none."""
     return torch.cat(list(levels)) if levels else root[:0]
 
 
 def find_shape(name: str, nodes: int) -> Shape:
-    """The shape called "binary", of so many nodes, or "eagle", else the one in the file `name`. Raises `UserError`."""
+    """The shape "binary" with `nodes` nodes, "eagle", or the shape in the file `name`. Raises `UserError`."""
     if name == "binary":
         return binary_shape(nodes)
     return EAGLE_25 if name == "eagle" else read_shape(name)

@@ -1,4 +1,4 @@
-"""GSD's token graph: a tree whose repeated τ-grams are drafted once, and unmerged for verification."""
+"""GSD's token graph: repeated τ-grams of a draft tree are drafted once, and unmerged for verification."""
 
 import heapq
 from collections.abc import Sequence
@@ -25,9 +25,8 @@ class GraphTree(DraftTree):
 
 @dataclass
 class TokenGraph:
-    """Nodes on the host in level order. A merged node has no children of its own: its successors are those of
-    `merged[node]`, the first extended node that ends the same τ-gram. Following children and merges never
-    leads back: the graph is acyclic.
+    """Nodes on the host in level order. A merged node has no children: it shares those of `merged[node]`, the first
+    extended node that ends the same τ-gram. The graph of children and merges is acyclic.
     """
 
     root_token: int
@@ -93,9 +92,9 @@ def token_graph(
     rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> GraphTree:
-    """GSD's token graph, drafted and unmerged. At most `node_budget` nodes, and as many rows.
+    """GSD's token graph, drafted and unmerged. At most `node_budget` nodes and rows.
 
-    Copies, which take no drafting, go as deep as `limit` unless `rule` stopped the graph before.
+    Copies cost no drafting and may reach depth `limit`, unless `rule` stopped the graph earlier.
     """
     if limit < 1:
         return GraphTree(root[:0], (), ())
@@ -140,13 +139,12 @@ def draft_graph(
     A stop lowers the graph's limit. There is one transfer a level.
 
     A node gets its `out_degree` most probable children (q > 0). It stays a leaf in three cases: q < theta_prob;
-    q < theta_sibling · the largest q among its siblings; or it is τ-redundant, its τ-gram ends at an earlier node that
-    is extended. Example with τ = 2: where two paths both end in "of the", only the first such node is extended.
+    q < theta_sibling · the largest q among its siblings; or it is τ-redundant: an extended earlier node ends the same
+    τ-gram. Example with τ = 2: if two paths end in "of the", only the first such node is extended.
 
-    The redundant node is merged into the first such node, unless that would close a cycle; then it counts as new. A
-    pruned earlier occurrence has no successors to share and is passed over. A pruned later one is merged like any
-    other, as sharing is free. tau=0 merges nothing. When a level exceeds `node_budget`, its nodes with the largest p̂
-    stay.
+    A redundant node is merged into that first node, unless that would close a cycle; then it counts as new. A pruned
+    earlier occurrence has no children to share and is ignored. A pruned later one is merged like any other, as sharing
+    is free. tau=0 merges nothing. A level that exceeds `node_budget` keeps its nodes with the largest p̂.
     """
     to_probs = to_probs or plain_probs
     graph = TokenGraph(0, limit)
@@ -209,10 +207,10 @@ def _children(
 
 
 def unmerge(graph: TokenGraph, node_budget: int) -> None:
-    """Turn the graph into a tree: below every merged node, copy the successors of its first occurrence (GSD §5.4).
+    """Turn the graph into a tree: below every merged node, copy the subtree of its first occurrence (GSD §5.4).
 
-    Copies carry the q of what they copy. They are added by descending p̂ while there are fewer than `node_budget`
-    nodes. No path gets longer than the graph's limit. Copies have no row: the source was never fed them.
+    A copy keeps the q of its original. Copies are added by descending p̂ up to `node_budget` nodes in all, and no path
+    exceeds the graph's limit. Copies have no row, since the source was never fed them.
     """
     originals = [graph.children[graph.merged.get(node, node)] for node in range(len(graph.tokens))]
     waiting: list[tuple[float, int, int, int]] = []  # (−p̂, tie-break, parent, node to copy)

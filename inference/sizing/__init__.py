@@ -1,1 +1,1 @@
-"""Sizes that choose themselves: what passes cost, what a size would gain, the measurement at the start."""
+"""Automatic draft sizes: measured costs of passes, expected gains, and the choice between sizes."""

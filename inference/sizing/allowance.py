@@ -1,24 +1,23 @@
-"""What drafting may lose against plain decoding."""
+"""A bound on what drafting may lose against plain decoding."""
 
 from inference.sizing.costs import WIDEST, Costs
 
-LOSS = 0.02  # of plain decoding's rate
-# Rounds that the rate is of: the weight of a round fades by 1 / MEMORY with each one after it. A drafter that pays is
-# wrong several times on end now and then: with 33, two such rounds were more than the allowance.
+LOSS = 0.02  # share of plain decoding's rate
+# Rounds that the running rate averages over: each round reduces the weight of earlier ones by 1 / MEMORY. A useful
+# drafter is sometimes wrong several times in a row: with 33, two such rounds exceeded the allowance.
 MEMORY = 100
 
 
 class Allowance:
-    """Rounds without a draft, where drafts do not pay.
+    """Skips drafting in rounds where drafts do not pay.
 
-    The running rate is tokens per second of this generation, by the measured costs, of all its rounds, and it starts at
-    plain decoding's. While it is more than `loss` below that, no draft is made. Such a round is one of plain decoding,
-    and it brings the rate nearer to that again, so sooner or later another draft is tried. A drafter that never is
-    right is asked in as many rounds as that allows, and loses that and one draft at most; one that pays is asked in
-    nearly every round.
+    The running rate is this generation's tokens per second by the measured costs, and starts at plain decoding's. While
+    it is more than `loss` below plain decoding's rate, rounds go without a draft. Such rounds are plain decoding and
+    raise the running rate again, so another draft is tried sooner or later. A useless drafter costs at most `loss` plus
+    one draft; a useful one drafts in almost every round.
 
-    loss: what is given away of plain decoding's rate. A generation of N tokens gives away (MEMORY + N) of these, and
-    one draft, at most.
+    loss: the share of plain decoding's rate that may be lost. A generation of N tokens loses (MEMORY + N) · loss tokens
+    and one draft at most.
     """
 
     def __init__(self, costs: Costs, loss: float = LOSS):
@@ -31,14 +30,14 @@ class Allowance:
         return self._emitted / self._seconds
 
     def spent(self) -> bool:
-        """Whether this round is to go without a draft."""
+        """Whether this round skips drafting."""
         return self.rate < (1 - self._loss) / self._costs.plain
 
     def observe(self, fed: list[int], submitted: int, emitted: int) -> None:
         """A round ended.
 
-        fed: the rows of each pass of the drafter, none where it was not asked; submitted: drafted tokens that were
-        verified; emitted: tokens of the round.
+        fed: rows of each drafter pass, empty if drafting was skipped; submitted: drafted tokens that were verified;
+        emitted: tokens that the round produced.
         """
         costs = self._costs
         seconds = costs.plain

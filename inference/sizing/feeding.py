@@ -1,4 +1,4 @@
-"""Whether one more pass of a drafter pays, where n-grams have a draft already."""
+"""Whether another pass of the drafter pays when n-grams have already drafted."""
 
 import math
 from collections.abc import Sequence
@@ -11,21 +11,20 @@ from inference.sizing.node_sizes import best_nodes, trials_of
 from inference.sizing.policy import BANDS as Q_BANDS
 from inference.sizing.policy import DEEPEST, KEEP, TREE_NEIGHBOUR, TREE_OWN, Evidence, Tuning
 
-BANDS = 8  # of how sure the n-grams are of what follows a node
-# What a unit of path probability that is fed brings, by band, before a generation has said anything. It was fitted with
+BANDS = 8  # of the n-grams' confidence in the token after a node
+# The prior gain, by band, of feeding one unit of path probability to the drafter. It was fitted with
 # an EAGLE-3 head of a 135M chat model and drafts of 24 nodes (`git show 5a060c4:benchmarks/fit_fused.py`).
 GAINS = (0.4, 0.2, 0.15, 0.1, 0.08, 0.06, 0.04, 0.02)
-MOST_FED = 48  # rows that a drafter is fed in a round, besides the root
-_OWN = 6.0  # worth of nodes fed that the prior of a gain counts for
-_PATIENCE = (8, 128)  # rounds without a pass after which one is made all the same, at first and at most
+MOST_FED = 48  # most rows that a drafter is fed in a round, the root not counted
+_OWN = 6.0  # weight of the prior, in path probability fed
+_PATIENCE = (8, 128)  # rounds without a pass before one is forced, at first and at most
 
 
 class Gains:
-    """What asking the drafter at a node is expected to bring, for each unit of the node's path probability.
+    """The expected gain of running the drafter at a node, per unit of the node's path probability.
 
-    That is by how much the sum of path probabilities of the best tree, chosen anew, exceeds that of the tree before,
-    both by what is known then. By how sure the n-grams are of what follows the node, in BANDS bands. It begins at a
-    prior and follows what it was.
+    The gain is the increase of the best tree's summed path probability, both sums taken after the pass. It is estimated
+    per band of the n-grams' confidence in the next token (`BANDS`), from a prior and the gains observed.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class Gains:
         ]
 
     def add(self, bands: Sequence[int], worths: Sequence[float], gained: float) -> None:
-        """Nodes of `bands` with such `worths` were fed together, which brought `gained`."""
+        """One pass over nodes with these `bands` and `worths` gained `gained`."""
         total = math.fsum(worths)
         for counts in (self._gained, self._fed):
             counts[:] = [KEEP * count for count in counts]
@@ -49,12 +48,12 @@ class Gains:
 
 
 class Feeding:
-    """How many nodes a round submits, how many of a step it feeds, and when it stops.
+    """Chooses how many nodes a round submits, how many each step feeds, and when drafting stops.
 
-    What a node is worth is its path probability, every step of it times how far its like was to be trusted so far, as
-    for n-grams alone with nodes=auto (see `inference.sizing.node_sizes`).
+    A node's worth is its path probability, with every step scaled by the observed reliability of such a q, as for
+    n-grams alone with nodes=auto (see `inference.sizing.node_sizes`).
 
-    nodes, depth: given numbers; None: chosen here, which needs `tuning`. width: nodes fed in a step at most.
+    nodes, depth: given numbers; None: chosen here, which needs `tuning`. width: most nodes fed in one step.
     """
 
     def __init__(self, tuning: Tuning | None, nodes: int | None, depth: int | None, width: int | None):
@@ -71,14 +70,14 @@ class Feeding:
             self._after_draft = np.array([costs.verify[n + 1] + costs.rest for n in range(self.max_nodes + 1)])
 
     def begin(self, waiting: int) -> None:
-        """A round begins. waiting: tokens that the drafter has to run besides, before it can draft."""
+        """A round begins. waiting: pending tokens that the drafter must run first."""
         self._waiting, self._spent, self._steps, self._fed = waiting, 0.0, 0, 0
         self._forced = False
 
     def count(self, parents: np.ndarray, paths: np.ndarray) -> int:
-        """How many nodes to submit if drafting ended here, the first ones.
+        """How many nodes to submit, from the first on, if drafting ended here.
 
-        parents int64 [n], −1: the root; paths float64 [n], path probabilities, which fall.
+        parents int64 [n], −1: the root; paths float64 [n]: path probabilities, descending.
         """
         if self._evidence is None:
             self.expected = 1.0 + float(paths.sum())
@@ -90,10 +89,10 @@ class Feeding:
         return count
 
     def feed(self, count: int, values: Sequence[float], later: Sequence[float] = ()) -> int:
-        """How many nodes to feed next; 0: verify now. count: of the nodes that would be submitted now.
+        """How many nodes to feed next; 0: verify now. count: nodes that would be submitted now.
 
-        values: what feeding each of the candidates is expected to add, the largest first. later: what the best node of
-        those adds that can be fed one pass later, two passes later and so on. A first pass may pay only by those.
+        values: the expected gain of feeding each candidate, descending. later: the gain of the best node that can be
+        fed one pass later, two passes later and so on. A first pass may pay only through those.
         """
         room = min(self._width, MOST_FED - self._fed, len(values))
         if self._steps == self.max_depth or room <= 0:
@@ -106,7 +105,7 @@ class Feeding:
         return feed
 
     def observe(self, parents: np.ndarray, paths: np.ndarray, accepted: Sequence[int]) -> None:
-        """What was submitted, and the nodes of it that were accepted."""
+        """Learn from a verified draft and its accepted nodes."""
         if self._evidence is not None:
             self._evidence.add(trials_of(parents, paths, accepted))
             self._trust = np.array(self._evidence.shares())
@@ -121,7 +120,7 @@ class Feeding:
             self._idle += 1
 
     def chosen(self, count: int) -> list[str]:
-        """What was chosen in this round, which submits `count` nodes, for the record."""
+        """The sizes chosen in this round, which submits `count` nodes, for the report."""
         nodes = [f"nodes={count}"] if self._nodes is None else []
         return nodes + ([f"max_depth={self._steps}"] if self._depth is None else [])
 
@@ -140,7 +139,7 @@ class Feeding:
         return feed if max(first, self._best_plan(count, values[0], later)) > best else 0
 
     def _best_plan(self, count: int, value: float, later: Sequence[float]) -> float:
-        """The tokens a second of as many passes as pay, each of one row."""
+        """Tokens per second with the best number of passes, each of one row."""
         emitted, spent, best = self.expected + value, self._spent + self._step(1), 0.0
         for passes, more in enumerate(later[: self.max_depth - self._steps - 1], start=2):
             emitted, spent = emitted + more, spent + self._costs_of(1)
@@ -148,7 +147,7 @@ class Feeding:
         return best
 
     def _after(self, nodes: int) -> float:
-        """Seconds of the rest of a round that submits so many."""
+        """Seconds that a round takes after drafting `nodes` nodes."""
         assert self._costs is not None
         return self._costs.verify[min(nodes, self.max_nodes, MOST_NODES) + 1] + self._costs.rest
 

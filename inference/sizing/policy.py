@@ -1,12 +1,12 @@
-"""Sizes of drafts chosen from measured costs and observed acceptance, for the most tokens a second.
+"""Draft sizes chosen from measured costs and observed acceptance, for the most tokens per second.
 
 A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `rest`). It
-emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r). E[A] comes from
-what was accepted before in this generation (`Evidence`), over a prior measured together with the costs. Everything is
-plain numbers on the host: nothing here touches the device.
+emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r). E[A] is estimated
+from the acceptance in this generation (`Evidence`) and a prior measured together with the costs. Everything is plain
+numbers on the host: nothing here touches the device.
 
-A choice never looks at what this round has drawn. Under sampling it follows from earlier rounds, or from q where the
-candidates are the likeliest ones, so the emitted law stays exact. Under greedy decoding no choice can change a token.
+A choice never depends on the tokens sampled in this round. It follows from earlier rounds, or from q where candidates
+are the most likely tokens, so the distribution of sampled text stays exact. Greedy text depends on no choice.
 """
 
 import itertools
@@ -24,26 +24,25 @@ from inference.sizing.costs import Costs
 
 DEEPEST = 16  # what "auto" considers, with MOST_NODES and LONGEST_CHAIN
 WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-config tree that "auto" considers
-# Trials that the prior, and the estimate one index before, count for. How often a chain is right is up to the text. How
-# far to trust a q of some size, or a further candidate, is more up to the drafter.
+# Weights, in trials, of the prior and of the estimate one index before. The acceptance of a chain depends on the text;
+# the reliability of a q, or of a further candidate, depends more on the drafter.
 OWN, NEIGHBOUR = 1.0, 10.0
 TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
 BANDS = 14  # of q, two to an octave
 SPARE, FEWEST, RECENT = 2, 4, 16  # see `TreeSizes`
-INDICES = max(LONGEST_CHAIN, WIDEST_FAMILY, BANDS)  # that trials may have
-KEEP = 0.97  # of the weight of a trial when another round follows: text has easy and hard stretches
-FADE = 0.5  # a further candidate of a node is so much less often right than the one before, until seen otherwise
+INDICES = max(LONGEST_CHAIN, WIDEST_FAMILY, BANDS)  # of trials, at most
+KEEP = 0.97  # factor on the weight of old trials per round: text has easy and hard stretches
+FADE = 0.5  # prior ratio of the acceptance of a node's candidate to that of the candidate before
 
 Trials = Iterator[tuple[int, float, float]]  # index, how many trials, how many of them were right
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What choices start from: costs, and a prior. The prior says for each index the trials made and how many were
-    right.
+    """Measured costs, and a prior: per index, how many trials were made and how many were right.
 
-    An index is a position in a chain, the how-manieth candidate of a node in a k-config tree, or a band of q. The
-    trials of a band are Σ q over candidates at nodes the target went through: as many accepted ones as q promises.
+    An index is a position in a chain, the rank of a node's candidate in a k-config tree, or a band of q. The trials of
+    a band are Σ q over the candidates at nodes on the target's path: the number of acceptances that q predicts.
     """
 
     costs: Costs
@@ -52,11 +51,11 @@ class Tuning:
 
 
 class Evidence:
-    """The share of trials that are right, by index 0 … count − 1, from those of this generation and a prior.
+    """The estimated share of right trials per index 0 … count − 1, from this generation's trials and a prior.
 
-    The estimate of an index counts its own trials, `own` more at the prior's share, and `neighbour` at the estimate
-    of the index before times `fade`: an index that was never tried follows the last one that was. start: the share of
-    the first index where the prior knows nothing.
+    The estimate of an index weighs its own trials, `own` trials at the prior's share, and `neighbour` trials at `fade`
+    times the estimate of the index before: an untried index follows the last one tried. start: the share of the first
+    index without a prior.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ def _smooth(
 
 
 def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
-    """The K ≥ 1 with the most tokens a second, and those; shares[k]: how often token k + 1 is right where those before
+    """The K ≥ 1 with the most tokens per second, and that rate; shares[k]: how often token k + 1 is right if all before
     it are."""
     best, length = 0.0, 1
     emitted, path = 1.0, 1.0
@@ -120,7 +119,7 @@ def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
 
 
 def trials_in_chain(drafted: int, accepted: int) -> Trials:
-    """Every position that was put to the test: those after a wrong one were not."""
+    """One trial per tested position; positions after a wrong one are not tested."""
     return ((index, 1.0, index < accepted) for index in range(min(accepted + 1, drafted)))
 
 
@@ -128,7 +127,7 @@ def trials_in_chain(drafted: int, accepted: int) -> Trials:
 
 
 def best_count(worths: Sequence[float], spent: float, costs: Costs) -> tuple[int, float]:
-    """How many nodes to submit, the first ones of `worths` (expected accepted tokens of each), and tokens a second."""
+    """How many leading nodes of `worths` (expected accepted tokens of each) to submit, and the tokens per second."""
     best, count, emitted = 0.0, 0, 1.0
     for n, worth in enumerate(worths, start=1):
         emitted += worth
@@ -143,8 +142,8 @@ class TreeSizes:
 
     nodes, depth: given numbers; None: chosen here.
 
-    Every node that is looked at takes time, and most are too unlikely to submit. So a round looks at `SPARE` times as
-    many as the largest tree of the last `RECENT` rounds had.
+    Every candidate node costs time, and most are too unlikely to be submitted. So a round considers `SPARE` times the
+    nodes of the largest tree in the last `RECENT` rounds.
     """
 
     def __init__(self, tuning: Tuning, nodes: int | None, depth: int | None):
@@ -164,7 +163,7 @@ class TreeSizes:
         self._submitted.append(len(tree))
 
     def chosen(self, tree: DraftTree) -> list[str]:
-        """What was chosen for `tree`, for the record."""
+        """The sizes chosen for `tree`, for the report."""
         assert isinstance(tree, OptimalTree)
         nodes = [f"nodes={len(tree)}"] if self.nodes is None else []
         return nodes + ([f"max_depth={len(tree.masses)}"] if self.depth is None else [])
@@ -176,7 +175,7 @@ def band(q: float) -> int:
 
 
 def trials_by_band(tree: DraftTree, accepted: Sequence[int]) -> Trials:
-    """Every candidate at the nodes the target went through, q trials each: it is right as often as q says, or not."""
+    """Every candidate at nodes on the target's path, counted as q trials: a calibrated q is right that often."""
     assert isinstance(tree, OptimalTree)
     through, right = {ROOT, *accepted}, set(accepted)
     for node, (parent, q) in enumerate(zip(tree.parents, tree.steps, strict=True)):
@@ -185,14 +184,13 @@ def trials_by_band(tree: DraftTree, accepted: Sequence[int]) -> Trials:
 
 
 class TreeGrowth:
-    """One round's choices; told every level that was drafted.
+    """The choices of one round, updated after every drafted level.
 
-    What a node is worth is the product of q along its path, every q times how far its like was to be trusted (accepted
-    / Σ q). Example: a greedy target takes a q of 0.8 more often than that, and one of 0.1 less. The next level is
-    expected to hold one child for each node fed. The child is worth as much less than its parent as this level is less
-    than the last.
+    A node's worth is the product of q along its path, every q scaled by the observed reliability of its band (accepted
+    / Σ q). Example: a greedy target accepts a q of 0.8 more often than that, and a q of 0.1 less often. The next level
+    is expected to hold one child per node fed, whose worth relates to its parent's as this level's mass to the last's.
 
-    nodes: how many of the likeliest are looked at.
+    nodes: how many of the most likely nodes are considered.
     """
 
     def __init__(self, sizes: TreeSizes, trust: Sequence[float], nodes: int):
@@ -203,13 +201,13 @@ class TreeGrowth:
     def after_level(
         self, fed: int, steps: Sequence[float], places: Sequence[int], best: Sequence[tuple[float, int]]
     ) -> tuple[int, int]:
-        """A level came out of feeding `fed` rows, the likeliest nodes first.
+        """Feeding `fed` rows produced a level, its most likely nodes first.
 
-        steps, places: of its nodes, q after the parent and the parent's place in the level before.
-        best: (−p̂, depth from 0) of the likeliest nodes so far, ascending. They are the first ones of every level.
+        steps, places: each node's q given its parent, and the parent's index in the level before.
+        best: (−p̂, depth from 0) of the most likely nodes so far, ascending. They are a prefix of every level.
 
-        Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for
-        another one, the likeliest first. 0 of them: verify now.
+        Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for the
+        next one, most likely first; 0: verify now.
         """
         sizes, costs = self._sizes, self._sizes.costs
         self._spent += costs.step[fed]
@@ -233,7 +231,7 @@ class TreeGrowth:
         return count, feed if sizes.depth is not None or deeper > rate else 0
 
     def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
-        """How many rows to feed next, and the tokens a second to expect then."""
+        """How many rows to feed next, and the tokens per second expected then."""
         costs, room = self._sizes.costs, self.nodes - len(worths)
         best, feed = 0.0, 0
         for rows, gain in enumerate(gains, start=1):
@@ -250,7 +248,7 @@ class TreeGrowth:
 
 @lru_cache
 def all_widths() -> tuple[tuple[int, ...], ...]:
-    """The k-config trees that widths=auto considers: at most MOST_NODES nodes, no wider below than above."""
+    """The k-config trees that widths=auto considers: at most MOST_NODES nodes, widths not growing with depth."""
     found: list[tuple[int, ...]] = []
     growing: list[tuple[int, ...]] = [()]
     while growing:
@@ -270,16 +268,16 @@ def level_sizes(widths: Sequence[int]) -> list[int]:
 
 
 def round_seconds(widths: Sequence[int], costs: Costs) -> float:
-    """What a round with a k-config tree takes."""
+    """Seconds of a round with a k-config tree."""
     sizes = level_sizes(widths)
     drafting = math.fsum(costs.step[fed] for fed in [1, *sizes[:-1]])
     return drafting + costs.verify[sum(sizes) + 1] + costs.rest
 
 
 class BestWidths:
-    """widths=auto of a k-config tree, chosen anew before every round from the acceptance at nodes of earlier ones.
+    """widths=auto of a k-config tree, chosen before every round from the acceptance at nodes of earlier rounds.
 
-    Candidate i of a node is right with probability h_i where those before it were not. So one of k is right with
+    Candidate i of a node is right with probability h_i if those before it are wrong. So one of k is right with
     probability α_k = 1 − Π_{i≤k} (1 − h_i). A tree of widths k_1, k_2, … emits 1 + α_{k_1} + α_{k_1} α_{k_2} + …
     tokens. Example: h = (0.5, 0.5) gives α_2 = 0.75, so the widths 2, 2 emit 1 + 0.75 + 0.5625 tokens.
     """
@@ -306,19 +304,19 @@ class BestWidths:
         self._evidence.add(trials_at_nodes(tree, accepted))
 
     def chosen(self, tree: DraftTree) -> list[str]:
-        """What was chosen for the last round, for the record."""
+        """The widths chosen for the last round, for the report."""
         return [f"widths=[{','.join(map(str, self._chosen))}]"]
 
 
 def trials_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Trials:
-    """Every candidate put to the test at the nodes the target went through."""
+    """One trial per tested candidate at the nodes on the target's path."""
     for count, place in outcomes_at_nodes(tree, accepted):
         for index in range(count if place is None else place + 1):
             yield index, 1.0, index == place
 
 
 def outcomes_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Iterator[tuple[int, int | None]]:
-    """For every node with candidates that the target went through: how many, and the place of the accepted one."""
+    """For every node with candidates on the target's path: how many, and the index of the accepted one."""
     for node, child in zip([ROOT, *accepted], [*accepted, None], strict=True):
         candidates = tree.draws.get(node) or [i for i, parent in enumerate(tree.parents) if parent == node]
         if candidates:

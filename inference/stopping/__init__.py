@@ -1,6 +1,5 @@
 """When to stop drafting and verify: one rule a file, all on the interface of interface.py.
 
-A rule decides how long a chain gets and how deep a tree: it is asked after every token of the one, and after every
-level of the other. It sees what was drafted, and after each round what was accepted. At most one number a token comes
-from the device.
+A rule decides the length of a chain, asked after every token, or the depth of a tree, asked after every level. It sees
+the draft, and after each round how much of it was accepted. It transfers at most one number per token from the device.
 """

@@ -9,8 +9,8 @@ from inference.stopping.interface import Step, StopRule
 class UCB:
     """Every rule once, then the one with the largest mean reward + √(2 ln t / n), t rounds in all and n with it.
 
-    The reward of a round is the mean of two shares: of the longest draft that was accepted, and of this draft. The one
-    asks for tokens, the other for little waste. Only the rule that was chosen is asked in a round and told of it.
+    The reward of a round is the mean of accepted / longest draft, which rewards tokens, and accepted / drafted, which
+    punishes waste. Only the chosen rule is asked in a round and told its outcome.
     """
 
     def __init__(self, rules: Sequence[StopRule]):
@@ -30,7 +30,7 @@ class UCB:
         self.chosen = max(range(len(self.rules)), key=self._bound)
 
     def _bound(self, rule: int) -> float:
-        """The upper confidence bound of a rule's reward; without bound where it was never tried."""
+        """The upper confidence bound of a rule's reward; infinite if it was never tried."""
         count = self.rounds[rule]
         if not count:
             return math.inf

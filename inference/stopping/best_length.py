@@ -1,4 +1,4 @@
-"""max_draft=auto: a chain as long as pays, chosen anew before every round."""
+"""max_draft=auto: the chain length with the best rate, chosen again before every round."""
 
 from inference.settings.method import LONGEST_CHAIN
 from inference.sizing.policy import Evidence, Tuning, best_length, trials_in_chain
@@ -6,7 +6,7 @@ from inference.stopping.interface import Step
 
 
 class BestLength:
-    """The length with the most tokens a second, by measured costs and by how often each position was right so far."""
+    """The length with the most tokens per second, from measured costs and the acceptance of each position so far."""
 
     max_draft = LONGEST_CHAIN
 

@@ -16,8 +16,8 @@ class BetaThompson:
     - update="printed": r = max(|Q_v| − 1, 0) as in the paper, clamped because α must stay positive. It charges a
       failure even to a fully accepted draft, so it drafts shorter.
 
-    discount: what the trials of this generation keep of their weight when another round follows. Acceptance comes in
-    stretches, so many old trials make the posterior surer than it has a right to be. 1 is the paper's.
+    discount: the factor by which a round reduces the weight of this generation's earlier trials. Acceptance varies
+    along a text, so with many old trials the posterior is overconfident. The paper's is 1.
     """
 
     def __init__(

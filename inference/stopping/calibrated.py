@@ -1,4 +1,4 @@
-"""A calibration head's word weighed with what was seen: by Thompson sampling, or by the posterior's mean alone."""
+"""A calibration head's estimate combined with observed acceptance: Thompson sampling, or the posterior mean."""
 
 import random
 
@@ -9,14 +9,14 @@ from inference.stopping.interface import Step, sigmoid
 
 
 class Posterior:
-    """What is believed of θ, the probability that the next draft token is right (EESD, Algorithm 3).
+    """The posterior of θ, the probability that the next draft token is right (EESD, Algorithm 3).
 
     θ ~ N(μ, σ²) with μ = w θ_M + (1 − w) θ̂, w = σ_S²/(nσ_M² + σ_S²), σ² = σ_M²σ_S²/(σ_S² + nσ_M²). θ_M is the
-    calibration head's probability for this very token, θ̂ what has been observed, n the number of verifications. So the
-    head rules at first and experience later: w = 1 at n = 0.
+    calibration head's probability of this token, θ̂ the observed acceptance, n the number of verifications. So the head
+    dominates at first (w = 1 at n = 0), observation later.
 
-    mean="sample": θ̂ is the share of tested tokens that were right, θ̂_0 counting as one. mean="printed": the paper's
-    running mean, which only ever sees successes and so rises to 1.
+    mean="sample": θ̂ is the share of tested tokens that were right; θ̂_0 counts as one trial. mean="printed": the
+    paper's running mean, which sees successes only and so rises to 1.
 
     evidence="model" keeps n at 0 (the head alone). evidence="sample" takes σ_M to infinity (what was observed alone).
     These are the paper's ablations.
@@ -66,7 +66,7 @@ class Posterior:
 
 
 class CalibratedThompson:
-    """Draw θ from the posterior, clamp it to [0, 1], and go on with that probability (EESD, Algorithm 3)."""
+    """Sample θ from the posterior, clamp it to [0, 1], and continue with probability θ (EESD, Algorithm 3)."""
 
     def __init__(self, max_draft: int, posterior: Posterior, generator: random.Random):
         self.max_draft = max_draft
@@ -83,7 +83,7 @@ class CalibratedThompson:
 
 
 class PosteriorMean:
-    """The same posterior without sampling: go on while its mean is at least `threshold`."""
+    """The same posterior without sampling: continue while its mean is at least `threshold`."""
 
     def __init__(self, max_draft: int, posterior: Posterior, threshold: float):
         self.max_draft = max_draft
@@ -98,6 +98,6 @@ class PosteriorMean:
 
 
 def ask(head: CalibrationHead, step: Step) -> float:
-    """What `head` says of the token just drafted, as a logit. One transfer."""
+    """The logit that `head` gives the token just drafted. One transfer."""
     position = torch.tensor([step.drafted], device=step.hidden.device)
     return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))

@@ -1,6 +1,6 @@
 """Stop where the drafter's distribution is broad: AdaEDL and SVIP. Both transfer one entropy per token.
 
-A drafter that is unsure of its token is seldom right. Both rules bound the probability of acceptance from below by
+A drafter with a broad distribution is seldom right. Both rules bound the acceptance probability from below by
 1 − √(c H(q)), H the entropy in nats, and stop where the bound is low.
 """
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from inference.stopping.interface import Step
 
-# How the threshold moves: the acceptance rate that it aims at, its step, and how much of the old rate and of the old
-# threshold stays. It is in the manner of Draft & Verify (arXiv 2309.08168). These numbers were not held to a paper's.
+# The threshold's update: the acceptance rate it aims at, its step, and the smoothing of rate and threshold. It follows
+# Draft & Verify (arXiv 2309.08168); these values are not checked against a paper.
 AIM, STEP, KEPT_RATE, KEPT_THRESHOLD = 0.9, 0.01, 0.5, 0.9
 
 

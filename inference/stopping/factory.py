@@ -1,4 +1,4 @@
-"""Stop rules made of their settings."""
+"""Stop rules built from their settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from inference.stopping.survival import Survival
 from inference.stopping.trust import Belief, Trust
 from outrider.streams import Streams
 
-# A draft's own probabilities may be far off, each way: greedy targets take tokens of a low q nearly always.
+# A drafter's q may be miscalibrated either way: a greedy target accepts tokens of low q nearly always.
 DRAFT = Belief(offset=(0.0, 3.0), slope=(1.0, 0.5))
-HEAD = Belief(offset=(0.0, 0.5), slope=(1.0, 0.0))  # it was calibrated; what it cannot know is the text's own effect
-# A token drawn from q is accepted with the probability min(1, p/q). How likely it was says next to nothing of that.
+HEAD = Belief(offset=(0.0, 0.5), slope=(1.0, 0.0))  # calibrated on average, but not for this text
+# A token sampled from q is accepted with probability min(1, p/q), of which q itself says next to nothing.
 DRAWN = Belief(offset=(1.0, 0.7), slope=(0.1, 0.1))
 
 
 @dataclass(frozen=True)
 class Given:
-    """What rules are made with besides their settings (see `make_rule`)."""
+    """What rules need besides their settings (see `make_rule`)."""
 
     streams: Streams
     head: CalibrationHead | None
@@ -45,10 +45,10 @@ def make_rule(
     default: int,
     drawn: bool = False,
 ) -> StopRule:
-    """The stop rule of `stop`, fresh: what it learns belongs to one generation, like its `streams`.
+    """A new stop rule for one generation, of which it learns; `streams` are that generation's.
 
-    head: for rules that ask one. tuning: for max_draft=auto and rule=survival. default: what a max_draft of null means.
-    drawn: drafts are drawn from q, else they are the likeliest tokens.
+    head: for rules that use one. tuning: for max_draft=auto and rule=survival. default: the value of max_draft=null.
+    drawn: whether drafts are sampled from q, else they are the most likely tokens.
     """
     if stop.max_draft == AUTO:
         return BestLength(required(tuning))
@@ -56,7 +56,7 @@ def make_rule(
 
 
 def required(tuning: Tuning | None) -> Tuning:
-    """`tuning`, which must be there."""
+    """`tuning`; a ValueError if there is none."""
     if tuning is None:
         raise ValueError("what is chosen by costs needs measured ones (inference.measure.probe)")
     return tuning
@@ -77,7 +77,7 @@ def _posterior(stop: StopConfig, head: CalibrationHead | None) -> Posterior:
 
 
 def _bandit(longest: int, gamma: float) -> StopRule:
-    """Over the rules that need no training."""
+    """A bandit over the rules that need no training."""
     confidence, adaedl, svip = (THRESHOLDS[rule] for rule in ("confidence", "adaedl", "svip"))
     rules = (Confidence(longest, confidence), AdaEDL(longest, adaedl, gamma), SVIP(longest, svip), FixedLength(longest))
     return UCB(rules)

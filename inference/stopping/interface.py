@@ -1,4 +1,4 @@
-"""What a stop rule is asked, and what it is told."""
+"""The interface of a stop rule."""
 
 import math
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from draft_models.calibration.head import log_odds
 
 
 class HasHidden(Protocol):
-    """hidden [n, d_D]: the drafter's last hidden states of the rows fed last; target_hidden [1, d_T]: the target's last
-    one, at the last verified position."""
+    """hidden [n, d_D]: the drafter's last hidden states at the rows fed last; target_hidden [1, d_T]: the target's last
+    hidden state at the last verified position."""
 
     @property
     def hidden(self) -> Tensor: ...
@@ -22,16 +22,16 @@ class HasHidden(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One drafted token as a stop rule sees it. Tensors stay on the device until a rule looks at them.
+    """One drafted token as a stop rule sees it. Tensors stay on the device until a rule reads them.
 
-    Of a tree's level it is the node that the target will most likely go through, as far as the structure knows. In an
-    OPT-Tree or token graph that is the largest p̂. Where no p̂ is computed it is the level's first node, which is what
-    a chain would have drafted. In a fixed shape that is the likeliest child of the likeliest child …. In a drawn
-    k-config tree it is the first draw under the first draw ….
+    A level of a tree is represented by the node that the target most likely reaches: the largest p̂ in an OPT-Tree or
+    token graph. Where no p̂ is computed it is the level's first node, the one that a chain would have drafted: the most
+    likely child of the most likely child … in a fixed shape, the first draw under the first draw … in a sampled
+    k-config tree.
 
-    drafted: how many tokens the path to it has, this one included, which is the draft's depth so far.
-    token [1]; logits [1, V] that it was taken from.
-    source: has the hidden states that the logits were computed from, at `row` of those it was fed last.
+    drafted: tokens on the path to it, itself included: the draft's depth so far.
+    token [1]; logits [1, V] that predicted it.
+    source: holds the hidden states of those logits, in row `row` of the rows it was fed last.
     """
 
     drafted: int
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def log_probability(self) -> Tensor:
-        """log q of the token, [1]: of the logits as they are."""
+        """log q of the token, [1], from the unprocessed logits."""
         return self.logits.float().log_softmax(-1)[0, self.token]
 
     @property
@@ -57,25 +57,25 @@ class Step:
 
     @property
     def entropy(self) -> Tensor:
-        """H(q) in nats, [1]: of the logits as they are. A token that is impossible adds nothing."""
+        """H(q) in nats, [1], from the unprocessed logits. Impossible tokens add nothing."""
         return torch.special.entr(self.logits.float().softmax(-1)).sum(-1)
 
 
 class StopRule(Protocol):
-    """Asked after every drafted token, or level of a tree, told the outcome of every round.
+    """Asked after every drafted token or tree level, and told the outcome of every round.
 
-    What was just drafted is always submitted for verification: a rule that could withdraw it would bias the
-    emitted law under sampling.
+    The token just drafted is always submitted for verification: a rule that could withdraw it would bias the
+    distribution of sampled text.
     """
 
-    max_draft: int  # tokens a path of the draft may have at most
+    max_draft: int  # most tokens on a path of the draft
 
     def stop(self, step: Step) -> bool:
         """Whether to verify now."""
         ...
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """The round submitted a draft of depth `drafted`, of which a path of `accepted` tokens was right."""
+        """The round submitted a draft of depth `drafted`; `accepted` of its tokens were accepted."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Stop where some token of the draft is probably wrong: SpecDec++ (arXiv 2405.19715)."""
+"""Stop when the draft probably contains a wrong token: SpecDec++ (arXiv 2405.19715)."""
 
 from draft_models.calibration.head import CalibrationHead
 from inference.stopping.calibrated import ask
@@ -8,8 +8,8 @@ from inference.stopping.interface import Step, sigmoid
 class RejectionRisk:
     """Stop where 1 − Π ĉ_j is above `threshold`, ĉ_j the head's probability of the draft's j-th token.
 
-    The paper proves that a threshold on this probability is the optimal form, and trains a head of its own for ĉ. Here
-    it is the calibration head. One transfer per token.
+    The paper proves that a threshold on this probability is the optimal form, and trains its own head for ĉ. Here ĉ
+    is the calibration head's. One transfer per token.
     """
 
     def __init__(self, head: CalibrationHead, max_draft: int, threshold: float):

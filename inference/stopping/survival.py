@@ -1,4 +1,4 @@
-"""Survival × cost: go on while more tokens are worth the time they take."""
+"""Survival × cost: draft on while further tokens are worth their time."""
 
 from collections.abc import Callable
 
@@ -7,19 +7,19 @@ from inference.sizing.policy import KEEP, Evidence, Tuning, best_length, trials_
 from inference.stopping.interface import Step
 from inference.stopping.trust import Trust
 
-PRIOR_ROUNDS = 4.0  # that the rate expected at the start counts for, beside those of this generation
+PRIOR_ROUNDS = 4.0  # weight of the rate expected at the start, in rounds of this generation
 
 
 class Survival:
-    """Draft on while the tokens to be gained are more than the running rate would give in the time that they cost.
+    """Draft on while the expected gain exceeds what the running rate would produce in the time that it costs.
 
-    Say k tokens are drafted. All of them are right with probability S_k = Π_{j≤k} c_j, c_j by `trust` in `score` of
-    token j. m more tokens are expected to gain Σ_{i≤m} S_k Π_{j≤i} s_{k+j}, s_j the share of tokens at position j that
-    were right (`Evidence`). They cost m draft steps and a wider pass of the target. One m that pays is enough. The
-    running rate is tokens per second of this generation, by the measured costs, so no clock decides anything here. This
-    is the rule of a renewal process: its rate is largest where no round goes on below it.
+    After k drafted tokens all are right with probability S_k = Π_{j≤k} c_j; `trust` turns the `score` of token j into
+    c_j. m further tokens gain Σ_{i≤m} S_k Π_{j≤i} s_{k+j} in expectation, s_j the share of tokens at position j that
+    were right (`Evidence`). They cost m draft steps and a wider target pass. Drafting continues if any m pays. The
+    running rate is this generation's tokens per second by the measured costs, so no clock decides. This is the
+    stopping rule of a renewal process: its rate is largest if no round continues below it.
 
-    score: of a step, a logit; one transfer.
+    score: the logit of a step; one transfer.
     """
 
     def __init__(self, tuning: Tuning, score: Callable[[Step], float], trust: Trust, max_draft: int = LONGEST_CHAIN):

@@ -1,15 +1,15 @@
-"""How far a score of tokens is to be trusted in the text at hand: a calibration that learns as the text goes."""
+"""Online calibration: how far a score of tokens can be trusted in the current text."""
 
 from dataclasses import dataclass
 
 from inference.stopping.interface import sigmoid
 
-DRIFT = 0.03  # of the prior's variances is added when another round follows: text has easy and hard stretches
+DRIFT = 0.03  # share of the prior's variances added per round: text has easy and hard stretches
 
 
 @dataclass(frozen=True)
 class Belief:
-    """What is believed of a text beforehand: mean and deviation of the offset a and of the slope b (see `Trust`)."""
+    """The prior: mean and standard deviation of the offset a and of the slope b (see `Trust`)."""
 
     offset: tuple[float, float]
     slope: tuple[float, float]
@@ -18,10 +18,9 @@ class Belief:
 class Trust:
     """c = sigmoid(a + b z): the probability that a token of score z is right, z a logit.
 
-    With a = 0 and b = 1 the score is taken at its word, with b = 0 not looked at. Every tested token moves both, by one
-    step of Newton's method on the posterior of a logistic regression (an extended Kalman filter). The offset is the
-    text's own effect. Tokens of one text are right more or less often together, which independent trials with one
-    probability are not.
+    With a = 0 and b = 1 the score is taken as it is; with b = 0 it is ignored. Every tested token updates both by one
+    Newton step on the posterior of a logistic regression (an extended Kalman filter). The offset models the text:
+    tokens of one text are correlated, unlike independent trials with one probability.
     """
 
     def __init__(self, prior: Belief):

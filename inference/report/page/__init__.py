@@ -1,1 +1,1 @@
-"""report.html: what was measured as one page that needs nothing but itself."""
+"""report.html: the report as one self-contained page."""

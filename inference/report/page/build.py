@@ -1,4 +1,4 @@
-"""report.html: one file that explains itself, with its styles and script inside and nothing fetched."""
+"""report.html: one self-contained file with its styles and script; it loads nothing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from inference.report.wording import (
 )
 
 HERE = Path(__file__).parent
-COLUMNS = {  # of the table: what each says in plain words
+COLUMNS = {  # of the table: the tooltip of each
     "method": "how drafts were made; autoregressive: by nobody",
     "identical": "texts that equal, token for token, what transformers' generate says, of those compared",
     "τ": "tokens that one pass of the target yields on average, its own included; 1 is decoding without a drafter",
@@ -46,9 +46,9 @@ Report = Mapping[str, Any]
 
 
 def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode: Decode) -> str:
-    """The page of one evaluation. decode: the text of token ids, special tokens included.
+    """The page of one evaluation. decode: token ids → text, special tokens included.
 
-    Raises nothing for odd texts: all that a model said is escaped.
+    Any text is accepted: all model output is escaped.
     """
     first = reports[0]
     title = f"{first['drafter']} on {first['target']}"
@@ -80,7 +80,7 @@ def _section(title: str, *content: Markup) -> tuple[Markup, ...]:
 
 
 def _table(reports: Sequence[Report]) -> Markup:
-    """One row a method, baselines first."""
+    """One row per method, baselines first."""
     first = reports[0]
     prefill, speeds = first["prefill_seconds"], first["tokens_per_second"]
     plain: tuple[object, ...] = (
@@ -131,7 +131,7 @@ def _row(report: Report) -> tuple[object, ...]:
 
 
 def _counted(reports: Sequence[Report]) -> Markup:
-    """What other reports give in the place of τ, and the conditional acceptance at the first depths."""
+    """τ as other papers count it, and the conditional acceptance at the first depths."""
     depths = range(min(6, max(len(report["acceptance_given_previous"]) for report in reports)))
     heads = {
         "method": "how drafts were made",
@@ -153,13 +153,13 @@ def _counted(reports: Sequence[Report]) -> Markup:
 
 
 def _columns() -> Markup:
-    """The tooltips once more, for those who cannot hover."""
+    """The tooltips as text, for devices without hover."""
     said = [part for name, text in COLUMNS.items() for part in (tag("dt", name), tag("dd", text))]
     return tag("details", tag("summary", "What the columns say"), tag("dl", *said))
 
 
 def _categories(reports: Sequence[Report]) -> list[Markup]:
-    """A panel a category, the first one open."""
+    """One panel per category, the first one open."""
     panels: list[Markup] = []
     for name, mine in reports[0]["by_category"].items():
         rows = [tag("tr", *(tag("th", head) for head in ("method", "τ", "v_d", "drafted/round", "speed-up [95 %]")))]
@@ -183,7 +183,7 @@ def _overlaps(report: Report) -> list[Markup]:
 
 
 def _facts(report: Report) -> Markup:
-    """Machine, versions, and what target and drafters are known by."""
+    """Machine, versions, and digests of target and drafters."""
     made = report["made_with"]
     facts = {
         **{f"machine: {name}": value for name, value in report["machine"].items()},

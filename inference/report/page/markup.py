@@ -1,10 +1,10 @@
-"""Markup made from text that nobody has to trust: what is not markup already is escaped, in one place."""
+"""HTML from untrusted text: everything that is not `Markup` is escaped, in one place."""
 
 import html
 import json
 from typing import Any
 
-_VOID = ("input", "meta")  # elements that have no end
+_VOID = ("input", "meta")  # elements without an end tag
 
 
 class Markup(str):
@@ -14,7 +14,7 @@ class Markup(str):
 
 
 def tag(name: str, /, *content: object, **attributes: object) -> Markup:
-    """An element. content: `Markup` goes in as it is, all else as text; attributes: as they are called, `class_`."""
+    """An element. content: `Markup` is inserted as it is, all else escaped; attributes by name, `class_` for class."""
     said = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html.escape(str(value))}"')
         for key, value in attributes.items()
@@ -24,12 +24,12 @@ def tag(name: str, /, *content: object, **attributes: object) -> Markup:
 
 
 def joined(*content: object) -> Markup:
-    """One after the other."""
+    """The parts concatenated, escaped where they are not `Markup`."""
     return Markup("".join(one if isinstance(one, Markup) else html.escape(str(one)) for one in content))
 
 
 def embedded(value: Any, **attributes: object) -> Markup:
-    """JSON for the page's own script. No text in it can end the element that it stands in."""
+    """JSON for the page's script, in which no text can close the script element."""
     plain = json.dumps(value, separators=(",", ":"))
     for sign in "<>&":
         plain = plain.replace(sign, f"\\u{ord(sign):04x}")

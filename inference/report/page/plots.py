@@ -1,4 +1,4 @@
-"""The page's plots, as SVG that takes its colours from the page: light and dark need no second picture."""
+"""The page's plots as SVG, coloured by the page's styles for light and dark mode."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ Report = Mapping[str, Any]
 
 
 def speedups(reports: Sequence[Report]) -> Markup:
-    """Of every method the median speed-up over plain decoding and its interval, on one axis."""
+    """Every method's median speed-up over plain decoding with its interval, on one axis."""
     timed = [(place, one) for place, one in enumerate(reports) if one["speedup"]["median"] is not None]
     most = max([1.2, *(one["speedup"]["ci95"][1] for _, one in timed)])
     rows = []
@@ -34,7 +34,7 @@ def speedups(reports: Sequence[Report]) -> Markup:
 
 
 def time_split(reports: Sequence[Report]) -> Markup:
-    """Of every method the shares of its decoding time by part of a round."""
+    """Every method's decoding time, split by part of a round."""
     rows = []
     for line, report in enumerate(reports):
         total = sum(report["seconds"].values()) or 1.0
@@ -53,7 +53,7 @@ def time_split(reports: Sequence[Report]) -> Markup:
 
 
 def acceptance(reports: Sequence[Report], height: int = 200) -> Markup:
-    """How often the accepted path came to each depth, of the rounds that drafted so deep."""
+    """The share of rounds accepted to each depth, among rounds that drafted so deep."""
     deepest = max([2, *(len(report["acceptance_by_position"]) for report in reports)])
     lines = []
     for share in (0.0, 0.5, 1.0):
@@ -96,6 +96,6 @@ def _svg(content: Sequence[Markup], height: float, said: str) -> Markup:
 
 
 def legend(reports: Sequence[Report]) -> Markup:
-    """Which colour is which method's."""
+    """The colour of each method."""
     keys = [tag("span", "● ", class_=f"c{place % 8}") + tag("span", one["method"]) for place, one in enumerate(reports)]
     return tag("p", joined(*(tag("span", Markup(key), class_="key") for key in keys)), class_="legend")

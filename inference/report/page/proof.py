@@ -1,4 +1,4 @@
-"""What was done to see whether the texts are the target's own, and what that does not say, in plain words."""
+"""The page's section on losslessness: what was checked, and what the checks cannot show."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ Report = Mapping[str, Any]
 
 
 def most_that_differ(checked: int, chance: float = 0.05) -> float:
-    """The largest share of prompts that could differ if none of `checked` does, but by a luck of `chance`.
+    """The upper confidence bound of the share of differing prompts if none of `checked` prompts differs.
 
-    With a share s all n are equal with probability (1 − s)ⁿ; it is the s at which that is `chance`.
+    With a share s all n are equal with probability (1 − s)ⁿ; the bound is the s at which that is `chance`.
     """
     return 1 - chance ** (1 / checked)
 
 
 def proof_section(reports: Sequence[Report]) -> list[Markup]:
-    """Paragraphs: what was compared, what it bounds, what the judgement of rounding errors came to."""
+    """Paragraphs: what was compared, what it bounds, and the judgement of rounding errors."""
     first = reports[0]["lossless"]
     wrong = [report["method"] for report in reports if not is_lossless(report)]
     said = [_verdict(wrong), *(_compared(reports) if first["checked"] else _sampled())]

@@ -1,4 +1,4 @@
-"""The texts themselves, token by token, and the trees that they were drafted in."""
+"""The generated texts, token by token, and their draft trees."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from inference.measure.results import PromptResult
 from inference.measure.shown import ShownRound
 from inference.report.page.markup import Markup, embedded, joined, tag
 
-ASKED = 3000  # characters of a prompt that are shown, its last
-REJECTED = 8  # tokens of a rejected draft that stand in the text; the tree has all of them
+ASKED = 3000  # last characters of a prompt that are shown
+REJECTED = 8  # rejected tokens shown in the text; the tree has all of them
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Pieces:
-    """What tokens say. A token's own text hangs on those before it where it is a part of a character or a blank."""
+    """Texts of single tokens, which depend on the tokens before where one is part of a character or a space."""
 
     def __init__(self, decode: Decode, anchor: int):
         self._decode, self._anchor = decode, anchor
@@ -23,13 +23,13 @@ class Pieces:
         self.known: dict[int, str] = {}
 
     def of(self, token: int) -> str:
-        """One token, as after the `anchor`, any token of a text."""
+        """The text of one token after the `anchor`, an arbitrary token."""
         if token not in self.known:
             self.known[token] = self._decode([self._anchor, token])[self._before :]
         return self.known[token]
 
     def along(self, tokens: Sequence[int]) -> list[str]:
-        """The parts of a text, one for each token; together they are the text."""
+        """The text split by token; the parts concatenate to the text."""
         parts, said = [], 0
         for end in range(1, len(tokens) + 1):
             text = self._decode(tokens[:end])
@@ -40,7 +40,7 @@ class Pieces:
 
 
 def texts_section(results: Sequence[PromptResult], decode: Decode) -> Markup:
-    """All texts whose rounds were kept, one at a time to be seen, and what the script draws their trees from."""
+    """All texts whose rounds were kept, shown one at a time, and the data of their trees for the script."""
     shown = [result for result in results if result.shown]
     if not shown:
         return tag("p", "No rounds were kept (show_prompts=0).")
@@ -84,7 +84,7 @@ def _choice(name: str, options: Mapping[str, str]) -> Markup:
 
 
 def _text(rounds: Sequence[ShownRound], pieces: Pieces) -> Iterator[Markup]:
-    """The rounds of one text, each with the tokens that it committed and the first of those that it did not."""
+    """The rounds of one text, each with its committed tokens and the first rejected ones."""
     parts = iter(pieces.along([token for r in rounds for token in r.tokens]))
     for number, r in enumerate(rounds):
         own = [next(parts) for _ in r.tokens]
@@ -101,7 +101,7 @@ def _text(rounds: Sequence[ShownRound], pieces: Pieces) -> Iterator[Markup]:
 
 
 def rejected_tokens(r: ShownRound) -> list[int]:
-    """Of a draft the tokens after the accepted ones, along the first child of each node: the rest of a chain."""
+    """The drafted tokens after the accepted path, along each node's first child: the rest of a chain."""
     node = r.path[-1] if r.path else ROOT
     found: list[int] = []
     while len(found) < REJECTED:
@@ -114,7 +114,7 @@ def rejected_tokens(r: ShownRound) -> list[int]:
 
 
 def _tree(r: ShownRound, pieces: Pieces) -> list[Any]:
-    """What the script draws: tokens, parents and accepted nodes of the draft, and the tokens of the target's own."""
+    """Data for the script: tokens, parents and accepted nodes of the draft, and the target's own tokens."""
     own = list(r.tokens[r.accepted :])
     for token in (*r.drafted, *own):
         pieces.of(token)
