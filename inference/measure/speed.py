@@ -1,7 +1,7 @@
-"""What the clock says: speed-ups with their intervals, what a prefill takes, and where a token's time goes.
+"""Timing statistics: speed-ups with confidence intervals, prefill times, and the parts of a token's time.
 
-An interval resamples conversations, whole with all their turns. The turns of one are alike, and would otherwise count
-as if each of them were news. What is said of a baseline is measured like the rest, so that it can be doubted.
+Turns of one conversation are correlated, so the bootstrap resamples whole conversations. Statements about a baseline
+are measured like everything else, so that they can be checked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +12,16 @@ from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.statistics import bootstrap_median
 from outrider.streams import Streams
 
-MIN_PROMPTS = 5  # conversations, however many turns they have; fewer have no interval worth the name, so no verdict
-# What all prompts of a run have in common moves all of its speed-ups together: where memory lies, which kernels a load
-# chose, how warm the machine is. An interval over prompts does not know of it.
+MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningful interval, so no verdict
+# Conditions common to all prompts of a run shift all its speed-ups together: memory placement, the kernels chosen at
+# load, the machine's temperature. An interval over prompts does not include them.
 MARGIN = 0.02
 
 
 def verdict(speedup: Mapping[str, Any], busy: str | None = None) -> str:
-    """faster or slower where the whole interval says so by more than `MARGIN`, else undecided.
+    """"faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
 
-    speedup: its ci95, and of how many prompts. busy: why a speed measured then means little (see `busy_machine`).
+    speedup: its ci95 and number of prompts. busy: why speeds of that run are unreliable (see `busy_machine`).
     """
     if busy or speedup["ci95"] is None or speedup["prompts"] < MIN_PROMPTS:
         return "undecided"
@@ -30,22 +30,22 @@ def verdict(speedup: Mapping[str, Any], busy: str | None = None) -> str:
 
 
 def decoding(generation: Generation) -> float:
-    """Seconds per decoded token: the prefill and its token apart."""
+    """Seconds per decoded token, without the prefill and its token."""
     return generation.decode_seconds / (len(generation.tokens) - 1)
 
 
 def end_to_end(generation: Generation) -> float:
-    """Seconds per token of the whole answer: the prefill's, a drafter's own among them, and the decoded ones."""
+    """Seconds per token of the whole answer: the prefill, including the drafter's, and decoding."""
     return (generation.prefill_seconds + generation.decode_seconds) / len(generation.tokens)
 
 
 def timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
-    """Results in which every given arm decoded at least one token after the prefill's."""
+    """Results in which every given arm decoded at least one token after the prefill."""
     return [r for r in results if all(len(r.generations[arm].tokens) > 1 for arm in arms)]
 
 
 def speedups(results: Sequence[PromptResult], arm: str, baseline: str) -> dict[str, float]:
-    """By prompt: the baseline's seconds per decoded token over the arm's, where both decoded something."""
+    """Per prompt: the baseline's seconds per decoded token over the arm's, if both decoded tokens."""
     return {r.prompt_id: _ratio(r, arm, baseline, decoding) for r in timed(results, arm, baseline)}
 
 
@@ -56,7 +56,7 @@ def speedup(
     streams: Streams,
     seconds: Callable[[Generation], float] = decoding,
 ) -> dict[str, Any]:
-    """Median and interval, over prompts on which both decoded something, of the baseline's `seconds` over the arm's."""
+    """Median and interval of the baseline's `seconds` over the arm's, over prompts for which both decoded tokens."""
     both = timed(results, arm, baseline)
     names = (arm, baseline, seconds.__name__)
     return _median(both, [_ratio(r, arm, baseline, seconds) for r in both], streams.within(*names))
@@ -65,7 +65,7 @@ def speedup(
 def speedups_over_baselines(
     results: Sequence[PromptResult], arm: str, streams: Streams, seconds: Callable[[Generation], float] = decoding
 ) -> dict[str, Any]:
-    """`speedup` over plain decoding and, where it was run, over transformers' `generate`."""
+    """`speedup` over plain decoding and, if it was run, over transformers' `generate`."""
     found = speedup(results, arm, AUTOREGRESSIVE, streams, seconds)
     if TRANSFORMERS in results[0].generations:
         found["vs_transformers_generate"] = speedup(results, arm, TRANSFORMERS, streams, seconds)
@@ -80,7 +80,7 @@ def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams)
 
 
 def tokens_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
-    """Decoded tokens over the seconds they took, all prompts together; None where there is none."""
+    """Decoded tokens per second over all prompts; None for an arm that decoded none."""
     if arm not in results[0].generations:
         return None
     generations = [r.generations[arm] for r in timed(results, arm)]
@@ -89,7 +89,7 @@ def tokens_per_second(results: Sequence[PromptResult], arm: str) -> float | None
 
 
 def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]:
-    """Seconds of decoding by part of a round, all prompts together; "other" is what no part has."""
+    """Seconds of decoding by part of a round over all prompts; "other" is the time outside the parts."""
     generations = [r.profiles.get(arm, r.generations[arm]) for r in results]
     rounds = [r for g in generations for r in g.rounds]
     parts = {
@@ -101,10 +101,10 @@ def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]
 
 
 def time_of_a_plain_token(results: Sequence[PromptResult]) -> dict[str, float | None]:
-    """What a token of the autoregressive arm takes on average, and how much of that is not the model's pass.
+    """The mean time of a token of the autoregressive arm, and the part of it outside the model's pass.
 
-    host: choosing the token and bringing it to the host, the caches' books, stop strings, the loop itself. It is given
-    in microseconds and as a share. On CUDA a clock that waits for the device takes it, which makes both longer.
+    host: choosing the token and transferring it, cache bookkeeping, stop strings and the loop, in microseconds and as a
+    share. On CUDA it is timed with synchronisation, which makes pass and host longer.
     """
     parts = parts_of_time(results, AUTOREGRESSIVE)
     count = sum(len(r.profiles.get(AUTOREGRESSIVE, r.generations[AUTOREGRESSIVE]).rounds) for r in results)
@@ -115,10 +115,10 @@ def time_of_a_plain_token(results: Sequence[PromptResult]) -> dict[str, float | 
 
 
 def break_even(results: Sequence[PromptResult], method: str) -> float | None:
-    """The acceptance rate at which a round of this method costs what its tokens cost autoregressively.
+    """The acceptance rate at which this method is as fast as plain decoding.
 
-    A round with k drafted tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t a token.
-    They are even at v = (s/t − 1)/k.
+    A round with k drafted tokens that takes s seconds emits 1 + v·k tokens; plain decoding takes t seconds a token.
+    They break even at v = (s/t − 1)/k.
     """
     both = timed(results, method, AUTOREGRESSIVE)
     rounds = [r for result in both for r in result.generations[method].rounds]
@@ -132,9 +132,9 @@ def break_even(results: Sequence[PromptResult], method: str) -> float | None:
 
 
 def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, dict[str, Any]]:
-    """The speed at given lengths: results in groups of prompts of up to 64, 65 to 128, 129 to 256, … tokens.
+    """The speed by prompt length, in groups of up to 64, 65 to 128, 129 to 256, … tokens.
 
-    tokens_per_second: of decoding; whole_answers: the prefill's time and token counted, both by arm.
+    tokens_per_second: of decoding alone; whole_answers: including the prefill's time and token; both by arm.
     """
     groups: dict[int, list[PromptResult]] = {}
     for result in results:
@@ -152,7 +152,7 @@ def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Stre
 
 
 def answers_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
-    """Tokens of whole answers over the seconds from the prompts on; None for an arm that was not run."""
+    """Tokens per second of whole answers, prefill included; None for an arm that was not run."""
     if arm not in results[0].generations:
         return None
     generations = [r.generations[arm] for r in results]
@@ -161,7 +161,7 @@ def answers_per_second(results: Sequence[PromptResult], arm: str) -> float | Non
 
 
 def conversations(results: Sequence[PromptResult]) -> int:
-    """How many prompts these are the turns of."""
+    """The number of conversations that these results are turns of."""
     return len({r.unit for r in results})
 
 
@@ -170,7 +170,7 @@ def _ratio(result: PromptResult, arm: str, baseline: str, seconds: Callable[[Gen
 
 
 def _median(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> dict[str, Any]:
-    """The median of `values`, one for each of `results`, and its interval over their conversations."""
+    """The median of `values`, one per result, and its interval, resampled by conversation."""
     if not values:
         return {"median": None, "ci95": None, "prompts": 0}
     median, interval = bootstrap_median(values, streams.arrays(), units=[r.unit for r in results])
