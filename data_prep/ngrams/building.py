@@ -30,12 +30,11 @@ _GB = 10**9
 
 @rehearsable
 def build_table(config: TrigramConfig) -> None:
-    """Read, tokenise and count a corpus. Leaves a `TrigramTable` in `config.out_dir` and prints one line of figures.
+    """Read, tokenise and count a corpus. Writes a `TrigramTable` to `config.out_dir` and prints one line of figures.
 
-    Until the table is whole it lies in `<out_dir>.building`. `config.resume` goes on with the shards found there. Of
-    several processes of a launcher the first builds it, with `config.workers` of its own. The others have nothing to
-    do. Raises `UserError` for a bad corpus, tokenizer or place. Whatever happens, `out_dir` holds a whole table or
-    none.
+    An unfinished table is in `<out_dir>.building`; `config.resume` continues with the shards there. Only the first
+    process of a launcher builds, with `config.workers` processes; the others return. Raises `UserError` for a bad
+    corpus, tokenizer or path. In any case `out_dir` holds a complete table or none.
     """
     if int(os.environ.get("RANK", "0")):
         return
@@ -67,7 +66,7 @@ def build_table(config: TrigramConfig) -> None:
 
 
 def _tidily(work: Path, build: Callable[[], None]) -> None:
-    """Build in `work` and remove it; of a build that fails, all but the shards that a resumed one goes on with."""
+    """Build in `work` and remove it; after a failure keep only the shards for a resumed build."""
     try:
         build()
         shutil.rmtree(work)
@@ -99,7 +98,7 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
     for part in (table, work / "runs"):  # of a build that was killed
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-    # What is rare here may be frequent in all tables together.
+    # Rare n-grams of one table may be frequent in the sum of all.
     limits = (memory, 1, None) if others else (memory, config.min_count, config.max_successors)
     described = {
         order: count_order(shards, order, encoder.vocabulary, work, *limits) for order in sorted(config.orders)
@@ -124,7 +123,7 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
 
 
 def _published(work: Path, name: str, *whole: Any) -> TrigramTable:
-    """What was written to work/table, opened from work/runs; another one may be written there."""
+    """The table in work/table, moved to work/runs and opened, so that another one can be written."""
     publish(work / "table", work / "runs" / name, *whole)
     (work / "table").mkdir()
     return TrigramTable.open(work / "runs" / name)
@@ -134,7 +133,7 @@ def _joined(
     tables: Sequence[TrigramTable], min_count: int, max_successors: int | None, facts: Mapping[str, Any], work: Path,
     memory: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Write tables, added up and without what is rare, to work/table. Returns what `publish` wants to know of them."""
+    """Write the sum of the tables, pruned, to work/table. Returns the arguments of `publish`."""
     first, described = tables[0], {}
     for order in sorted(first.levels):
         levels = [table.levels[order] for table in tables]
@@ -151,7 +150,7 @@ def _where(config: TrigramConfig) -> str:
 
 
 def _require_some(config: TrigramConfig, tokens: int, contexts: Sequence[int]) -> None:
-    """Raise `UserError` where no order has a context."""
+    """Raise `UserError` if no order has any context."""
     if not any(contexts):
         raise UserError(
             f"{_where(config)}: no n-gram of orders {list(config.orders)} occurs min_count={config.min_count} times in "
@@ -206,7 +205,7 @@ def _open_other(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTa
 
 
 def _warn_of_what_was_left_out(path: str, other: TrigramTable) -> None:
-    """Say where the sum will not be what one build of both corpora is."""
+    """Warn if the sum will differ from one build of both corpora."""
     for part in other.facts.get("merged") or [other.facts]:
         if part.get("min_count", 1) > 1 or part.get("max_successors") or part.get("max_mb"):
             built = " ".join(f"{key}={part.get(key)}" for key in ("min_count", "max_successors", "max_mb"))
@@ -221,7 +220,7 @@ def _warn_of_the_same_twice(shards: Shards, others: Sequence[TrigramTable]) -> N
 
 
 def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, others: list[TrigramTable]) -> None:
-    """Raise `UserError` unless the finished table is what these settings would build, as far as can be told."""
+    """Raise `UserError` unless the finished table matches these settings, as far as it records them."""
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"out_dir={config.out_dir}")
     own, *merged = table.facts.get("merged") or [table.facts]
     found = dict(own["corpus"]) if isinstance(own.get("corpus"), dict) else {}

@@ -1,6 +1,6 @@
-"""Merging and pruning n-gram tables in bounded memory: ranges of keys of mapped levels, one after another.
+"""Merging and pruning n-gram tables in bounded memory, one range of keys of memory-mapped levels after another.
 
-It leaves the bytes that adding up and pruning whole tables in memory would leave.
+The result is byte-identical to merging and pruning whole tables in memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from draft_models.ngrams.table import Level, TrigramTable
 from draft_models.ngrams.table_files import level_bytes
 from outrider.errors import require
 
-_ROW_BYTES = 150  # memory an n-gram of a range takes: sorted, merged, grouped
+_ROW_BYTES = 150  # memory per n-gram of a range: sorted, merged, grouped
 _LARGEST_RANGE = 2**22  # n-grams; larger is not faster
 _PARTITIONS = 12  # the key space can be cut at 2^12 keys
 _CHUNK = 2**20  # values looked at together
@@ -24,11 +24,11 @@ _LARGEST = 2**32 - 1  # counts saturate here
 def merged_level(
     levels: Sequence[Level], vocabulary: int, min_count: int, max_successors: int | None, memory: int
 ) -> Iterator[Grouped]:
-    """The contexts of all `levels`, of one order, by ascending keys and in parts; counts and totals are added up.
+    """The contexts of all `levels` of one order, by ascending keys, in parts; counts and totals are summed.
 
     Left out: n-grams of fewer than `min_count` occurrences in all levels, and all but the `max_successors` most
-    frequent of a context. They count in its total. memory: bytes for a part. A 4096th of the n-grams, and all those of
-    a context, are taken at once in any case.
+    frequent of a context; they still count in its total. memory: bytes for a part, which has at least a 4096th of the
+    n-grams, and all n-grams of a context.
     """
     bits = min(_PARTITIONS, levels[0].key_bits)
     edges = np.arange(2**bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - bits)
@@ -45,9 +45,9 @@ def merged_level(
 
 
 def kept_from(table: TrigramTable, megabytes: float) -> int:
-    """The smallest number of occurrences with which the levels of `table` fit, if rarer n-grams are left out.
+    """The smallest minimum of occurrences with which the pruned levels of `table` fit.
 
-    Raises `UserError` where nothing would be left.
+    Raises `UserError` if nothing would be left.
     """
     contexts = {order: _tally(_most(level)) for order, level in table.levels.items()}
     successors = {order: _tally(_chunks(level.counts)) for order, level in table.levels.items()}
@@ -69,7 +69,7 @@ def kept_from(table: TrigramTable, megabytes: float) -> int:
 
 
 def _ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-    """Partitions, `rows` of them in each, joined to as many as have at most `most` rows, or to one."""
+    """Groups of adjacent partitions, of `rows` rows each, with at most `most` rows per group or one partition."""
     begin, ends = 0, np.cumsum(rows)
     while begin < len(rows):
         before = ends[begin - 1] if begin else 0
@@ -79,7 +79,7 @@ def _ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _part(level: Level, begin: int, end: int) -> Level:
-    """Contexts `begin` to `end` of it, without buckets."""
+    """Contexts `begin` to `end` of a level, without buckets."""
     starts = level.starts[begin : end + 1].astype(np.int64)
     inside = slice(starts[0], starts[-1])
     arrays = {"keys": level.keys[begin:end], "totals": level.totals[begin:end], "starts": starts - starts[0]}
@@ -87,7 +87,7 @@ def _part(level: Level, begin: int, end: int) -> Level:
 
 
 def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
-    """The totals of these contexts, each of which is in some of `parts`, added up."""
+    """The totals of these contexts, summed over `parts`."""
     sums = np.zeros(len(keys), np.uint64)
     for part in parts:
         place = np.minimum(np.searchsorted(keys, part.keys), max(0, len(keys) - 1))
@@ -100,7 +100,7 @@ def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
 
 
 class _Tally(NamedTuple):
-    """Distinct values, ascending, and how many reach each."""
+    """Distinct values, ascending, and for each how many values are at least as large."""
 
     values: np.ndarray
     reached: np.ndarray
@@ -110,7 +110,7 @@ class _Tally(NamedTuple):
         return int(self.reached[at]) if at < len(self.values) else 0
 
     def least(self, value: int) -> int:
-        """The smallest one that reaches `value`."""
+        """The smallest distinct value that is at least `value`."""
         return int(self.values[np.searchsorted(self.values, value)])
 
 
