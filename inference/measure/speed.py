@@ -19,7 +19,7 @@ MARGIN = 0.02
 
 
 def verdict(speedup: Mapping[str, Any], busy: str | None = None) -> str:
-    """"faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
+    """ "faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
 
     speedup: its ci95 and number of prompts. busy: why speeds of that run are unreliable (see `busy_machine`).
     """

@@ -48,7 +48,7 @@ Report = Mapping[str, Any]
 def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode: Decode) -> str:
     """The page of one evaluation. decode: token ids → text, special tokens included.
 
-    Any text is accepted: all model output is escaped.
+    All text is accepted: model output is escaped.
     """
     first = reports[0]
     title = f"{first['drafter']} on {first['target']}"
