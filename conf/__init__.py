@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
+from outrider.cli import COMMANDS
 from outrider.errors import UserError
 from outrider.progress import command
 from outrider.settings import Settings, construct, listed
@@ -102,8 +103,8 @@ def config_for(script: str, words: Sequence[str]) -> Any:
 
     Raises `UserError`.
     """
-    import_module(script.removesuffix(".py").replace("/", "."))
     name = Path(script).stem
+    import_module(COMMANDS[name].module)
     schema, complete = _ENTRIES[name]
     overrides = complete(words)
     try:

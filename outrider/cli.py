@@ -137,5 +137,11 @@ def main() -> None:
     entry.main()
 
 
+def evaluate_checkpoint() -> None:
+    """Run the command that has a name of its own beside `outrider`."""
+    entry: Any = import_module(COMMANDS["evaluate_checkpoint"].module)
+    entry.main()
+
+
 if __name__ == "__main__":
     main()

@@ -23,8 +23,9 @@ def package_version() -> str:
 def code_version() -> str:
     """The package's version and a digest of every Python source of `PACKAGES`, as this process found them."""
     root = Path(__file__).resolve().parents[1]
+    packages = ["outrider"] if (root / "outrider" / "train").is_dir() else PACKAGES  # a wheel has all under outrider
     digest = hashlib.sha256()
-    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+    for path in sorted(path for package in packages for path in (root / package).rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + hashlib.sha256(path.read_bytes()).digest())
     return f"{package_version()}+{digest.hexdigest()[:12]}"
 

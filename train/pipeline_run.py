@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import outrider
 from outrider.errors import UserError, reason
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
@@ -19,6 +20,7 @@ from outrider.words import in_words
 from train.pipeline_bar import Pace, step_stage
 from train.pipeline_settings import ROOT, STEPS, PipelineConfig
 
+IMPORTED = Path(outrider.__file__).parents[1]  # where steps import this project from
 LOGS = "logs"  # <step>.log: what the step has said; .json: the record that it is done; .seconds.json: of cut runs of it
 SUMMARY = "pipeline.json"
 FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
@@ -145,7 +147,7 @@ def _tee(command: list[str], log: Path) -> int:
     """The exit status of `command`, whose output goes to stdout and to the end of `log` as it comes."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(IMPORTED), os.environ.get("PYTHONPATH")])),
     }
     with log.open("ab") as file:
         file.write(f"$ {' '.join(command)}\n".encode())

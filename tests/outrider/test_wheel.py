@@ -1,0 +1,74 @@
+"""A wheel works outside a clone and installs one name, so that a user's own `conf` or `train.py` stays theirs."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from outrider.versions import PACKAGES
+from tests.tiny import save_target
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a wheel of this tree installs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    tracked = subprocess.run(["git", "ls-files", *PACKAGES, "*.toml", "setup.py", "README.md", "LICENSE"],
+                             cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()  # fmt: skip
+    for name in tracked:
+        if (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", "../made"], cwd=source, check=True, capture_output=True
+    )
+    (wheel,) = (folder / "made").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def run(site: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Python in `cwd` with the wheel's packages before those of the clone."""
+    return subprocess.run([sys.executable, *words], cwd=cwd, env=os.environ | {"PYTHONPATH": str(site)},
+                          capture_output=True, text=True)  # fmt: skip
+
+
+def test_it_installs_one_name(site: Path) -> None:
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"outrider"}
+    (top,) = site.glob("*.dist-info/top_level.txt")
+    assert top.read_text().split() == ["outrider"]
+
+
+def test_nothing_of_it_imports_the_clone(site: Path, tmp_path: Path) -> None:
+    """Beside files that have the names of its packages."""
+    for name in PACKAGES[:-1]:
+        if name != "outrider":
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").write_text("raise RuntimeError(__file__)")
+    (tmp_path / "train.py").write_text("raise RuntimeError(__file__)")
+    code = (
+        "import pkgutil, importlib, sys, outrider\n"
+        "from outrider.cli import COMMANDS\n"
+        "for command in COMMANDS.values(): command.load_settings(), importlib.import_module(command.module)\n"
+        f"print(*{{name.partition('.')[0] for name in sys.modules}} & {{*{PACKAGES}}}, outrider.__file__)"
+    )
+    done = run(site, tmp_path, "-c", code)
+    assert done.stdout.split() == ["outrider", str(site / "outrider" / "__init__.py")], done.stderr
+
+
+def test_a_command_of_it_evaluates(site: Path, tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "one two three"}\n')
+    done = run(site, tmp_path, "-m", "outrider.cli", "evaluate-checkpoint", f"target={target}", "method=prompt_lookup",
+               f"prompts={prompts}", "max_new_tokens=8", "out_dir=out")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "report.json").exists()
