@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 from outrider.errors import UserError
 from outrider.words import did_you_mean
@@ -133,14 +132,12 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_STATUS)
     sys.argv = [f"outrider {command.typed}", *rest]
-    entry: Any = import_module(command.module)
-    entry.main()
+    import_module(command.module).main()
 
 
 def evaluate_checkpoint() -> None:
     """Run the command that has a name of its own beside `outrider`."""
-    entry: Any = import_module(COMMANDS["evaluate_checkpoint"].module)
-    entry.main()
+    import_module(COMMANDS["evaluate_checkpoint"].module).main()
 
 
 if __name__ == "__main__":

@@ -1,18 +1,33 @@
 """A wheel works outside a clone and installs one name, so that a user's own `conf` or `train.py` stays theirs."""
 
 import os
+import runpy
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 from outrider.versions import PACKAGES
 from tests.tiny import save_target
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+
+
+def test_imports_of_ours_alone_are_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the top, in functions, and by a name that is imported late; not what only looks like one."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    under_outrider = runpy.run_path("setup.py")["under_outrider"]
+    written = """from train.loop import fit\n    import conf\nload("inference.drafters.small_lm:MAKER")\n"""
+    assert under_outrider(written) == (
+        """from outrider.train.loop import fit\n    import outrider.conf\n"""
+        """load("outrider.inference.drafters.small_lm:MAKER")\n"""
+    )
+    other = """from training import a\nfrom outrider.train import b\nsplit = "train"\nfile = "train.jsonl"\n"""
+    assert under_outrider(other) == other
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +56,14 @@ def run(site: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
                           capture_output=True, text=True)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_installs_one_name(site: Path) -> None:
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"outrider"}
     (top,) = site.glob("*.dist-info/top_level.txt")
     assert top.read_text().split() == ["outrider"]
 
 
+@pytest.mark.slow
 def test_nothing_of_it_imports_the_clone(site: Path, tmp_path: Path) -> None:
     """Beside files that have the names of its packages."""
     for name in PACKAGES[:-1]:
@@ -64,6 +81,7 @@ def test_nothing_of_it_imports_the_clone(site: Path, tmp_path: Path) -> None:
     assert done.stdout.split() == ["outrider", str(site / "outrider" / "__init__.py")], done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_of_it_evaluates(site: Path, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     prompts = tmp_path / "prompts.jsonl"
