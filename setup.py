@@ -40,7 +40,9 @@ class BuildUnderOutrider(build_py):
 
 
 packages = find_packages(include=[pattern for name in (*OURS, "outrider") for pattern in (name, f"{name}.*")])
-if "bdist_wheel" in sys.argv:
+if "editable_wheel" in sys.argv:  # a path then: a script beside a clone called outrider imports this, not that folder
+    setup(packages=packages, package_dir={"": "."}, package_data=DATA)
+else:
     places = {f"outrider.{name}": name.replace(".", "/") for name in packages if name.partition(".")[0] in OURS}
     setup(
         packages=[*places, *(name for name in packages if name.partition(".")[0] == "outrider")],
@@ -48,5 +50,3 @@ if "bdist_wheel" in sys.argv:
         package_data={f"outrider.{name}": files for name, files in DATA.items()},
         cmdclass={"build_py": BuildUnderOutrider},
     )
-else:  # an editable install is then a path: a script beside a clone called outrider imports this, not that folder
-    setup(packages=packages, package_dir={"": "."}, package_data=DATA)

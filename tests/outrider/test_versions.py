@@ -20,7 +20,7 @@ def test_it_covers_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", lambda **options: asked.update(options))
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["setup.py", "egg_info"])
+    monkeypatch.setattr(sys, "argv", ["setup.py", "editable_wheel"])
     runpy.run_path("setup.py")
     assert {name.partition(".")[0] for name in asked["packages"]} == {*PACKAGES}
     folders = {str(p.parent.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")}

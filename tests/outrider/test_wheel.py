@@ -14,6 +14,11 @@ from outrider.versions import PACKAGES
 from tests.tiny import save_target
 
 ROOT = Path(__file__).parents[2]
+BUILD = """
+from setuptools import build_meta
+named = build_meta.prepare_metadata_for_build_wheel("..")
+build_meta.build_wheel("../made", metadata_directory=f"../{named}")
+"""  # as pip does
 
 
 def test_imports_of_ours_alone_are_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", "../made"], cwd=source, check=True, capture_output=True
-    )
+    subprocess.run([sys.executable, "-c", BUILD], cwd=source, check=True, capture_output=True)
     (wheel,) = (folder / "made").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
